@@ -22,13 +22,8 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
-from hf_efficient_attn.methods._shared.error_bound import (
-    COST_POWER,
-    Forms,
-    Limit,
-    attend_within_bound,
-    worthwhile_length,
-)
+from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Forms, Limit, attend_within_bound
+from hf_efficient_attn.methods._shared.error_bound import worthwhile_length as worthwhile
 from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.lengths import without_padding
@@ -92,7 +87,7 @@ class AutoAttentionConfig(MethodConfig):
             relative_cost=self.columns / AutoAttentionConfig.columns * (_HEAD_DIM / head_dim) ** (0.5 / COST_POWER),
         )
         if self.max_error and not is_causal:
-            length = worthwhile_length(length)
+            length = worthwhile(length)
         return max(length, self.columns)
 
     def with_budget(self, columns: int) -> "AutoAttentionConfig":
@@ -163,15 +158,12 @@ def _forms(config: AutoAttentionConfig, options: AttentionOptions) -> Forms:
 
 
 def _bounded(
-    config: AutoAttentionConfig,
-    heads: tuple[Tensor, Tensor, Tensor],
-    length: int,
-    batch: int,
-    options: AttentionOptions,
+    config: AutoAttentionConfig, heads: tuple[Tensor, ...], length: int, batch: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """The output (BH, Nq, Dv) within the error bound, and the columns of every head (BH,); 0 for an exact one."""
     limit = Limit(config.max_error, config.columns, length, batch)
-    return attend_within_bound(heads, limit, _forms(config, options), options.scale, options.seed)
+    query, key, value = heads
+    return attend_within_bound((query, key, value), limit, _forms(config, options), options.scale, options.seed)
 
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -64,7 +64,7 @@ class CoresetOptions(NamedTuple):
     @property
     def root(self) -> float:
         """The factor from keys to the points of the kernel exp(-|x - y|^2 / 2)."""
-        return TEMPERATURE * abs(self.scale) ** 0.5
+        return float(TEMPERATURE * abs(self.scale) ** 0.5)
 
 
 class Candidates(NamedTuple):
@@ -219,7 +219,8 @@ def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, options: Coreset
     query, lse = query[:, ::ROWS_OF_SHARE] * options.scale, lse[:, ::ROWS_OF_SHARE]
     near = key.index_select(1, index.flatten()).unflatten(1, index.shape)  # (BH, P, w, D)
     scores = (near @ query.unsqueeze(3)).squeeze(3)
-    return (scores - lse.unsqueeze(2)).exp().sum(2).mean(1)
+    share: Tensor = (scores - lse.unsqueeze(2)).exp().sum(2).mean(1)
+    return share
 
 
 class NearField(NamedTuple):

@@ -236,7 +236,8 @@ def _means_are_better(query: Tensor, exact: Tensor, left: Tensor, landmarks: Lan
     means = _by_means(query, landmarks, scale, 0.0)
     exact = exact[..., :-1]
     of_means, of_fitted = (torch.linalg.vector_norm(x - exact, dim=(1, 2), keepdim=True) for x in (means, fitted))
-    return of_means < BETTER**0.5 * of_fitted
+    better: Tensor = of_means < BETTER**0.5 * of_fitted
+    return better
 
 
 def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: float) -> Tensor:
