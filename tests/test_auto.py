@@ -11,7 +11,7 @@ from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods import naive_attention
 from hf_efficient_attn.methods._shared import error_bound
 from hf_efficient_attn.methods._shared.crossover import built_in_table
-from hf_efficient_attn.ops.screening import screening_error
+from hf_efficient_attn.ops.row_error import screening_error
 from instances import inputs, numbers, relative_error
 
 auto = hea.functional.auto_attention

@@ -170,33 +170,28 @@ def test_candidates_are_spread_over_the_valid_keys():
 
 
 def test_a_draw_apart_does_not_repeat_a_cluster():
-    """Twenty far clusters, and 16 points at once: the next draw sees which clusters are left."""
-    centers = 6.0 * numbers(1, 20, 5).float()
-    points = centers.repeat(1, 20, 1) + 0.01 * numbers(1, 400, 5, seed=1).float()
-    chosen = draw_apart(points, 0.0, gumbel_numbers(64, 400, 0, points), None, 64).candidate
-    assert (chosen[0] % 20).unique().numel() == 20
-    assert chosen.unique().numel() == 64
+    """A hundred far clusters, and 64 points at once: the next draw sees which clusters are left."""
+    centers = 6.0 * numbers(1, 100, 5).float()
+    points = centers.repeat(1, 10, 1) + 0.01 * numbers(1, 1000, 5, seed=1).float()
+    chosen = draw_apart(points, 0.0, gumbel_numbers(256, 1000, 0, points), 256)
+    assert (chosen[0] % 100).unique().numel() == 100
+    assert chosen.unique().numel() == 256
 
 
 def test_a_draw_apart_prefers_large_points():
     points = torch.cat((0.1 * numbers(2, 300, 4).float(), 3.0 + numbers(2, 6, 4).float()), 1)
-    chosen = draw_apart(points, 1.0, gumbel_numbers(8, 306, 0, points), None, 8).candidate
+    chosen = draw_apart(points, 1.0, gumbel_numbers(8, 306, 0, points), 8)
     assert ((chosen >= 300).sum(1) >= 5).all()
 
 
-def test_a_draw_apart_of_fewer_is_the_beginning_and_knows_what_exists():
-    points, valid = numbers(2, 64, 4).float(), torch.arange(64) < torch.tensor([[64], [9]])
-    random = gumbel_numbers(24, 64, 1, points)
-    index, selected = draw_apart(points, 0.5, random, valid, 24)
-    few = draw_apart(points, 0.5, gumbel_numbers(16, 64, 1, points), valid, 16)
-    assert torch.equal(few.candidate, index[:, :16])
-    assert torch.equal(few.selected, selected[:, :16])
-    assert selected.sum(1).tolist() == [24, 9]
-    assert sorted(index[1, :9].tolist()) == list(range(9))
-    # Neither other sequences nor padding matter.
-    alone = draw_apart(points[1:, :9], 0.5, gumbel_numbers(9, 9, 1, points), None, 9)
-    assert torch.equal(alone.candidate[0], index[1, :9])
-    assert not torch.equal(draw_apart(points, 0.5, gumbel_numbers(24, 64, 2, points), valid, 24).candidate, index)
+def test_a_draw_apart_of_fewer_is_the_beginning():
+    points = numbers(2, 256, 4).float()
+    index = draw_apart(points, 0.5, gumbel_numbers(96, 256, 1, points), 96)
+    assert torch.equal(draw_apart(points, 0.5, gumbel_numbers(80, 256, 1, points), 80), index[:, :80])
+    # Other sequences do not matter.
+    alone = draw_apart(points[1:], 0.5, gumbel_numbers(96, 256, 1, points), 96)
+    assert torch.equal(alone[0], index[1])
+    assert not torch.equal(draw_apart(points, 0.5, gumbel_numbers(96, 256, 2, points), 96), index)
 
 
 def test_nearest_landmark():

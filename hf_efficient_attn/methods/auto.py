@@ -22,13 +22,8 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
-from hf_efficient_attn.methods._shared.error_bound import (
-    COST_POWER,
-    Forms,
-    Limit,
-    attend_within_bound,
-    worthwhile_length,
-)
+from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Forms, Limit, attend_within_bound
+from hf_efficient_attn.methods._shared.error_bound import worthwhile_length as worthwhile
 from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
 from hf_efficient_attn.methods._shared.lengths import without_padding
@@ -93,7 +88,7 @@ class AutoAttentionConfig(MethodConfig):
             relative_cost=self.columns / AutoAttentionConfig.columns * (_HEAD_DIM / head_dim) ** (0.5 / COST_POWER),
         )
         if self.max_error and not is_causal:
-            length = worthwhile_length(length)
+            length = worthwhile(length)
         return max(length, self.columns)
 
     def with_budget(self, columns: int) -> "AutoAttentionConfig":
@@ -133,7 +128,7 @@ def forward(
             return forms.exact(query, key, value)
         if is_static:
             return forms.approximate(query, key, value, config.columns)
-        return _bounded(config, (query, key, value), length, num_heads, options)[0]
+        return _bounded(config, (query, key, value), length, len(query) // num_heads, options)[0]
 
     num_heads = query.shape[1]
     out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
@@ -164,15 +159,12 @@ def _forms(config: AutoAttentionConfig, options: AttentionOptions) -> Forms:
 
 
 def _bounded(
-    config: AutoAttentionConfig,
-    heads: tuple[Tensor, Tensor, Tensor],
-    length: int,
-    num_heads: int,
-    options: AttentionOptions,
+    config: AutoAttentionConfig, heads: tuple[Tensor, ...], length: int, batch: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """The output (BH, Nq, Dv) within the error bound, and the columns of every head (BH,); 0 for an exact one."""
-    limit = Limit(config.max_error, config.columns, length, len(heads[0]) // num_heads)
-    return attend_within_bound(heads, limit, _forms(config, options), options.scale, options.seed)
+    limit = Limit(config.max_error, config.columns, length, batch)
+    query, key, value = heads
+    return attend_within_bound((query, key, value), limit, _forms(config, options), options.scale, options.seed)
 
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -193,7 +185,7 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
         if k.shape[2] <= length or (is_static and config.max_error and config.static_form == "exact"):
             counts = [k.shape[2]] * query.shape[1]  # as many columns as keys
         elif not is_static:
-            counts = _bounded(config, (q[0], k[0], v[0]), length, query.shape[1], own)[1].tolist()
+            counts = _bounded(config, (q[0], k[0], v[0]), length, 1, own)[1].tolist()
         for h, count in enumerate(counts if k.shape[2] else []):
             form = _approximation(count or k.shape[2])
             some = slice(h, h + 1)

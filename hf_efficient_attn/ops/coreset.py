@@ -28,6 +28,10 @@ _FIRST_DRAW = 8
 # Logarithms of weights below `_LEAST` times the largest one are raised to it, and pivots that add nothing come last.
 _LEAST, _LAST = -1e4, -1e5
 
+# A slice of distances may be this multiple of what `slices` is meant for, 12 MiB on a CPU: with twice as much they take
+# 1.3 times as long.
+_LARGER_SLICES = 3
+
 # The least share that is left over of a point, for `draw_apart`.
 _LEAST_LEFT = 1e-12
 
@@ -54,10 +58,10 @@ def _draw_sizes(num_pivots: int, block: int) -> list[int]:
 
 
 def _growing_draws(count: int) -> list[int]:
-    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 16 at first."""
+    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 64 at first."""
     sizes: list[int] = []
     while sum(sizes) < count:
-        sizes.append(min(count - sum(sizes), max(16, 3 * sum(sizes))))
+        sizes.append(min(count - sum(sizes), max(64, 3 * sum(sizes))))
     return sizes
 
 
@@ -69,59 +73,39 @@ def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) ->
     return _kept_gumbel(len(_growing_draws(count)), num_candidates, None, seed, like)[:, 0]
 
 
-def refinement_steps(steps: int, like: Tensor) -> int:
-    """The steps. For `causal_coreset_plan` alone, with which this goes."""
-    del like
-    return steps
-
-
-def draw_apart(
-    points: Tensor, power: float, numbers: Tensor, valid: Tensor | None, count: int, tilt: Tensor | None = None
-) -> Pivots:
+@torch.no_grad()
+def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, tilt: Tensor | None = None) -> Tensor:
     """Draw points that are far from each other, in a few draws, each from the ones that the earlier draws left over.
 
     The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
     K = exp(<x, y>) and the nearest p of the earlier draws: the diagonal of what Nystrom's approximation of K by p alone
-    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007). No gradient.
+    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007).
 
     Args:
         points: (BH, C, D).
         power: see above.
         numbers: (draws, C), from `gumbel_numbers`, the same for all heads.
-        valid: bool (BH, C), which points exist, or None.
         count: m, at most C.
         tilt: (BH, C), what is added to the squared norm of each point in K(x, x), or None.
 
     Returns:
-        `Pivots` (BH, m). The first ones are a choice of fewer.
+        int64 (BH, m), indices of different points. The first ones are a choice of fewer.
     """
-    points = points.detach()
     norm = points.square().sum(2)
-    closed = None if valid is None else ~valid
     log_weight = norm if tilt is None else norm + tilt
-    log_weight = log_weight if closed is None else log_weight.masked_fill(closed, 0.0)
-    log_weight = (power * (log_weight - log_weight.amax(1, keepdim=True))).clamp(min=_LEAST)
-    log_weight = log_weight if valid is None else log_weight.masked_fill(~valid, -torch.inf)
+    log_weight = ((log_weight - log_weight.amax(1, keepdim=True)) * power).clamp(min=_LEAST)
     weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
     for i, size in enumerate(sizes):
-        scores, index = (weight_left + numbers[i]).topk(size, dim=1)
-        picked.append((index, scores))
+        index = (weight_left + numbers[i]).topk(size, dim=1)[1]
+        picked.append(index)
         if i + 1 < len(sizes):
             log_weight = log_weight.scatter(1, index, -torch.inf)  # what is drawn is not drawn again
-            drawn = take(points, index)
-            offset = -0.5 * drawn.square().sum(2, keepdim=True)
-            found = torch.baddbmm(offset, drawn, points.mT).amax(1)
+            offset = norm.gather(1, index).unsqueeze(2)
+            found = torch.baddbmm(offset, take(points, index), points.mT, beta=-1.0, alpha=2.0).amax(1)
             closest = found if closest is None else torch.maximum(closest, found)
-            left = -torch.expm1((2.0 * closest - norm).clamp(max=0.0))
-            weight_left = log_weight + left.clamp(min=_LEAST_LEFT).log()
-    candidate, scores = (torch.cat(x, 1) for x in zip(*picked, strict=True))
-    if valid is None:
-        return Pivots(candidate, constant(_all_of, *candidate.shape, device=points.device))
-    return Pivots(torch.where(scores > -torch.inf, candidate, 0), scores > -torch.inf)
-
-
-def _all_of(batch_heads: int, count: int, device: torch.device) -> Tensor:
-    return torch.ones(batch_heads, count, dtype=torch.bool, device=device)
+            left = torch.expm1((closest - norm).clamp(max=0.0))
+            weight_left = log_weight + left.clamp(max=-_LEAST_LEFT).abs().log()
+    return torch.cat(picked, 1)
 
 
 def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int | None, seed: Seed, like: Tensor) -> Tensor:
@@ -150,26 +134,31 @@ def _gumbel(
     return -(-torch.stack(draws).mT.log()).log().to(dtype)
 
 
-def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
-    """The nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C)."""
-    with torch.no_grad():
-        offset = -0.5 * landmarks.square().sum(2).unsqueeze(1)
-        return largest_of_rows(torch.baddbmm(offset, points, landmarks.mT))[1]
+@torch.no_grad()
+def nearest(points: Tensor, landmarks: Tensor, penalty: Tensor | None = None) -> Tensor:
+    """The nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C).
 
-
-def largest_of_rows(x: Tensor, in_place: bool = True) -> tuple[Tensor, Tensor]:
-    """The maximum over the last dimension and its index, int64, up to rounding of the last bits. In place, x is lost.
-
-    The index replaces the last bits of each finite number, so that the maximum contains it. On a CPU this takes a
-    quarter of the time of `max`. Numbers that differ by less than these bits count as equal.
+    `penalty` (BH, m, 1) is added to half the squared distances to a landmark. Distances are equal up to rounding of
+    the last bits: the index replaces the last bits of each number, so that the maximum contains it. On a CPU this takes
+    a quarter of the time of `argmax`.
     """
-    integer = torch.int64 if x.dtype == torch.float64 else torch.int32
-    bits = (1 << (x.shape[-1] - 1).bit_length()) - 1
-    numbers = x.view(integer)
-    marked = numbers.bitwise_and_(~bits) if in_place else numbers.bitwise_and(~bits)
-    marked.bitwise_or_(torch.arange(x.shape[-1], dtype=integer, device=x.device))
-    largest = marked.view(x.dtype).amax(-1)
-    return largest, largest.view(integer).bitwise_and(bits).long()
+    integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
+    bits, index = (1 << (count - 1).bit_length()) - 1, constant(_integers_of, count, integer, device=points.device)
+    offset = 0.5 * landmarks.square().sum(2, keepdim=True)
+    offset = offset if penalty is None else offset + penalty
+
+    def some_heads(points: Tensor, landmarks: Tensor, offset: Tensor) -> Tensor:
+        # Not by `baddbmm`, which takes twice as long: on the CPU it first copies the offsets to all rows.
+        scores = torch.bmm(points, landmarks).sub_(offset)
+        scores.view(integer).bitwise_and_(~bits).bitwise_or_(index)
+        return scores.amax(2)
+
+    size = slice_size(points.shape[1] * count // _LARGER_SLICES, points.device)
+    return sliced(some_heads, points, landmarks.mT, offset.mT, size=size).view(integer).bitwise_and(bits).long()
+
+
+def _integers_of(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=dtype, device=device)
 
 
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
@@ -312,12 +301,15 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
     Returns:
         (BH, m, N).
     """
-    one = constant(_identity, kernel.shape[-1], kernel.dtype, device=kernel.device)
+    one, safe = (
+        constant(_identity, kernel.shape[-1], factor, kernel.dtype, device=kernel.device)
+        for factor in (1.0, kernel.shape[-1] ** 0.5)
+    )
     system = torch.add(kernel, one, alpha=ridge)
     with torch.no_grad():
         lower, failed = torch.linalg.cholesky_ex(system)
         # A product with the inverse takes less time than to solve triangular systems for many right sides.
-        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, one * kernel.shape[-1] ** 0.5, lower))
+        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))
     if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
         return inverse if right is None else torch.bmm(inverse, right)
     right = one if right is None else right
@@ -326,8 +318,8 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
     return solved + inverse @ (right - system @ solved)
 
 
-def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.eye(size, dtype=dtype, device=device)
+def _identity(size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=dtype, device=device) * factor
 
 
 def candidate_positions(

@@ -160,7 +160,7 @@ def candidate_clusters(points: Tensor, options: CausalCoresetOptions) -> tuple[T
     with torch.no_grad():
         count = min(options.num_samples, points.shape[1])
         numbers = gumbel_numbers(min(options.num_samples, _CANDIDATES), _CANDIDATES, options.seed, points)
-        draw = draw_apart(points, _DRAW_POWER, numbers[:, : points.shape[1]], None, count).candidate
+        draw = draw_apart(points, _DRAW_POWER, numbers[:, : points.shape[1]], count)
         drawn = take(points, draw)
         cluster = nearest(points, drawn)
         return draw, nearest(points, _means(points, points, cluster, drawn))

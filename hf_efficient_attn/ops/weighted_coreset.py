@@ -13,7 +13,7 @@ The softmax sum of a query q over the keys k_j is approximated through the featu
   large, because it can have a large score.
 - U is fitted to the exact rows of a few probe queries: ridge regression in the metric of K_cc.
 - In heads whose attention is local, blocks of queries attend to near keys exactly, and what landmarks count for these
-  keys is subtracted (`hf_efficient_attn.ops.near_keys`).
+  keys is subtracted (`hf_efficient_attn.ops.coreset_landmarks`).
 - Where the fit fails, queries attend to the means of the clusters, with the numbers of their keys as weights.
 - What the outputs of the probes still miss is corrected by ridge regression, linear in the query. On activations of
   BERT this lowers the error by 2 to 10 %.
@@ -25,23 +25,25 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.coreset import cluster_sums, gumbel_numbers, regularized_solve
+from hf_efficient_attn.ops.coreset import regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import (
     TEMPERATURE,
+    Candidates,
     CoresetOptions,
     Landmarks,
-    choose_landmarks,
+    NearField,
+    choose_candidates,
+    make_landmarks,
     middle_positions,
+    near_field,
+    near_share_of_rows,
     with_ones,
 )
-from hf_efficient_attn.ops.near_keys import NearField, near_field, near_share_of_rows
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.random import constant
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tokens import take
 
-# Every third probe tells whether the attention of a head is local.
-ROWS_OF_SHARE = 3
 # Relative to the unit diagonal of K_cc.
 RIDGE = 1e-3
 # A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
@@ -58,9 +60,9 @@ LEAST_SIZE, LEAST_GRAM = 1e-15, 1e-20
 MAX_LOGIT = 20.0
 # The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
 LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE = 30.0, 4.0, 1e-12
-# The largest temporary, of landmarks and candidates, may be this multiple of what `slices` is meant for: 24 MiB on a
-# CPU. Many small operations then take as long as few large ones.
-_LARGER_SLICES = 6
+# Queries and values of a slice may be this multiple of what `slices` is meant for: 32 MiB on a CPU. Many small
+# operations then take as long as few large ones.
+_LARGER_SLICES = 8
 
 
 class Rows(NamedTuple):
@@ -68,11 +70,13 @@ class Rows(NamedTuple):
 
     Attributes:
         position: int64 (P,), of the probes.
+        query: (BH, P, D).
         out: (BH, P, Dv), their exact output.
         lse: (BH, P), the log of their exact sums.
     """
 
     position: Tensor
+    query: Tensor
     out: Tensor
     lse: Tensor
 
@@ -92,57 +96,37 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
     query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
     key = key - key.mean(1, keepdim=True)
     rows = _exact_rows(query, key, value, options) if options.num_probes else None
-    local = _local_heads(query, key, rows, options)
-    if local is None:
-        return _attend_alike(query, key, value, rows, _without_near_keys(options))
-    outs, some = [], [x.nonzero()[:, 0] for x in (~local, local)]
-    for index, own in zip(some, (_without_near_keys(options), options), strict=True):
-        if len(index) == len(key):
-            return _attend_alike(query, key, value, rows, own)
-        if len(index):
-            of_rows = None if rows is None else Rows(rows.position, *(x.index_select(0, index) for x in rows[1:]))
-            q, k, v = (x.index_select(0, index) for x in (query, key, value))
-            outs.append(_attend_alike(q, k, v, of_rows, own))
-    return torch.cat(outs).index_select(0, torch.cat(some).argsort())
+    local = _local_heads(key, query.shape[1], rows, options)
+    candidates = choose_candidates(query, key, value, local, options)
 
-
-def _without_near_keys(options: CoresetOptions) -> CoresetOptions:
-    return options._replace(num_landmarks=options.num_landmarks + options.block_size, block_size=0)
-
-
-def _exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
-    index = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
-    part = attend(query.index_select(1, index)[:, None], key[:, None], value[:, None], scale=options.scale)
-    return Rows(index, part.out[:, 0], part.lse[:, 0])
-
-
-@torch.no_grad()
-def _local_heads(query: Tensor, key: Tensor, rows: Rows | None, options: CoresetOptions) -> Tensor | None:
-    """Which heads have near keys: bool (BH,), or None if no head has."""
-    if not options.block_size or query.shape[1] != key.shape[1] or options.near_share >= 1.0:
-        return None
-    if options.near_share == 0.0 or rows is None:
-        return key.new_ones(len(key), dtype=torch.bool)
-    index, lse = rows.position[::ROWS_OF_SHARE], rows.lse[:, ::ROWS_OF_SHARE]
-    share = near_share_of_rows(query.index_select(1, index) * options.scale, lse, key, index, options.block_size)
-    return share > options.near_share
-
-
-def _attend_alike(query: Tensor, key: Tensor, value: Tensor, rows: Rows | None, options: CoresetOptions) -> Tensor:
-    """Attend in heads that all have near keys, or have none if `options.block_size` is 0."""
-    count = min(options.num_candidates, key.shape[1])
-    numbers = gumbel_numbers(options.num_landmarks, count, options.seed, key)
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
-        landmarks = choose_landmarks(query, key, value, numbers, options)
-        own = None if rows is None or out is None or lse is None else Rows(rows.position, out, lse)
-        weighted = _weigh(query, key, value, landmarks, own, options)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, local: Tensor | None, *rest: Tensor) -> Tensor:
+        chosen = Candidates(*rest[: len(candidates)])
+        own = None if rows is None else Rows(rows.position, *rest[len(candidates) :])
+        weighted = _weigh(key, value, make_landmarks(chosen, options), own, local, options)
         out = _attend_safely(query, weighted, options)
         return out if own is None else out + _linear_correction(query, out, own)
 
-    of_rows = (None, None) if rows is None else rows[1:]
-    size = slice_size(options.num_landmarks * count // _LARGER_SLICES, key.device)
-    return sliced(some_heads, query, key, value, *of_rows, size=size, draws=options.dropout_p > 0.0)
+    tensors = (query, key, value, local, *candidates, *(() if rows is None else rows[1:]))
+    size = slice_size(query.shape[1] * (query.shape[2] + value.shape[2]) // _LARGER_SLICES, key.device)
+    return sliced(some_heads, *tensors, size=size, draws=options.dropout_p > 0.0)
+
+
+def _exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
+    position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
+    probes = query.index_select(1, position)
+    part = attend(probes[:, None], key[:, None], value[:, None], scale=options.scale)
+    return Rows(position, probes, part.out[:, 0], part.lse[:, 0])
+
+
+@torch.no_grad()
+def _local_heads(key: Tensor, q_len: int, rows: Rows | None, options: CoresetOptions) -> Tensor | None:
+    """Which heads have near keys: bool (BH,), or None if no head has."""
+    if not options.block_size or q_len != key.shape[1] or options.near_share >= 1.0:
+        return None
+    if options.near_share == 0.0 or rows is None:
+        return key.new_ones(len(key), dtype=torch.bool)
+    local = near_share_of_rows(rows.query, rows.lse, key, options) > options.near_share
+    return local if bool(local.any()) else None
 
 
 class Weighted(NamedTuple):
@@ -153,7 +137,8 @@ class Weighted(NamedTuple):
         bias: (BH, m).
         fitted: (BH, m, Dv + 1), for the numerator and the denominator.
         unfitted: the same without a fit.
-        near: near keys, or None.
+        near: near keys of some heads, or None.
+        heads: int64, the numbers of these heads, or None.
         by_means: bool (BH, 1, 1), heads whose queries attend to the means of the clusters instead; None: no head.
     """
 
@@ -162,36 +147,52 @@ class Weighted(NamedTuple):
     fitted: Tensor
     unfitted: Tensor
     near: NearField | None
+    heads: Tensor | None
     by_means: Tensor | None
 
 
 def _weigh(
-    query: Tensor, key: Tensor, value: Tensor, landmarks: Landmarks, rows: Rows | None, options: CoresetOptions
+    key: Tensor, value: Tensor, landmarks: Landmarks, rows: Rows | None, local: Tensor | None, options: CoresetOptions
 ) -> Weighted:
     """The weights of the landmarks: those of the interpolation, or for near keys of the nearest landmark, and a fit."""
-    scale, near, rights = options.scale, None, []
-    if options.block_size:
-        near, own, weight, shift = near_field(key, value, landmarks, options)
-        sums = cluster_sums(own, with_ones(value) * weight.unsqueeze(2), options.num_landmarks)
+    near = heads = by_means = None
+    if local is None:
+        sums, shift = _rows_of_landmarks(key, value, landmarks, options.scale)
     else:
-        sums, shift = _rows_of_landmarks(key, value, landmarks, scale)
-        rights.append(sums)
-    bias, by_means = landmarks.bias + shift, None
+        others, heads = (~local).nonzero()[:, 0], local.nonzero()[:, 0]
+        k, v, own = _of_heads((key, value, landmarks), others)
+        sums, shift = _rows_of_landmarks(k, v, own, options.scale)
+        near, *found = near_field(*_of_heads((key, value, landmarks), heads), options)
+        order = torch.cat((others, heads)).argsort()
+        sums, shift = (torch.cat(x).index_select(0, order) for x in zip((sums, shift), found, strict=True))
+    rights, bias = [sums], landmarks.bias + shift
     if rows is not None:
-        probes = query.index_select(1, rows.position)
-        logits = torch.baddbmm(bias.unsqueeze(1) - rows.lse.unsqueeze(2), probes, landmarks.key.mT, alpha=scale)
+        logits = torch.baddbmm(
+            bias.unsqueeze(1) - rows.lse.unsqueeze(2), rows.query, landmarks.key.mT, alpha=options.scale
+        )
         basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
         rights.append(basis.mT)
     # One solve for all right sides.
-    solved = regularized_solve(landmarks.kernel, torch.cat(rights, 2), RIDGE) if rights else sums
-    fitted = unfitted = sums if near is not None else solved[..., : sums.shape[2]]
+    solved = regularized_solve(landmarks.kernel, torch.cat(rights, 2), RIDGE)
+    fitted = unfitted = solved[..., : sums.shape[2]]
+    if local is not None:
+        fitted = unfitted = torch.where(local.view(-1, 1, 1), sums, unfitted)
     if rows is not None:
         exact = with_ones(rows.out)
         missing = torch.baddbmm(exact, basis, unfitted, alpha=-1.0)
-        missing = missing if near is None else missing - near.sums_of_rows(probes, rows.position, rows.lse)
-        fit, left = _fit(basis, solved[..., -len(rows.position) :], missing)
-        fitted, by_means = unfitted + fit, _means_are_better(probes, exact, left, landmarks, scale)
-    return _scaled(Weighted(landmarks, bias, fitted, unfitted, near, by_means))
+        if near is not None and heads is not None:
+            of_near = near.sums_of_rows(*(x.index_select(0, heads) for x in (rows.query, rows.lse)))
+            missing = missing.index_add(0, heads, of_near, alpha=-1.0)
+        fit, left = _fit(basis, solved[..., sums.shape[2] :], missing)
+        fitted, by_means = unfitted + fit, _means_are_better(rows.query, exact, left, landmarks, options.scale)
+    return _scaled(Weighted(landmarks, bias, fitted, unfitted, near, heads, by_means))
+
+
+def _of_heads(tensors: tuple[Tensor, Tensor, Landmarks], heads: Tensor) -> tuple[Tensor, Tensor, Landmarks]:
+    """Key, value and landmarks of some heads."""
+    key, value, landmarks = tensors
+    some = Landmarks(*(x.index_select(0, heads) for x in landmarks))
+    return key.index_select(0, heads), value.index_select(0, heads), some
 
 
 def _rows_of_landmarks(key: Tensor, value: Tensor, landmarks: Landmarks, scale: float) -> tuple[Tensor, Tensor]:
@@ -201,9 +202,9 @@ def _rows_of_landmarks(key: Tensor, value: Tensor, landmarks: Landmarks, scale: 
     """
     rows = landmarks.key * (TEMPERATURE**2 * abs(scale)) + landmarks.tilt
     out, lse = attend(rows[:, None], key[:, None], value[:, None], scale=1.0)
-    lse = lse[:, 0, :, None] - 0.5 * landmarks.points.square().sum(2, keepdim=True)
+    lse = lse[:, 0, :, None] - landmarks.half_norm
     shift = lse.amax(1, keepdim=True)
-    return with_ones(out[:, 0]) * (lse - shift).to(out.dtype).exp(), shift[..., 0].to(out.dtype)
+    return with_ones(out[:, 0]) * (lse - shift).exp(), shift[..., 0]
 
 
 def _fit(basis: Tensor, smooth: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +221,8 @@ def _fit(basis: Tensor, smooth: Tensor, missing: Tensor) -> tuple[Tensor, Tensor
     smooth = smooth / root
     inverse = regularized_solve(torch.bmm(basis / root, smooth), None, 1.0)
     solved = torch.bmm(inverse, missing / root)
-    left = root.detach() * solved.detach() / inverse.detach().diagonal(dim1=1, dim2=2).unsqueeze(2)
+    with torch.no_grad():
+        left = root * solved / inverse.diagonal(dim1=1, dim2=2).unsqueeze(2)
     return torch.bmm(smooth, solved), left
 
 
@@ -232,8 +234,10 @@ def _means_are_better(query: Tensor, exact: Tensor, left: Tensor, landmarks: Lan
     """
     fitted = (exact[..., :-1] - left[..., :-1]) / (1.0 - left[..., -1:]).clamp(min=LEAST_LEFT)
     means = _by_means(query, landmarks, scale, 0.0)
-    of_means, of_fitted = ((x - exact[..., :-1]).square().sum((1, 2), keepdim=True) for x in (means, fitted))
-    return of_means < BETTER * of_fitted
+    exact = exact[..., :-1]
+    of_means, of_fitted = (torch.linalg.vector_norm(x - exact, dim=(1, 2), keepdim=True) for x in (means, fitted))
+    better: Tensor = of_means < BETTER**0.5 * of_fitted
+    return better
 
 
 def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: float) -> Tensor:
@@ -245,7 +249,7 @@ def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: floa
 def _scaled(weighted: Weighted) -> Weighted:
     """Move the size of the weights of each landmark, large or small, into its bias."""
     fitted, unfitted = weighted.fitted, weighted.unfitted
-    size = torch.cat((fitted, unfitted), 2).detach().abs().amax(2, keepdim=True)
+    size = torch.linalg.vector_norm(torch.cat((fitted, unfitted), 2).detach(), torch.inf, 2, keepdim=True)
     size = size.clamp(min=torch.finfo(size.dtype).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
     bias = weighted.bias + size.squeeze(2).log()
     return weighted._replace(bias=bias, fitted=fitted / size, unfitted=unfitted / size)
@@ -270,11 +274,11 @@ def _far_sums(query: Tensor, weighted: Weighted, weights: Tensor, options: Cores
 def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -> Tensor:
     """The output (BH, Nq, Dv) by fitted weights and, for queries where these are not safe, by others."""
     sums, lse = _far_sums(query, weighted, weighted.fitted, options)
-    factor = of_near = None
-    if weighted.near is not None:
-        of_near, ref = weighted.near.sums_of_all(query, lse)
-        factor = (lse.unsqueeze(2) - ref).exp()
-        sums = sums * factor + of_near
+    near, factor, of_near = weighted.heads, None, None
+    if weighted.near is not None and near is not None:
+        of_near, ref = weighted.near.sums_of_all(query.index_select(0, near), lse.index_select(0, near))
+        factor = (lse.index_select(0, near).unsqueeze(2) - ref).exp()
+        sums = sums.index_copy(0, near, torch.addcmul(of_near, sums.index_select(0, near), factor))
     denominator, unfitted, size = sums[..., -3:].split(1, dim=2)
     positive = unfitted > (LEAST_DENOMINATOR * size).clamp(min=LEAST_SUM)
     positive = positive if weighted.by_means is None else positive & ~weighted.by_means
@@ -285,31 +289,32 @@ def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -
         return out
     # Some queries of some heads: those of a head with the most come first, and others fill up.
     heads = torch.tensor([i for i, number in enumerate(unsafe) if number], device=query.device)
-    index = safe[heads, :, 0].to(torch.int8).argsort(dim=1, stable=True)[:, : max(unsafe)]
-
-    def of_some(x: Tensor) -> Tensor:
-        return take(x.index_select(0, heads), index)
-
+    index = safe.squeeze(2).index_select(0, heads).to(torch.int8).argsort(dim=1, stable=True)[:, : max(unsafe)]
+    some, kept, is_safe, is_positive = (take(x.index_select(0, heads), index) for x in (query, out, safe, positive))
     own = weighted._replace(
         landmarks=Landmarks(*(x.index_select(0, heads) for x in weighted.landmarks)),
         bias=weighted.bias.index_select(0, heads),
         unfitted=weighted.unfitted.index_select(0, heads),
     )
-    second, own_positive = _far_sums(of_some(query), own, own.unfitted, options).out, of_some(positive)
-    if factor is not None and of_near is not None:
-        second = second * of_some(factor) + of_some(of_near)
-    second = second[..., :-3] / torch.where(own_positive, second[..., -3:-2], 1.0)
-    third = _by_means(of_some(query), own.landmarks, options.scale, options.dropout_p)
-    repaired = torch.where(of_some(safe), of_some(out), torch.where(own_positive, second, third))
+    second = _far_sums(some, own, own.unfitted, options).out
+    if near is not None and factor is not None and of_near is not None:
+        full = torch.ones_like(denominator).index_copy(0, near, factor)
+        further = torch.zeros_like(sums).index_copy(0, near, of_near)
+        full, further = (take(x.index_select(0, heads), index) for x in (full, further))
+        second = torch.addcmul(further, second, full)
+    second = second[..., :-3] / torch.where(is_positive, second[..., -3:-2], 1.0)
+    third = _by_means(some, own.landmarks, options.scale, options.dropout_p)
+    repaired = torch.where(is_safe, kept, torch.where(is_positive, second, third))
     return out.index_put((heads.unsqueeze(1), index), repaired)
 
 
 def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
     """What the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
-    probes = query.index_select(1, rows.position)
-    size = (probes.var(1, keepdim=True, correction=0) + LEAST_VARIANCE).sqrt()
+    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)
+    size = (variance + LEAST_VARIANCE).rsqrt()
+    middle = -mean * size
     # Limited, so that nothing is extrapolated to a query that is unlike all probes.
-    features = with_ones(((query - probes.mean(1, keepdim=True)) / size).clamp(-MAX_FEATURE, MAX_FEATURE))
-    basis, missing = features.index_select(1, rows.position), rows.out - out.index_select(1, rows.position)
-    right = torch.bmm(basis.mT, missing)
-    return torch.bmm(features, regularized_solve(torch.bmm(basis.mT, basis), right, LINEAR_RIDGE))
+    features, basis = (torch.addcmul(middle, x, size).clamp(-MAX_FEATURE, MAX_FEATURE) for x in (query, rows.query))
+    basis, missing = with_ones(basis), rows.out - out.index_select(1, rows.position)
+    factor = regularized_solve(torch.bmm(basis.mT, basis), torch.bmm(basis.mT, missing), LINEAR_RIDGE)
+    return torch.bmm(features, factor[:, :-1]) + factor[:, -1:]

@@ -9,12 +9,14 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     LEAST_LOG_WEIGHT,
     NUM_QUERIES,
     POWER,
+    ROWS_OF_SHARE,
     TEMPERATURE,
     TILT,
     CoresetOptions,
     middle_positions,
+    near_block_q,
+    near_index,
 )
-from hf_efficient_attn.ops.near_keys import near_block_q, near_index
 from hf_efficient_attn.ops.weighted_coreset import (
     BETTER,
     FIT_RANGE,
@@ -25,7 +27,6 @@ from hf_efficient_attn.ops.weighted_coreset import (
     MAX_FEATURE,
     MAX_LOGIT,
     RIDGE,
-    ROWS_OF_SHARE,
 )
 
 
@@ -72,7 +73,7 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
         near_rows = ((scores[probe] - lse).exp() - rows @ of_key) * near[probe]
         missing = target - rows @ (of_key @ targets) - near_rows @ targets
         # Ridge regression, and what each probe misses if the others are fitted: its leave-one-out residual.
-        strength = rows.square().sum() / m
+        strength = rows.square().sum() / (options.num_landmarks + options.block_size)
         solve = torch.linalg.inv(system + rows.T @ rows / strength) @ rows.T / strength
         fit = solve @ missing
         left = (missing - rows @ fit) / (1.0 - (rows @ solve).diagonal())[:, None]
@@ -103,7 +104,7 @@ def _landmarks(key: Tensor, x: Tensor, tilt: Tensor, count: int, options: Corese
     """Landmarks (m, D) from candidates (C, D), and the cluster of each candidate."""
     root, tilted = TEMPERATURE * abs(options.scale) ** 0.5, 2.0 * key @ tilt
     numbers = gumbel_numbers(count, len(key), options.seed, key)
-    c = first = key[draw_apart(x[None], DRAW_POWER, numbers, None, count, tilted[None]).candidate[0]]
+    c = first = key[draw_apart(x[None], DRAW_POWER, numbers, count, tilted[None])[0]]
     weight = POWER * (x.square().sum(1) + tilted)
     weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
     cluster = _distances(x, c * root).argmin(1)

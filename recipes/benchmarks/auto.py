@@ -31,8 +31,7 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_method
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.ops.row_error import held_back_bound
-from hf_efficient_attn.ops.screening import screening_error
+from hf_efficient_attn.ops.row_error import held_back_bound, screening_error
 from recipes.benchmarks.error_bound import SOURCES, TOKENS, open_source
 from recipes.common import commands
 

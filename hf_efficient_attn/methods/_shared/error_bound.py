@@ -3,7 +3,7 @@
 Costs are relative to exact attention of the same head. An attempt costs the approximation and the exact rows that bound
 its error. If the bound exceeds the limit, exact attention is added. So an attempt pays if the probability P that it
 succeeds is above its cost. P is that of a normal distribution of the logarithm of the bound: at first around the error
-of a small copy of the head (`hf_efficient_attn.ops.screening`), and after an attempt around the bound that was found.
+of a small copy of the head (`hf_efficient_attn.ops.row_error`), and after an attempt around the bound that was found.
 Twice as many columns leave a share of sqrt(1/2) of it.
 
 The heads of a sequence are attempted in the order of P - cost, as long as the expected loss, the sum of (1 - P) cost,
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.random import Seed
-from hf_efficient_attn.ops.row_error import held_back_bound
-from hf_efficient_attn.ops.screening import NUM_KEYS, NUM_LANDMARKS, screening_error
+from hf_efficient_attn.ops.row_error import NUM_KEYS, NUM_LANDMARKS, held_back_bound, screening_error
 
 # Rows that bound the error.
 NUM_ROWS = 64
