@@ -231,7 +231,7 @@ def test_converted_object_equals_our_model(kind, method, tmp_path):
         assert hea.convert(model, config, layers=[0]) is model
         out = model(*inputs(), 0.43)
         assert torch.equal(state, torch.get_rng_state())
-        assert (out - exact).abs().max().item() > 1e-3 and torch.isfinite(out).all()
+        assert (out - exact).abs().max().item() > 1e-4 and torch.isfinite(out).all()
         ours = load(tmp_path, attn_implementation=method, efficient_attention=config.to_dict())
         assert difference(ours, model) < 1e-5
         assert list(model.state_dict()) == names

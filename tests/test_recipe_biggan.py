@@ -161,7 +161,8 @@ def test_costs_of_the_attention_layer(checkpoint):
     exact, linear = layer_costs(model, draw, swaps_of(["linear"], [], [16], 64), 1)
     # 256 queries and 64 keys of 4 channels (an eighth of 32), values of 16.
     assert exact.operations.products == 2 * 256 * 64 * (4 + 16)
-    assert linear.operations.products == 2 * 4 * 16 * (256 + 64)
+    # A query multiplies eight more columns, for the sum of its weights.
+    assert linear.operations.products == 2 * 4 * ((16 + 8) * 256 + 16 * 64)
     assert linear.timing.ratio > 0 and exact.timing is None
 
 
