@@ -38,7 +38,7 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
     scores = scale * query @ key.T
     near = torch.zeros_like(scores)
     if options.block_size and len(query) == len(key) and options.near_share < 1.0:
-        block = torch.arange(len(query)) // near_block_q(options.block_size)
+        block = torch.arange(len(query), device=query.device) // near_block_q(options.block_size)
         near = near.scatter(1, near_index(len(query), options.block_size, query.device)[block], 1.0)
         some = probe[::ROWS_OF_SHARE]
         if options.near_share and len(some) and (near * scores.softmax(1))[some].sum(1).mean() <= options.near_share:
@@ -52,7 +52,7 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
     means = (scale * query @ c.T + count.log()).softmax(1) @ (members @ value[position] / count.clamp(min=1)[:, None])
 
     g, targets = 0.5 * x.square().sum(1) + key @ tilt, torch.cat((value, torch.ones_like(value[:, :1])), 1)
-    system = _kernel(y, y) + RIDGE * torch.eye(m, dtype=y.dtype)
+    system = _kernel(y, y) + RIDGE * torch.eye(m, dtype=y.dtype, device=y.device)
     shift = g.max().detach()
     of_key = _kernel(y, x) * (g - shift).exp()  # (m, Nk), weights of keys on landmarks
     if near.any():
@@ -120,6 +120,7 @@ def _correction(query: Tensor, out: Tensor, probe: Tensor, target: Tensor) -> Te
     """What the outputs of the probes miss, linear in the query."""
     scaled = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = torch.cat((scaled.clamp(-MAX_FEATURE, MAX_FEATURE), torch.ones_like(query[:, :1])), 1)
-    system = features[probe].T @ features[probe] + LINEAR_RIDGE * torch.eye(features.shape[1], dtype=query.dtype)
+    ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=query.dtype, device=query.device)
+    system = features[probe].T @ features[probe] + ridge
     fitted: Tensor = torch.linalg.inv(system) @ features[probe].T @ (target - out[probe])
     return features @ fitted
