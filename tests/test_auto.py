@@ -135,7 +135,7 @@ def test_with_a_gradient_every_head_has_the_same_columns():
     tensors = _mixed()
     plain = auto(*tensors, columns=64, crossover=100, max_error=0.0)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain, rtol=2e-4, atol=2e-4)
 
 
 def test_the_static_form(monkeypatch):

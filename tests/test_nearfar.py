@@ -78,7 +78,7 @@ def test_each_head_has_near_keys_only_where_they_hold_attention():
 
 
 @pytest.mark.parametrize("block_size", [0, 8])
-@pytest.mark.parametrize("content", ["few", "outlier", "aligned", "smooth", "sparse"])
+@pytest.mark.parametrize("content", ["few", "outlier", "large", "aligned", "smooth", "sparse"])
 def test_float32_is_as_accurate_as_float64(content, block_size):
     tensors = inputs(q_len=200, head_dim=32, content=content, dtype=torch.float64)
     options = {"num_samples": 48, "block_size": block_size}

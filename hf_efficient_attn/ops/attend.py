@@ -224,7 +224,7 @@ def _takes_flash(query: Tensor) -> bool:
 def _widened(
     query: Tensor, key: Tensor, value: Tensor, columns: Tensor | None, further: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors with as many dimensions as a kernel takes, and the bias (., ., Nk) in two of those of the keys.
+    """Pad the tensors to the dimensions that a kernel takes. Two dimensions of the keys hold the bias (., ., Nk).
 
     `further` is the number of dimensions that the values need besides their own.
     """

@@ -145,7 +145,7 @@ def _far_partial(
 def _interval_summaries(
     level: Level, noise: Tensor | None, heads: Heads, sizes: IntervalSizes, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values that stand for the left intervals of a level, and their bias.
+    """Summarize the left intervals of a level: their keys, values and bias.
 
     Returns:
         (BH, J, M, D), (BH, J, M, Dv) and (1, J, M), where M is the same on all levels.

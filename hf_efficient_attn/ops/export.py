@@ -40,7 +40,7 @@ def replaced_in_graphs(replacement: Callable[..., Any]) -> Callable[[_Function],
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What stands in graphs for a check of values or a warning, with `replaced_in_graphs`."""
+    """Do nothing. With `replaced_in_graphs`, a graph leaves out a check of values or a warning."""
 
 
 def exporting_to_onnx() -> bool:

@@ -136,7 +136,7 @@ def features_of_maps(
 
 
 def query_factor(scale: float, head_dim: int) -> float | None:
-    """Factor of the queries that stands for `scale`; None for the default scale, 1/sqrt(D)."""
+    """The factor by which queries are multiplied for a scale; None for the default scale, 1/sqrt(D)."""
     factor = scale * head_dim**0.5
     return None if abs(factor - 1.0) < 1e-12 else factor
 

@@ -271,7 +271,7 @@ def attention_to_few_keys(
 
     if query.dtype == key.dtype == dtype:
         return some_heads(query, key, value, bias)
-    # The copies in another dtype are those of a few heads.
+    # Only a few heads at a time are copied to another dtype.
     size = slice_size(query[0].numel(), query.device)
     return sliced(some_heads, query, key, value, bias, size=size, draws=dropout_p > 0.0)
 
