@@ -51,10 +51,15 @@ class Features(NamedTuple):
             None for factors of 1.
         of_key: of keys (..., N, D) and their mask, bool (..., N) or None -> the same. The features of a masked key are
             0, and the log of its factor is `EMPTY`.
+        directions: (F, D), if the features of a key are exp(<w_f, k> - |scale| |k|^2 / 2) and those of a query, up to a
+            factor, exp(sign(scale) <w_f, q>); otherwise None.
+        scale: of these features.
     """
 
     of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     of_key: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+    directions: Tensor | None = None
+    scale: float = 1.0
 
 
 def elu_features(x: Tensor) -> Tensor:
@@ -96,8 +101,8 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
     factor. So the product of a feature of a query and of a key is lost only if it is smaller than the largest one by
     the range of float32. The scale is split evenly between queries and keys; queries take its sign.
     """
-    root = abs(scale) ** 0.5 * LOG2_E
-    directions = softmax_features(num_features, head_dim, seed, device).t() * root  # (D, F)
+    weight = softmax_features(num_features, head_dim, seed, device) * abs(scale) ** 0.5  # (F, D)
+    directions = weight.t() * LOG2_E
 
     def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
         dtype = sum_dtype(x)
@@ -117,7 +122,7 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
             return phi, log
         return phi * key_mask.unsqueeze(-1), log.masked_fill(~key_mask, EMPTY)
 
-    return Features(of_query, of_key)
+    return Features(of_query, of_key, weight, scale)
 
 
 def features_of_maps(

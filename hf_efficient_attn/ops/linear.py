@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
+from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.features import EMPTY, Features
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
@@ -102,6 +103,24 @@ def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) ->
     assert state is not None
     outs = [query_state(query, state, features, dropout_p).out for (query,) in _segments(step, tokens.query)]
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
+    """`bidirectional` for features that are exponentials, as two softmax attentions: no feature is in memory.
+
+    The directions attend to the keys, with the log factors of the keys as a bias. The queries attend to the
+    directions, whose values are these outputs and whose bias is their lse.
+    """
+    (query, key, value, key_mask), scale = tokens, features.scale
+    assert features.directions is not None
+    query, key, value = (x.to(accumulation_dtype(x.dtype)).unsqueeze(1) for x in (query, key, value))
+    directions = features.directions.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
+    bias = key.square().sum(3).unsqueeze(2) * (-0.5 * abs(scale))  # (BH, 1, 1, Nk)
+    if key_mask is not None:
+        bias = bias.masked_fill(~key_mask[:, None, None], -torch.inf)
+    values, lse = attend(directions, key, value, bias, scale=1.0)
+    sign = 1.0 if scale >= 0 else -1.0
+    return attend(query, directions, values, lse.unsqueeze(2), scale=sign, dropout_p=dropout_p).out.squeeze(1)
 
 
 def causal(tokens: Tokens, features: Features, dropout_p: float = 0.0, state: FeatureState | None = None) -> Partial:

@@ -35,6 +35,7 @@ from hf_efficient_attn.ops.linear import (
     numel_of_head,
     others,
     query_state,
+    through_directions,
     union,
     update_state,
 )
@@ -127,6 +128,12 @@ def feature_attention(
     if call.window_size:
         return _windowed(query, key, value, key_mask, call, is_causal, state)
 
+    mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
+    tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)
+    features = call.features(query)
+    if not is_causal and features.directions is not None:
+        return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
+
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Tensor | None) -> Tensor:
         tokens, features = Tokens(query, key, value, key_mask), call.of_maps(*rest[:2])
         if is_causal:
@@ -134,10 +141,9 @@ def feature_attention(
             return causal(tokens, features, call.dropout_p, before).out.to(value.dtype)
         return bidirectional(tokens, features, call.dropout_p).to(value.dtype)
 
-    mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
     maps = (None if x is None else x.repeat(query.shape[0], 1, 1) for x in call.maps_for(query.shape[1]))
-    flat = *(x.flatten(0, 1) for x in (query, key, value)), mask, *maps, *(x.flatten(0, 1) for x in state or ())
-    out = _over_heads(some_heads, *flat, num_features=call.num_features, draws=call.dropout_p > 0.0)
+    before = (x.flatten(0, 1) for x in state or ())
+    out = _over_heads(some_heads, *tokens, *maps, *before, num_features=call.num_features, draws=call.dropout_p > 0.0)
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result
 
