@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest, regularized_solve
+from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve
+from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed

@@ -115,6 +115,41 @@ def restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) ->
     return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
 
 
+def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
+    """`count` evenly spaced positions, int64 (count,)."""
+    return torch.arange(count, device=device) * kv_len // count
+
+
+def candidate_positions(
+    key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
+
+    Args:
+        key_mask: bool (B, Nk), True for valid keys, or None.
+        kv_len: Nk.
+        limit: the largest number of candidates.
+        device: device of the result.
+
+    Returns:
+        position: int64 (B, C), or (1, C) without a mask. C is the smaller of `kv_len` and `limit`. The candidates that
+            exist come first, in ascending order.
+        valid: bool (B, C), which candidates exist, or None without a mask.
+    """
+    count = min(kv_len, limit)
+    if key_mask is None:
+        return constant(even_positions, kv_len, count, device=device)[None], None
+    num_valid = key_mask.sum(1, keepdim=True)
+    rank, exists = even_ranks(num_valid, count, device)
+    return valid_first(key_mask).gather(1, rank), exists
+
+
+def even_ranks(num_valid: Tensor, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`count` evenly spaced ranks below int64 (B, 1), or all of them first if there are fewer, and which exist."""
+    rank = torch.arange(count, device=device)
+    return torch.where(num_valid > count, rank * num_valid // count, rank), rank < num_valid
+
+
 # Numbers of a query, key or value that the Triton kernels hold at most.
 _LARGEST_DIM = 256
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
