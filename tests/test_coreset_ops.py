@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops import coreset, slices, thinning
+from hf_efficient_attn.ops import coreset, thinning, tokens
 from hf_efficient_attn.ops.coreset import nearest
 from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.thinning import Pivots, choose_pivots
@@ -90,7 +90,7 @@ def test_pivots_in_float32_are_different_and_valid(content, factor):
 def test_heads_processed_at_a_time_do_not_matter(monkeypatch):
     points = points_of("normal")
     whole = choose_pivots(points, VALID, 20, seed=1, batch=2)
-    monkeypatch.setattr(slices, "CPU_NUMEL", 1)
+    monkeypatch.setattr(tokens, "CPU_NUMEL", 1)
     assert all(map(torch.equal, choose_pivots(points, VALID, 20, seed=1, batch=2), whole))
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import tokens
-from hf_efficient_attn.ops.partial import attend_naive
 from hf_efficient_attn.ops.tokens import GatheredKeys, gathered_attention, inverse
 from instances import inputs, padding_mask
+from naive import attend_naive
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"

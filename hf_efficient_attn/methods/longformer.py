@@ -16,10 +16,10 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
+from hf_efficient_attn.ops.attend import dense_attention, log_of
 from hf_efficient_attn.ops.exact import WindowCall, bias_of_pairs, window_attention, window_decode, window_pairs
-from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.partial import dense_attention, log_of
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 
 @dataclass(frozen=True, kw_only=True)

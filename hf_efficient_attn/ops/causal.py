@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import hash_keys
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
-from hf_efficient_attn.ops.random import integers, offsets, seed_value
+from hf_efficient_attn.ops.random import offsets, seed_value
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -36,8 +35,7 @@ from hf_efficient_attn.ops.sampling import (
     split_scale_evenly,
     stratified_ranks,
 )
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, take_both
+from hf_efficient_attn.ops.tokens import ceil_div, integers, inverse, pad_to_blocks, slice_size, sliced, take, take_both
 
 # Streams of random numbers on level 0.
 _PROBES, _SAMPLES = 21, 22

@@ -26,14 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, threshold
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
-from hf_efficient_attn.ops.random import Seed, constant
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, safe_row_max
+from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.thinning import choose_pivots
-from hf_efficient_attn.ops.tokens import candidate_positions, take
+from hf_efficient_attn.ops.tokens import candidate_positions, constant, slice_size, sliced, take
 
-# A slice of distances may be this multiple of what `slices` is meant for, 12 MiB on a CPU: with twice as much they take
+# A slice of distances may be this multiple of what `sliced` is meant for, 12 MiB on a CPU: with twice as much they take
 # 1.3 times as long.
 _LARGER_SLICES = 3
 # WildCat's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.

@@ -23,14 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
 from hf_efficient_attn.ops.random import Seed
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks, take
+from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks, slice_size, sliced, take
 
 # Keys of the prefix, evenly spaced, from which landmarks are made.
 _CANDIDATES = 1024

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import LOG2_E, attend
 from hf_efficient_attn.ops.coreset import cluster_sums, nearest, with_ones
-from hf_efficient_attn.ops.partial import LOG2_E
-from hf_efficient_attn.ops.random import Seed, constant
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.thinning import gumbel
-from hf_efficient_attn.ops.tokens import ceil_div, even_positions, pad_to_blocks, take
+from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, pad_to_blocks, slice_size, sliced, take
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the least error.
 TEMPERATURE = 0.7

@@ -16,12 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
-from hf_efficient_attn.ops.random import Seed, constant, integers, normal
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.random import Seed, normal
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    constant,
+    integers,
+    inverse,
+    pad_to_blocks,
+    slice_size,
+    sliced,
+    take,
+    valid_first,
+)
 
 
 class NearField(NamedTuple):

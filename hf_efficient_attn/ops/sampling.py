@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.hashing import NearField
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, integers, offsets, seed_value, uniform
-from hf_efficient_attn.ops.tokens import take
+from hf_efficient_attn.ops.random import Seed, offsets, seed_value, uniform
+from hf_efficient_attn.ops.tokens import integers, take
 
 # Values from which the operator norm of V is estimated, at least.
 NORM_VALUES = 384

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from hf_efficient_attn.ops.partial import Partial, safe_row_max
+from hf_efficient_attn.ops.attend import Partial, safe_row_max
 from hf_efficient_attn.ops.random import HeadSlice
 
 

@@ -25,11 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, constant, uniform, uniform_of_heads
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, take, valid_first
+from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype, attend
+from hf_efficient_attn.ops.random import Seed, uniform, uniform_of_heads
+from hf_efficient_attn.ops.tokens import ceil_div, constant, slice_size, sliced, take, valid_first
 
 # Streams of random numbers: the first of those of the draws, and that of halving.
 _DRAWS, _HALVING = 5000, 60_000

@@ -1,16 +1,171 @@
-"""Rearranging tokens: padding to blocks, gathering by index, valid tokens first; and attention to gathered tokens."""
+"""Tokens of some heads at a time, in blocks, by index and in another order, and attention to gathered tokens.
+
+Some heads or blocks are a slice (`sliced`). It is as large as the device is served best by: on a CPU its temporaries
+stay in the caches, and their memory is reused by the next slice instead of being returned to the system; on an
+accelerator it is as large as a limit of memory allows, so that there is usually one. The size of a slice changes
+rounding only. With a gradient a slice is computed again in the backward pass (`torch.utils.checkpoint`), so that the
+memory of a training step is that of one slice, plus inputs and results.
+
+Tensors that depend on nothing but numbers, such as an index, are kept for the next call (`constant`), so they must not
+be modified.
+"""
 
 import importlib.util
-from typing import NamedTuple
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.random import constant, integers
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tracing import exporting_to_onnx, replaced_in_graphs
+
+# Numbers of the largest temporary of a slice: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
+CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
+
+# glibc returns memory to the system that is freed in blocks as large as the largest one of which that happened, so
+# that every call would pay for new pages. After one block of nearly 32 MiB, its limit, it keeps the temporaries of a
+# slice: without this the forward pass of kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens).
+torch.empty(31 << 20, dtype=torch.uint8)
+
+
+def slice_size(numel: int, device: torch.device) -> int:
+    """How many heads or blocks to process at a time, whose largest temporaries have `numel` numbers each."""
+    return max(1, (CPU_NUMEL if device.type == "cpu" else ACCELERATOR_NUMEL) // max(1, numel))
+
+
+def sliced(
+    function: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    size: int,
+    dim: int = 0,
+    draws: bool = False,
+    recompute: bool = True,
+) -> Tensor:
+    """Call `function` with slices of the tensors and concatenate the results along `dim`.
+
+    Args:
+        function: takes the tensors and returns a tensor. It may close over others, with a gradient too.
+        *tensors: of the same size along `dim`, at least 1; or None, which is passed on.
+        size: of a slice along `dim`, for example by `slice_size`.
+        dim: 0 for heads, 1 for blocks.
+        draws: whether the function draws from the global generator, so that the backward pass must draw the same.
+        recompute: False if what autograd keeps of the function is not larger than its arguments and results.
+
+    Returns:
+        The result of all slices, as one call with the whole tensors would give it.
+    """
+    given = [x for x in tensors if x is not None]
+    total = given[0].shape[dim]
+    if size >= total:
+        # What autograd keeps of a whole call is small on a CPU, where slices are.
+        recompute = recompute and given[0].device.type != "cpu"
+        return _recomputed(function, tensors, draws) if recompute else function(*tensors)
+    # `split` instead of slices: its gradient is one concatenation, that of a slice a whole tensor of zeros.
+    splits = [[None] * -(-total // size) if x is None else x.split(size, dim) for x in tensors]
+    parts = zip(*splits, strict=True)
+    if torch.is_grad_enabled():
+        return torch.cat([_recomputed(function, p, draws) if recompute else function(*p) for p in parts], dim)
+    whole, start = None, 0
+    for part in parts:
+        out = function(*part)
+        if whole is None:
+            whole = out.new_empty(*out.shape[:dim], total, *out.shape[dim + 1 :])
+        whole.narrow(dim, start, out.shape[dim]).copy_(out)
+        start += out.shape[dim]
+    assert whole is not None
+    return whole
+
+
+def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], draws: bool) -> Tensor:
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    out: Tensor = checkpoint(
+        function, *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
+    )
+    return out
+
+
+# How many results are kept, and their bytes together.
+_KEPT, _KEPT_BYTES = 512, 1 << 25
+
+
+def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
+    return make(*arguments, device)
+
+
+@replaced_in_graphs(_make)
+def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
+    """The result of make(*arguments, device), which is kept for the next call with the same arguments.
+
+    The last 512 results are kept, of at most 32 MiB together. Nothing is kept whose arguments contain a tensor, such as
+    the seed of a call in training, and no tensor without memory of its own, such as one of a graph that is recorded or
+    of a `torch.func` transform: it has no meaning after that.
+
+    Args:
+        make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
+        *arguments: hashable, or tuples of such.
+        device: of the result.
+
+    Returns:
+        A tensor without gradient, which must not be modified.
+    """
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if is_fake or _contain_tensor(arguments):
+        return make(*arguments, device)
+    return _kept(make, arguments, device)
+
+
+_results: OrderedDict[Hashable, Tensor] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _kept(make: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device) -> Tensor:
+    key = make, arguments, device
+    with _lock:
+        if key in _results:
+            _results.move_to_end(key)
+            return _results[key]
+    # An inference tensor could not be used in a later call with gradients.
+    with torch.inference_mode(False), torch.no_grad():
+        result = make(*arguments, device)
+    if not _has_memory(result):
+        return result
+    with _lock:
+        _results[key] = result
+        size = sum(_bytes_of(x) for x in _results.values())
+        while size > _KEPT_BYTES or len(_results) > _KEPT:
+            size -= _bytes_of(_results.popitem(last=False)[1])
+    return result
+
+
+def _contain_tensor(arguments: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) or (isinstance(x, tuple) and _contain_tensor(x)) for x in arguments)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether a tensor is a plain one. A tensor that a `torch.func` transform has wrapped has no storage to be read."""
+    try:
+        return type(x) is Tensor and _bytes_of(x) >= 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _bytes_of(x: Tensor) -> int:
+    return x.untyped_storage().nbytes()
+
+
+def integers(count: int, device: torch.device) -> Tensor:
+    """0, 1, ..., count - 1: int64 (count,), kept if there are few."""
+    return constant(_integers, count, device=device) if count <= 1 << 18 else _integers(count, device)
+
+
+def _integers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
 
 
 def ceil_div(number: int, divisor: int) -> int:

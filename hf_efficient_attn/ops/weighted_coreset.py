@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.coreset import regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import (
     DRAW_POWER,
@@ -50,9 +50,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     near_field,
     near_index,
 )
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import even_positions, take
+from hf_efficient_attn.ops.tokens import even_positions, slice_size, sliced, take
 
 # Relative to the unit diagonal of K_cc.
 RIDGE = 1e-3
@@ -70,7 +68,7 @@ LEAST_SIZE, LEAST_GRAM = 1e-15, 1e-20
 MAX_LOGIT = 20.0
 # The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
 LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE = 30.0, 4.0, 1e-12
-# Queries and values of a slice may be this multiple of what `slices` is meant for: 32 MiB on a CPU. Many small
+# Queries and values of a slice may be this multiple of what `sliced` is meant for: 32 MiB on a CPU. Many small
 # operations then take as long as few large ones.
 _LARGER_SLICES = 8
 

@@ -22,10 +22,16 @@ from hf_efficient_attn.methods._shared.registry import (
     make_config,
 )
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
-from hf_efficient_attn.ops.export import in_graph, replaced_in_graphs
-from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
+from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed
 from hf_efficient_attn.ops.shards import Shards, over_heads
-from hf_efficient_attn.ops.transforms import call_in_transform, in_transform, refuse_second_gradient
+from hf_efficient_attn.ops.tracing import (
+    call_in_transform,
+    draw_seed,
+    in_graph,
+    in_transform,
+    refuse_second_gradient,
+    replaced_in_graphs,
+)
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
