@@ -9,8 +9,8 @@ from torch import Tensor
 from hf_efficient_attn.ops import coreset, thinning, tokens
 from hf_efficient_attn.ops.coreset import nearest
 from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
+from hf_efficient_attn.ops.sampling import candidate_positions
 from hf_efficient_attn.ops.thinning import Pivots, choose_pivots
-from hf_efficient_attn.ops.tokens import candidate_positions
 from instances import CONTENTS, numbers
 
 CONTENT = {"normal": lambda x, *_: [x], **CONTENTS}

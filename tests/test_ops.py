@@ -17,13 +17,12 @@ from hf_efficient_attn.ops import (
     near_far,
     tokens,
 )
-from hf_efficient_attn.ops.attend import Partial, attend, dense_attention, merge
+from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias, window_partial
+from hf_efficient_attn.ops.exact import dense_attention, exact_attention, mask_bias, window_partial
 from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
 from hf_efficient_attn.ops.near_far import dense_log_weights
-from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -36,7 +35,7 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
     systematic_sample,
 )
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.tokens import ceil_div, inverse, normal, offsets, pad_to_blocks, take, uniform, valid_first
 from instances import numbers
 from naive import attend_naive
 

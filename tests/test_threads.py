@@ -11,7 +11,7 @@ import torch
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import parameters_of_slice
 from hf_efficient_attn.ops import tokens as tokens_ops
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.ops.shards import HeadSlice
 from instances import INSTANCES, inputs, padding_mask
 from test_heads import HEADS, KV_HEADS, parameters_of
 from tiny_models import FIRST, METHODS, tiny_batch, tiny_model

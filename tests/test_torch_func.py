@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import tokens as tokens_ops
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.tokens import normal
 from instances import INSTANCES, inputs, padding_mask
 from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
 

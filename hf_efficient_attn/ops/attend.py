@@ -18,6 +18,7 @@ A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is s
 over many tokens in parts, which they add in float32, and scores before an exponential stay in float32.
 """
 
+import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -42,6 +43,10 @@ _CPU_HAS_BFLOAT16 = bool(
 )
 # Dimensions that FlashAttention takes at most.
 _MAX_FLASH_DIM = 256
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Numbers of a query, key or value that the Triton kernels hold at most.
+_LARGEST_DIM = 256
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -329,6 +334,21 @@ def _arranged(
     return query, key, value, bias
 
 
+def triton_applies(*tensors: Tensor) -> bool:
+    """Whether the Triton kernels compute attention of these tensors: on probation until they are measured.
+
+    They take up to 256 dimensions on CUDA devices of compute capability 8.0 and later, but no float64 and no transform
+    of `torch.func`. They add gradients in any order.
+    """
+    if not (_HAS_TRITON and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)):
+        return False
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if needs_grad and torch.are_deterministic_algorithms_enabled():
+        return False
+    is_small = max(x.shape[2] for x in tensors) <= _LARGEST_DIM
+    return is_small and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
+
+
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether a device has fast products of bfloat16 tensors: accelerators, and CPUs with AVX512-BF16 or AMX."""
     return device.type != "cpu" or (_CPU_HAS_BFLOAT16 and bool(torch.backends.mkldnn.enabled))
@@ -362,34 +382,3 @@ def _medium_precision() -> bool:
 # A graph contains the result and is traced again if it changes. This is `torch.compiler.assume_constant_result`, which
 # would import the compiler here.
 vars(_medium_precision)["_dynamo_marked_constant"] = True
-
-
-def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """Attention with scores (..., Nq, Nk), values (..., Nk, Dv) and mask (..., Nk); 0 for a query without keys."""
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    if key_mask is not None:
-        scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)
-
-
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:
-    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; 0 for queries without a key.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        log_weights: float64 (BH, Nq, Nk).
-        scale: factor of the scores.
-
-    Returns:
-        (BH, Nq, Dv) in the dtype of `value`.
-    """
-    return dense_softmax(query.double() @ key.double().mT * scale + log_weights, value)
-
-
-def log_of(pairs: Tensor) -> Tensor:
-    """The log-weights of pairs, bool (...): 0 for those that count and -inf for all others, float64."""
-    return torch.zeros(pairs.shape, dtype=torch.float64, device=pairs.device).masked_fill(~pairs, -torch.inf)

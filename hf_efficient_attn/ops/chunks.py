@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
-from hf_efficient_attn.ops.random import Seed, head_slice, normal
+from hf_efficient_attn.ops.shards import Seed, head_slice
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
     integers,
     inverse,
+    normal,
     pad_to_blocks,
     slice_size,
     sliced,

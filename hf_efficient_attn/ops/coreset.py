@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.nn.functional import pad, threshold
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, safe_row_max
-from hf_efficient_attn.ops.random import Seed
+from hf_efficient_attn.ops.sampling import candidate_positions
+from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.thinning import choose_pivots
-from hf_efficient_attn.ops.tokens import candidate_positions, constant, slice_size, sliced, take
+from hf_efficient_attn.ops.tokens import constant, slice_size, sliced, take
 
 # A slice of distances may be this multiple of what `sliced` is meant for, 12 MiB on a CPU: with twice as much they take
 # 1.3 times as long.

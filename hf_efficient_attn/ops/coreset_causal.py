@@ -27,7 +27,7 @@ from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, at
 from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve
 from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.random import Seed
+from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks, slice_size, sliced, take
 
 # Keys of the prefix, evenly spaced, from which landmarks are made.

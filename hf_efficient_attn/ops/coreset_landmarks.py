@@ -15,7 +15,7 @@ from torch.nn.functional import dropout
 
 from hf_efficient_attn.ops.attend import LOG2_E, attend
 from hf_efficient_attn.ops.coreset import cluster_sums, nearest, with_ones
-from hf_efficient_attn.ops.random import Seed
+from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.thinning import gumbel
 from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, pad_to_blocks, slice_size, sliced, take
 

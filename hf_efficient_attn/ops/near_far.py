@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
-from hf_efficient_attn.ops.random import Seed, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -26,6 +25,7 @@ from hf_efficient_attn.ops.sampling import (
     sample_outside,
     stratified_ranks,
 )
+from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     GatheredKeys,
     ceil_div,
@@ -33,7 +33,9 @@ from hf_efficient_attn.ops.tokens import (
     gathered_attention,
     integers,
     inverse,
+    offsets,
     take,
+    uniform,
     valid_first,
 )
 

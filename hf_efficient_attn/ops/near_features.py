@@ -37,8 +37,7 @@ from hf_efficient_attn.ops.linear import (
     union,
     update_state,
 )
-from hf_efficient_attn.ops.random import Seed
-from hf_efficient_attn.ops.shards import Shards, gather
+from hf_efficient_attn.ops.shards import Seed, Shards, gather
 from hf_efficient_attn.ops.tokens import inverse, pad_to_blocks, slice_size, sliced, take, valid_first
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 

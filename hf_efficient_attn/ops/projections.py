@@ -23,9 +23,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.attend import accumulation_dtype, product_dtype, sum_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys, segment_sizes
-from hf_efficient_attn.ops.random import normal
 from hf_efficient_attn.ops.shards import Shards, total
-from hf_efficient_attn.ops.tokens import integers, slice_size, sliced
+from hf_efficient_attn.ops.tokens import integers, normal, slice_size, sliced
 
 # Names of the tables of keys and of values as learned parameters.
 NAMES = ("key_projection", "value_projection")

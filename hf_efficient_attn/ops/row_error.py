@@ -27,9 +27,9 @@ from hf_efficient_attn.ops.attend import accumulation_dtype, attend
 from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.random import Seed, uniform
 from hf_efficient_attn.ops.sampling import stratified_ranks
-from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, take
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, take, uniform
 from hf_efficient_attn.ops.weighted_coreset import LEAST_DENOMINATOR, RIDGE
 
 _STREAM = 31

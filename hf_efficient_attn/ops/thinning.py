@@ -26,8 +26,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype, attend
-from hf_efficient_attn.ops.random import Seed, uniform, uniform_of_heads
-from hf_efficient_attn.ops.tokens import ceil_div, constant, slice_size, sliced, take, valid_first
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    constant,
+    slice_size,
+    sliced,
+    take,
+    uniform,
+    uniform_of_heads,
+    valid_first,
+)
 
 # Streams of random numbers: the first of those of the draws, and that of halving.
 _DRAWS, _HALVING = 5000, 60_000

@@ -1,4 +1,4 @@
-"""Tokens of some heads at a time, in blocks, by index and in another order, and attention to gathered tokens.
+"""What the forms are made of: slices, kept and random numbers, tokens in blocks, by index and in another order.
 
 Some heads or blocks are a slice (`sliced`). It is as large as the device is served best by: on a CPU its temporaries
 stay in the caches, and their memory is reused by the next slice instead of being returned to the system; on an
@@ -7,21 +7,25 @@ rounding only. With a gradient a slice is computed again in the backward pass (`
 memory of a training step is that of one slice, plus inputs and results.
 
 Tensors that depend on nothing but numbers, such as an index, are kept for the next call (`constant`), so they must not
-be modified.
+be modified. So are the random numbers of an integer seed (`uniform`, `normal`). They are hashes of a counter instead of
+draws from a generator: a seed gives the same numbers on every device, inside `torch.compile` and in any order of calls,
+and the global random state is never touched. The hash is the finalizer of MurmurHash3 (Appleby, public domain), applied
+twice.
 """
 
-import importlib.util
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import attend, triton_applies
+from hf_efficient_attn.ops.shards import Seed, head_slice, seed_value
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, replaced_in_graphs
 
 # Numbers of the largest temporary of a slice: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
@@ -168,6 +172,75 @@ def _integers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
 
+_MASK = 0xFFFFFFFF
+# Longer results are not kept.
+_KEPT_NUMEL = 1 << 18
+
+_Bits = TypeVar("_Bits", int, Tensor)
+
+
+def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
+    return _drawn(_uniform, shape, seed_value(seed), stream, device)
+
+
+def _drawn(
+    draw: Callable[..., Tensor], shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device
+) -> Tensor:
+    is_short = math.prod(shape) <= _KEPT_NUMEL
+    return constant(draw, shape, seed, stream, device=device) if is_short else draw(shape, seed, stream, device)
+
+
+def _uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    count = math.prod(shape)
+    counters = constant(_counters, count, device=device) if count <= _KEPT_NUMEL else _counters(count, device)
+    start: Any = seed * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
+    bits = _mix(counters + _mix(_mix(start) + stream + 1))
+    numbers: Tensor = (bits.to(torch.float64) + 0.5) / 2.0**32
+    return numbers.reshape(shape)
+
+
+def _counters(count: int, device: torch.device) -> Tensor:
+    return _mix(integers(count, device) + 1)
+
+
+def _mix(x: _Bits) -> _Bits:
+    """32 well-mixed bits of an integer, or of every int64 number of a tensor."""
+    x = x & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 16)
+
+
+def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Float64 numbers, independent and standard normal (Box-Muller)."""
+    return _drawn(_normal, shape, seed_value(seed), stream, device)
+
+
+def _normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    radius = (-2.0 * _uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
+    return radius * (2.0 * math.pi * _uniform(shape, seed, 2 * stream + 102, device)).cos()
+
+
+def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """A float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same ones.
+
+    The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
+    """
+    return constant(_offsets, num_heads, seed, stream, device=device)
+
+
+def _offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first
+    return (uniform((1,), seed, stream, device) + head * 0.6180339887498949).frac()
+
+
+def uniform_of_heads(count: int, num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """`uniform` numbers (count, H), in which a head has the same whichever heads a process holds."""
+    first, total = head_slice(seed, num_heads)
+    return uniform((count, total), seed, stream, device)[:, first : first + num_heads]
+
+
 def ceil_div(number: int, divisor: int) -> int:
     """The quotient of a number >= 0 and a divisor > 0, rounded up."""
     return (number + divisor - 1) // divisor  # ONNX rounds quotients of negative numbers towards 0
@@ -190,13 +263,12 @@ def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
     return x.reshape(x.shape[0], -1, size, x.shape[2])
 
 
-def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+def take(x: Tensor, index: Tensor) -> Tensor:
     """Gather the tokens of each head by index.
 
     Args:
         x: (BH, N, D).
         index: int64 (BH, ...), each below N.
-        out: contiguous tensor of the result's shape to write into, or None. Ignored if a gradient is wanted.
 
     Returns:
         (BH, ..., D).
@@ -207,7 +279,7 @@ def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
         return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
     # `index_select` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
     # faster, because of its backward.
-    return _select(x, _flat_index(index, x.shape[1]), index.shape, out)
+    return _select(x, _flat_index(index, x.shape[1]), index.shape)
 
 
 def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,12 +297,8 @@ def _flat_index(index: Tensor, length: int) -> Tensor:
     return flat
 
 
-def _select(x: Tensor, flat: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-    x = x.reshape(-1, x.shape[2])
-    if out is None:
-        return x.index_select(0, flat).view(*shape, x.shape[1])
-    torch.index_select(x, 0, flat, out=out.view(-1, x.shape[1]))
-    return out
+def _select(x: Tensor, flat: Tensor, shape: torch.Size) -> Tensor:
+    return x.reshape(-1, x.shape[2]).index_select(0, flat).view(*shape, x.shape[2])
 
 
 def _first_tokens(batch_heads: int, length: int, device: torch.device) -> Tensor:
@@ -275,41 +343,6 @@ def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * kv_len // count
 
 
-def candidate_positions(
-    key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Positions of at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
-
-    Args:
-        key_mask: bool (B, Nk), True for valid keys, or None.
-        kv_len: Nk.
-        limit: the largest number of candidates.
-        device: device of the result.
-
-    Returns:
-        position: int64 (B, C), or (1, C) without a mask. C is the smaller of `kv_len` and `limit`. The candidates that
-            exist come first, in ascending order.
-        valid: bool (B, C), which candidates exist, or None without a mask.
-    """
-    count = min(kv_len, limit)
-    if key_mask is None:
-        return constant(even_positions, kv_len, count, device=device)[None], None
-    num_valid = key_mask.sum(1, keepdim=True)
-    rank, exists = even_ranks(num_valid, count, device)
-    return valid_first(key_mask).gather(1, rank), exists
-
-
-def even_ranks(num_valid: Tensor, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`count` evenly spaced ranks below int64 (B, 1), or all of them first if there are fewer, and which exist."""
-    rank = torch.arange(count, device=device)
-    return torch.where(num_valid > count, rank * num_valid // count, rank), rank < num_valid
-
-
-# Numbers of a query, key or value that the Triton kernels hold at most.
-_LARGEST_DIM = 256
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
 class GatheredKeys(NamedTuple):
     """The keys of each of T blocks of queries, by index.
 
@@ -343,7 +376,7 @@ def gathered_attention(
         (BH, Nq, Dv), by position of the queries.
     """
     index, bias, block_q, order = gathered
-    if not dropout_p and kernel_applies(query, key, value):
+    if not dropout_p and triton_applies(query, key, value):
         from hf_efficient_attn.ops.triton_gather import gather_attend  # Triton is no dependency
 
         return gather_attend(query, key, value, index, bias.squeeze(2).float(), order, block_q, scale)[0]
@@ -355,18 +388,3 @@ def gathered_attention(
     size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2]), query.device)
     out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
     return out[:, : query.shape[1]] if order is None else take(out, inverse(order))
-
-
-def kernel_applies(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels compute attention of these tensors: on probation until they are measured.
-
-    They take up to 256 dimensions on CUDA devices of compute capability 8.0 and later, but no float64 and no transform
-    of `torch.func`. They add gradients in any order.
-    """
-    if not (_HAS_TRITON and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)):
-        return False
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if needs_grad and torch.are_deterministic_algorithms_enabled():
-        return False
-    is_small = max(x.shape[2] for x in tensors) <= _LARGEST_DIM
-    return is_small and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)

@@ -23,8 +23,7 @@ from hf_efficient_attn.methods._shared.registry import (
 )
 from hf_efficient_attn.ops import tracing
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
-from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed
-from hf_efficient_attn.ops.shards import Shards, over_heads
+from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice, Seed, Shards, over_heads
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient, replaced_in_graphs
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
