@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops import attend as attend_module
-from hf_efficient_attn.ops import slices
+from hf_efficient_attn.ops import tokens
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.partial import attend_naive
+from naive import attend_naive
 
 BIASES = {
     "none": None, "of keys": (3, 4, 1, 33), "of shared keys": (3, 1, 1, 33), "of all heads": (1, 1, 1, 33),
@@ -120,17 +120,17 @@ def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
 def test_slices_are_one_call(dim, size):
     x, weight = numbers(8, 10, 4).requires_grad_(), numbers(4, 5, seed=1).requires_grad_()
     expected = (x @ weight).exp()
-    found = slices.sliced(lambda x, _: (x @ weight).exp(), x, None, size=size, dim=dim)
+    found = tokens.sliced(lambda x, _: (x @ weight).exp(), x, None, size=size, dim=dim)
     torch.testing.assert_close(found, expected)
     grads = [torch.autograd.grad(y.sin().sum(), (x, weight)) for y in (found, expected)]
     for ours, naive in zip(*grads, strict=True):
         torch.testing.assert_close(ours, naive)
     with torch.no_grad():
-        torch.testing.assert_close(slices.sliced(lambda x: (x @ weight).exp(), x, size=size, dim=dim), expected)
+        torch.testing.assert_close(tokens.sliced(lambda x: (x @ weight).exp(), x, size=size, dim=dim), expected)
 
 
 def test_a_slice_draws_the_same_in_the_backward_pass():
     x = torch.ones(6, 50, requires_grad=True)
-    out = slices.sliced(lambda x: torch.nn.functional.dropout(x, 0.5), x, size=2, draws=True)
+    out = tokens.sliced(lambda x: torch.nn.functional.dropout(x, 0.5), x, size=2, draws=True)
     out.sum().backward()
     assert torch.equal(x.grad, out.detach())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_efficient_attn.ops.exact import mask_bias, window_partial
-from hf_efficient_attn.ops.partial import attend_naive
+from naive import attend_naive
 
 
 def numbers(*shape, seed=0):

@@ -4,17 +4,13 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
-from hf_efficient_attn.ops import coreset, slices
-from hf_efficient_attn.ops.coreset import (
-    Pivots,
-    candidate_positions,
-    choose_pivots,
-    choose_pivots_naive,
-    draw_apart,
-    gumbel_numbers,
-    nearest,
-)
+from hf_efficient_attn.ops import coreset, thinning, tokens
+from hf_efficient_attn.ops.coreset import nearest
+from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
+from hf_efficient_attn.ops.sampling import candidate_positions
+from hf_efficient_attn.ops.thinning import Pivots, choose_pivots
 from instances import CONTENTS, numbers
 
 CONTENT = {"normal": lambda x, *_: [x], **CONTENTS}
@@ -39,6 +35,39 @@ def assert_different_valid(pivots: Pivots, valid: torch.Tensor | None, count: in
         assert not index[~selected].any()
 
 
+def choose_pivots_naive(
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int, batch: int, block: int = 64
+) -> Pivots:
+    """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
+    batch_heads, num_candidates, _ = points.shape
+    sizes, num_heads = thinning._draw_sizes(num_pivots, block), batch_heads // batch
+    gumbel = thinning.gumbel(len(sizes), num_candidates, num_heads, seed, torch.float64, points.device)
+    index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
+    selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
+    for a in range(batch_heads):
+        own = points[a].double()
+        exists = torch.ones(num_candidates, dtype=torch.bool) if valid is None else valid[a]
+        residual = torch.exp(-0.5 * (own[:, None] - own).square().sum(2))
+        norm = own.square().sum(1)
+        norm = (norm - norm[exists].amax()).clamp(min=thinning._LEAST) if exists.any() else norm
+        chosen: list[int] = []
+        for draw, size in enumerate(sizes):
+            diagonal = residual.diagonal().clamp(min=0.0)
+            scores = gumbel[draw, a % num_heads] + thinning._LAST
+            new = diagonal > thinning.pivot_tolerance(points.dtype)
+            scores[new] = (diagonal.log() + norm + gumbel[draw, a % num_heads])[new]
+            scores[~exists] = -torch.inf
+            scores[chosen] = -torch.inf
+            draws = [int(i) for i in scores.argsort(descending=True)[:size] if scores[i] > -torch.inf]
+            chosen += draws
+            used = [i for i in draws if new[i]]
+            inverse = torch.linalg.pinv(residual[used][:, used], hermitian=True, rtol=1e-9)
+            residual = residual - residual[:, used] @ inverse @ residual[used]
+        index[a, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
+        selected[a, : len(chosen)] = True
+    return Pivots(index, selected)
+
+
 @pytest.mark.parametrize("content", CONTENT)
 def test_pivots_are_those_of_the_readable_form(content):
     points = points_of(content)
@@ -61,7 +90,7 @@ def test_pivots_in_float32_are_different_and_valid(content, factor):
 def test_heads_processed_at_a_time_do_not_matter(monkeypatch):
     points = points_of("normal")
     whole = choose_pivots(points, VALID, 20, seed=1, batch=2)
-    monkeypatch.setattr(slices, "CPU_NUMEL", 1)
+    monkeypatch.setattr(tokens, "CPU_NUMEL", 1)
     assert all(map(torch.equal, choose_pivots(points, VALID, 20, seed=1, batch=2), whole))
 
 

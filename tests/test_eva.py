@@ -12,7 +12,7 @@ import hf_efficient_attn as hea
 import promises
 from hf_efficient_attn.methods import AttentionOptions, eva
 from hf_efficient_attn.methods.eva import forward, naive
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.tokens import normal
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 
 MEAN = {"proposal": "mean"}  # omega = mu, which is what `estimate` computes without noise

@@ -13,7 +13,7 @@ import promises
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features import orthogonal_features
 from hf_efficient_attn.ops.projections import contraction
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops.tokens import normal
 from instances import Instance, inputs, numbers, padding_mask, relative_error
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops import attend, slices
+from hf_efficient_attn.ops import attend, tokens
 from instances import Instance, forms, inputs, padding_mask, relative_error
 from promises import (
     check_batch,
@@ -82,8 +82,8 @@ BY_SCORES = ("hyperattention", "kdeformer", "reformer")
 def test_the_size_of_a_slice_changes_rounding_only(instance, is_causal, monkeypatch):
     """One head or block at a time, and all at once as on an accelerator, with gradients; methods do not see it."""
     tensors, mask, found = inputs(**ODD, dtype=torch.float64), padding_mask("holes", 2, ODD["q_len"]), []
-    for numel in (1, slices.ACCELERATOR_NUMEL):
-        monkeypatch.setattr(slices, "CPU_NUMEL", numel)
+    for numel in (1, tokens.ACCELERATOR_NUMEL):
+        monkeypatch.setattr(tokens, "CPU_NUMEL", numel)
         found.append(results(instance, is_causal, mask, tensors))
     check_close(*found, 1e-9)
 

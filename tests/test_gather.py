@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops import tokens
-from hf_efficient_attn.ops.partial import attend_naive
+from hf_efficient_attn.ops import attend, tokens
 from hf_efficient_attn.ops.tokens import GatheredKeys, gathered_attention, inverse
 from instances import inputs, padding_mask
+from naive import attend_naive
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
@@ -199,7 +199,7 @@ def test_methods_by_triton_are_those_by_other_kernels(method, mask, monkeypatch)
         grad = grad * key_mask[:, None, :, None]  # outputs of masked tokens are not used
     results = []
     for applies in (False, True):
-        monkeypatch.setattr(tokens, "kernel_applies", lambda *_, applies=applies: applies)
+        monkeypatch.setattr(tokens, "triton_applies", lambda *_, applies=applies: applies)
         out = hea.attention(config, *rows, attention_mask=key_mask)
         results.append((out * (grad != 0), *torch.autograd.grad(out, rows, grad)))
     for ours, expected in zip(*results, strict=True):
@@ -213,12 +213,12 @@ def test_what_the_kernels_do_not_compute(why, monkeypatch):
         dtype = torch.float64 if why == "float64" else torch.float32
         shape = (2, 45, 257 if why == "dimensions" else 20)
 
-    monkeypatch.setattr(tokens, "_HAS_TRITON", True)
+    monkeypatch.setattr(attend, "_HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     torch.use_deterministic_algorithms(why == "deterministic")
     try:
-        assert not tokens.kernel_applies(OnGpu(), OnGpu())
+        assert not attend.triton_applies(OnGpu(), OnGpu())
     finally:
         torch.use_deterministic_algorithms(False)
     OnGpu.is_cuda, OnGpu.dtype, OnGpu.shape = True, torch.float32, (2, 45, 256)
-    assert tokens.kernel_applies(OnGpu(), OnGpu())
+    assert attend.triton_applies(OnGpu(), OnGpu())

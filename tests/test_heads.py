@@ -5,7 +5,7 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method, parameters_of_slice
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.ops.shards import HeadSlice
 from instances import INSTANCES, inputs, padding_mask
 
 HEADS, KV_HEADS = 4, 2

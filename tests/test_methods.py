@@ -19,7 +19,7 @@ import hf_efficient_attn as hea
 from broken_methods import BrokenConfig, broken, correct
 from hf_efficient_attn import cli, methods
 from hf_efficient_attn.methods import get_method, make_config
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.ops.shards import HeadSlice
 from instances import DEFAULTS, INSTANCES, forms, inputs, padding_mask, relative_error
 from promises import check_last_queries, check_naive, check_naive_gradients, naive
 from tiny_models import output, tiny_batch, tiny_model

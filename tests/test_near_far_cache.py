@@ -8,12 +8,14 @@ import math
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.near_far_cache import NearFarLayer
 from hf_efficient_attn.io.text import read_text
-from hf_efficient_attn.ops.growing_coreset import add_keys, add_keys_naive, coreset_partial, empty_coreset
+from hf_efficient_attn.ops import coreset as coreset_ops
+from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
 from instances import inputs
 from recipes.benchmarks import cache as recipe
 from tiny_models import DECODERS, tiny_batch, tiny_model
@@ -307,6 +309,43 @@ def test_landmarks_for_as_many_keys_are_exact():
     scores = 0.3 * query @ key.mT
     torch.testing.assert_close(out, scores.softmax(2) @ value, atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(lse, scores.logsumexp(2), atol=1e-2, rtol=1e-2)
+
+
+def add_keys_naive(
+    coreset: GrowingCoreset, key: Tensor, value: Tensor, landmark: Tensor, *, scale: float
+) -> GrowingCoreset:
+    """The readable form of `add_keys` after the choice of landmarks: the weights of one head, in float64.
+
+    Args:
+        coreset: of one head, tensors (m, .), with one or more keys or none.
+        key: (N, D).
+        value: (N, Dv).
+        landmark: (m', D), keys that `add_keys` has returned, those of no key left out.
+        scale: factor of the scores.
+
+    Returns:
+        The coreset at these landmarks.
+    """
+    new = torch.cat((value, value.new_ones(len(value), 1)), 1).double()
+    old = coreset.clusters[:, -1] > 0
+    points = torch.cat((coreset.key[old], key)).double()
+    clusters = torch.cat((coreset.clusters[old].double(), new))
+    weights = torch.cat((coreset.weights[old].double(), new))
+    center = (points * clusters[:, -1:]).sum(0) / clusters[:, -1].sum()
+    factor = coreset_ops._TEMPERATURE * max(abs(scale), coreset_ops._SMALLEST_SCALE) ** 0.5
+    x, y = (points - center) * factor, (landmark.double() - center) * factor
+    shrink = max(1.0, float(x.norm(dim=1).max()) / (2.0 * coreset_ops._LARGEST_EXPONENT) ** 0.5)
+    x, y = x / shrink, y / shrink
+    nearest = torch.cdist(x, y).argmin(1)
+    cluster = torch.stack([clusters[nearest == i].sum(0) for i in range(len(y))])
+    # exp(<y, .>) at every landmark, with and without the kernel's unit diagonal.
+    half = y.square().sum(1, keepdim=True) / 2
+    kernel = (y @ y.T - half - half.T).exp()
+    missing = (y @ x.T - half).exp() @ weights - kernel @ (half.exp() * cluster)
+    correction = torch.linalg.solve(kernel + coreset_ops._RIDGE * torch.eye(len(y), dtype=y.dtype), missing)
+    nystrom = cluster + (-half).exp() * correction
+    is_safe = nystrom.abs().max() <= coreset_ops._LARGEST_WEIGHT * cluster.abs().sum(0).max()
+    return GrowingCoreset(landmark.double(), cluster, nystrom if is_safe else cluster)
 
 
 @pytest.mark.parametrize("length", [1.0, 40.0])

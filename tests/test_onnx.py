@@ -6,7 +6,7 @@ from torch.export import Dim
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import exportable_methods, get_method, learns
-from hf_efficient_attn.ops import export
+from hf_efficient_attn.ops import tracing
 from tiny_models import SMALL, tiny_batch, tiny_model
 
 EXPORTABLE = [
@@ -107,4 +107,4 @@ def test_the_check_of_an_export_is_marked_as_torch_marks_constants():
 
     torch.compiler.assume_constant_result(constant)
     assert constant.__dict__
-    assert constant.__dict__.items() <= export.in_onnx_export.__dict__.items()
+    assert constant.__dict__.items() <= tracing.in_onnx_export.__dict__.items()

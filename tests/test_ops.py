@@ -15,16 +15,14 @@ from hf_efficient_attn import functional
 from hf_efficient_attn.ops import (
     causal,
     near_far,
-    random,
+    tokens,
 )
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias, window_partial
+from hf_efficient_attn.ops.exact import dense_attention, exact_attention, mask_bias, window_partial
 from hf_efficient_attn.ops.features import elu_features, orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import NearField, hash_keys, hyperplanes
 from hf_efficient_attn.ops.near_far import dense_log_weights
-from hf_efficient_attn.ops.partial import Partial, attend_naive, dense_attention, merge
-from hf_efficient_attn.ops.random import normal, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -37,8 +35,9 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
     systematic_sample,
 )
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.tokens import ceil_div, inverse, normal, offsets, pad_to_blocks, take, uniform, valid_first
 from instances import numbers
+from naive import attend_naive
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -867,23 +866,23 @@ def test_constants_are_kept_up_to_a_size(monkeypatch):
         calls.append(count)
         return torch.ones(count, device=device)
 
-    monkeypatch.setattr(random, "_results", OrderedDict())
-    monkeypatch.setattr(random, "_KEPT_BYTES", 4 * 100)
+    monkeypatch.setattr(tokens, "_results", OrderedDict())
+    monkeypatch.setattr(tokens, "_KEPT_BYTES", 4 * 100)
     cpu = torch.device("cpu")
     for count in (40, 50, 40):
-        assert random.constant(ones, count, device=cpu).tolist() == [1.0] * count
+        assert tokens.constant(ones, count, device=cpu).tolist() == [1.0] * count
     assert calls == [40, 50]
-    random.constant(ones, 60, device=cpu)  # in place of that of 50, which is the oldest
+    tokens.constant(ones, 60, device=cpu)  # in place of that of 50, which is the oldest
     for count in (40, 60, 50):
-        random.constant(ones, count, device=cpu)
+        tokens.constant(ones, count, device=cpu)
     assert calls == [40, 50, 60, 50]
-    assert random.constant(ones, 200, device=cpu).shape == (200,)  # too large to be kept
-    monkeypatch.setattr(random, "_KEPT", 2)
+    assert tokens.constant(ones, 200, device=cpu).shape == (200,)  # too large to be kept
+    monkeypatch.setattr(tokens, "_KEPT", 2)
     for count in range(5):
-        random.constant(ones, count, device=cpu)
-    assert len(random._results) == 2
+        tokens.constant(ones, count, device=cpu)
+    assert len(tokens._results) == 2
     with torch.inference_mode():
-        kept = random.constant(ones, 10, device=cpu)
+        kept = tokens.constant(ones, 10, device=cpu)
     assert not kept.is_inference()
 
 

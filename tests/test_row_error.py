@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.norms import operator_norm
 from hf_efficient_attn.io.text import read_text
-from hf_efficient_attn.ops.row_error import exact_rows, row_error, row_error_naive, sample_rows
+from hf_efficient_attn.ops.row_error import RowError, exact_rows, row_error, sample_rows
 from hf_efficient_attn.ops.tokens import take
 from instances import inputs, numbers, padding_mask
 
@@ -16,6 +17,32 @@ CPU = torch.device("cpu")
 
 def sample(heads, q_len, num_rows, query_mask=None, seed=0):
     return sample_rows(heads, q_len, num_rows, query_mask, num_heads=heads, seed=seed, device=CPU)
+
+
+def row_error_naive(
+    approximate: Tensor, exact: Tensor, valid: Tensor | None = None, population: Tensor | int | None = None
+) -> RowError:
+    """The readable form of `row_error`, head by head with singular value decompositions in float64."""
+    estimates, bounds = [], []
+    for head in range(exact.shape[0]):
+        rows = slice(None) if valid is None else valid[head]
+        e = exact[head, rows].double()
+        difference = approximate[head, rows].double() - e
+        p = len(e)
+        if p == 0 or not difference.any():
+            estimates.append(0.0)
+            bounds.append(0.0)
+            continue
+        _, errors, directions = torch.linalg.svd(difference, full_matrices=False)
+        _, sizes, exact_directions = torch.linalg.svd(e, full_matrices=False)
+        ratio = (errors[0] / sizes[0]).item()
+        s = (difference @ directions[0]).square() / errors[0] ** 2
+        t = (e @ exact_directions[0]).square() / sizes[0] ** 2 if sizes[0] > 0 else torch.zeros_like(s)
+        n = torch.inf if population is None else torch.as_tensor(population).flatten().expand(len(exact))[head].item()
+        margin = 0.5 * p**-0.5 + (s - t).norm().item()
+        estimates.append(ratio)
+        bounds.append(ratio * (1.0 + max(0.0, 1.0 - p / n) ** 0.5 * margin))
+    return RowError(torch.tensor(estimates), torch.tensor(bounds))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops import halving
+from hf_efficient_attn.ops import thinning
 from instances import inputs, numbers, padding_mask
 
 HEADS = 3
 
 
 def thin(key, value, num_samples, mask=None, scale=0.3, seed=0, batch=1):
-    return halving.thin(key, value, mask, num_samples, scale=scale, seed=seed, batch=batch)
+    return thinning.thin(key, value, mask, num_samples, scale=scale, seed=seed, batch=batch)
 
 
 def counts(thinned, length):
     """How many tokens each token stands for, (BH, N)."""
-    return torch.zeros(len(thinned.token), length).double().scatter_add_(1, thinned.token, thinned.log_weight.exp())
+    return torch.zeros(len(thinned[0]), length).double().scatter_add_(1, thinned[0], thinned[1].exp())
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "holes", "empty"])
@@ -25,7 +25,7 @@ def test_every_valid_token_is_counted_once(length, num_samples, padding):
     mask = padding_mask(padding, 4, length)
     key, value = numbers(4, length, 6), numbers(4, length, 5, seed=1)
     thinned = thin(key, value, num_samples, mask)
-    assert thinned.token.shape == (4, num_samples)
+    assert thinned[0].shape == (4, num_samples)
     found, valid = counts(thinned, length).round(decimals=9), torch.ones(4, length) if mask is None else mask
     torch.testing.assert_close(found.sum(1), valid.sum(1).double())
     assert not found[~valid.bool()].any(), "a masked token is kept"
@@ -56,8 +56,8 @@ def test_halving_represents_the_tokens_better_than_fair_draws(monkeypatch):
         wrong = counts(thin(key, value, num_samples), length) - 1.0
         return torch.einsum("bi,bij,bj->b", wrong, kernel, wrong).sqrt().mean().item()
 
-    ours, pair_kernel = error(), halving._pair_kernel
-    monkeypatch.setattr(halving, "_pair_kernel", lambda *tensors: pair_kernel(*tensors).zero_())
+    ours, pair_kernel = error(), thinning._pair_kernel
+    monkeypatch.setattr(thinning, "_pair_kernel", lambda *tensors: pair_kernel(*tensors).zero_())
     assert ours < 0.7 * error()
 
 
@@ -65,14 +65,14 @@ def test_halving_represents_the_tokens_better_than_fair_draws(monkeypatch):
 @pytest.mark.parametrize("log4", [3, 4, 6])
 def test_sizes_of_the_paper(log4, g):
     """KH-Compress(g) keeps 2^g sqrt(n) of n = 4^log4 tokens in log4 - g rounds with buckets of 4^(g + 1) 2^i tokens."""
-    rounds = halving._rounds(4**log4, 2**g * 2**log4)
+    rounds = thinning._rounds(4**log4, 2**g * 2**log4)
     assert [2 * round.bucket for round in reversed(rounds)] == [4 ** (g + 1) * 2**i for i in range(log4 - g)]
     thinned = thin(numbers(2, 4**log4, 4), numbers(2, 4**log4, 4, seed=1), 2**g * 2**log4)
-    torch.testing.assert_close(thinned.log_weight.exp(), torch.full_like(thinned.log_weight, 2.0 ** (log4 - g)))
+    torch.testing.assert_close(thinned[1].exp(), torch.full_like(thinned[1], 2.0 ** (log4 - g)))
 
 
 def test_random_numbers_differ_between_heads_and_rounds_and_not_with_the_length():
-    numbers_of = [halving.draw_numbers(n, 16, HEADS, 5, torch.device("cpu")) for n in (200, 70)]
+    numbers_of = [thinning.draw_numbers(n, 16, HEADS, 5, torch.device("cpu")) for n in (200, 70)]
     assert [x.shape for x in numbers_of[0]] == [(HEADS, 16 * 2**i) for i in range(4)]
     assert len(numbers_of[1]) == 3
     for longer, shorter in zip(*numbers_of, strict=False):
@@ -84,12 +84,12 @@ def test_random_numbers_differ_between_heads_and_rounds_and_not_with_the_length(
 
 def test_choice_follows_keys_and_values():
     key, value = numbers(20, 128, 4), numbers(20, 128, 4, seed=1)
-    original = thin(key, value, 16).token
-    assert not torch.equal(thin(key, value.flip(1), 16).token, original)
-    assert not torch.equal(thin(key.flip(1), value, 16).token, original)
+    original = thin(key, value, 16)[0]
+    assert not torch.equal(thin(key, value.flip(1), 16)[0], original)
+    assert not torch.equal(thin(key.flip(1), value, 16)[0], original)
     # Nothing depends on the size of the kernel, or on the sign of the scale.
-    assert torch.equal(thin(key, 1e6 * value, 16).token, original)
-    assert torch.equal(thin(key, value, 16, scale=-0.3).token, original)
+    assert torch.equal(thin(key, 1e6 * value, 16)[0], original)
+    assert torch.equal(thin(key, value, 16, scale=-0.3)[0], original)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -10,8 +10,8 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import parameters_of_slice
-from hf_efficient_attn.ops import random
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.ops import tokens as tokens_ops
+from hf_efficient_attn.ops.shards import HeadSlice
 from instances import INSTANCES, inputs, padding_mask
 from test_heads import HEADS, KV_HEADS, parameters_of
 from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
@@ -67,7 +67,7 @@ def calls_of(instance, is_causal, function):
 def test_calls(instance, is_causal):
     if is_causal and not instance.info.causal:
         pytest.skip("no causal form")
-    random._results.clear()  # so that threads make them at the same time
+    tokens_ops._results.clear()  # so that threads make them at the same time
     check(calls_of(instance, is_causal, hea.attention))
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops import random
-from hf_efficient_attn.ops.random import normal
+from hf_efficient_attn.ops import tokens as tokens_ops
+from hf_efficient_attn.ops.tokens import normal
 from instances import INSTANCES, inputs, padding_mask
 from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
 
@@ -162,12 +162,12 @@ def test_ensembles(method):
 
 def test_nothing_is_kept_that_a_transform_has_wrapped():
     def draws(x):
-        return x * normal((3,), 987_654, 0, x.device) + random.integers(91, x.device)[:3]
+        return x * normal((3,), 987_654, 0, x.device) + tokens_ops.integers(91, x.device)[:3]
 
     x = torch.ones(3, dtype=torch.float64)
     inside = grad(lambda x: draws(x).sum())(x)
     torch.testing.assert_close(inside, draws(x) - torch.arange(3))
-    assert all(random._has_memory(kept) for kept in random._results.values())
+    assert all(tokens_ops._has_memory(kept) for kept in tokens_ops._results.values())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,8 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import wildcat as module
 from hf_efficient_attn.methods._shared.call import naive_attention
-from hf_efficient_attn.ops import nystrom
-from hf_efficient_attn.ops.coreset import choose_pivots
+from hf_efficient_attn.ops import coreset as coreset_ops
+from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
 
 wildcat = hea.functional.wildcat_attention
@@ -16,7 +16,7 @@ wildcat = hea.functional.wildcat_attention
 
 def test_the_paper_without_its_numerical_precautions(monkeypatch):
     """Plain exponentials and inverses, without a ridge and without candidates."""
-    monkeypatch.setattr(nystrom, "RIDGE", 1e-13)
+    monkeypatch.setattr(coreset_ops, "RIDGE", 1e-13)
     query, key, value = inputs(num_heads=3, q_len=40, head_dim=6, dtype=torch.float64)
     beta, (q, k, v) = 6**-0.5, (x[0] for x in (query, key, value))
     k = k - k.mean(1, keepdim=True)
@@ -73,7 +73,7 @@ def test_outputs_are_in_the_range_of_every_feature(content, dtype):
 
 def test_without_a_positive_denominator_the_output_is_the_middle_of_the_range(monkeypatch):
     query, key, value = inputs(q_len=60)
-    monkeypatch.setattr(nystrom, "regularized_solve", lambda kernel, right, ridge: -right)
+    monkeypatch.setattr(coreset_ops, "regularized_solve", lambda kernel, right, ridge: -right)
     out = wildcat(query, key, value, num_samples=10)
     middle = (value.amin(2, keepdim=True) + value.amax(2, keepdim=True)) / 2
     torch.testing.assert_close(out, middle.expand_as(out))
@@ -147,7 +147,7 @@ def test_gradients_of_outputs_that_are_clipped_and_without_a_denominator(monkeyp
         assert relative_error(ours, readable) < 1e-9
 
     middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
-    monkeypatch.setattr(nystrom, "LEAST_DENOMINATOR", 2.0)
+    monkeypatch.setattr(coreset_ops, "LEAST_DENOMINATOR", 2.0)
     monkeypatch.setattr(module, "LEAST_DENOMINATOR", 2.0)
     out, *grads = gradients(wildcat, tensors, None, 16, 64)
     torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))

@@ -27,7 +27,7 @@ from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.ops.partial import accumulation_dtype
+from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.row_error import RowError, exact_rows, row_error, sample_rows
 from hf_efficient_attn.ops.tokens import take
 

@@ -42,7 +42,7 @@ from hf_efficient_attn.integration.head_numbers import remember
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import on_register
-from hf_efficient_attn.ops.export import in_onnx_export
+from hf_efficient_attn.ops.tracing import in_onnx_export
 
 __all__ = ["EfficientAttentionConfig", "register"]
 

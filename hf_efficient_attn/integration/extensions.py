@@ -22,7 +22,7 @@ from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
-from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute by which Transformers knows modules that need no initialization.
 _INITIALIZED = "_is_hf_initialized"

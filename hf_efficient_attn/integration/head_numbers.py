@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.ops.shards import HeadSlice
 
 _DEEPSPEED = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 _OURS: dict[str, Callable[..., Any]] = {}

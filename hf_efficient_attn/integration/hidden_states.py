@@ -29,8 +29,7 @@ from hf_efficient_attn.methods import (
     refuse_second_gradient,
     refuse_tracing,
 )
-from hf_efficient_attn.ops.export import in_graph
-from hf_efficient_attn.ops.random import draw_seed
+from hf_efficient_attn.ops.tracing import draw_seed, in_graph
 
 
 class _Layout(NamedTuple):

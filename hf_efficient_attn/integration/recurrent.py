@@ -25,8 +25,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.cache_layers import LAYER, Call, MethodLayer, Tokens
 from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, get_method, update_state
-from hf_efficient_attn.ops.export import replaced_in_graphs
-from hf_efficient_attn.ops.random import draw_seed
+from hf_efficient_attn.ops.tracing import draw_seed, replaced_in_graphs
 
 
 class StateLayer(MethodLayer):

@@ -21,7 +21,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.model_code import attention_arguments
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
-from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute of an attention module whose exact cross attention has been warned of.
 WARNED = "_efficient_attention_warned"

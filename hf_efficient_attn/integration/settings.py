@@ -17,7 +17,7 @@ from hf_efficient_attn.integration.layers import (
     is_selected,
 )
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
-from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # Version 2 has `calibrated_length`. A choice without it is written as version 1, which earlier releases read.
 FORMAT_VERSION = 2

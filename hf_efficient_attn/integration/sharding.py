@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
-from hf_efficient_attn.ops.export import replaced_in_graphs
-from hf_efficient_attn.ops.random import HeadSlice
-from hf_efficient_attn.ops.shards import Shards, over_heads
+from hf_efficient_attn.ops.shards import HeadSlice, Shards, over_heads
+from hf_efficient_attn.ops.tracing import replaced_in_graphs
 
 # The attribute of models and attention modules with their `SequenceParallel`.
 PARALLEL = "_efficient_attention_parallel"

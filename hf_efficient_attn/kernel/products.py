@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
-from hf_efficient_attn.ops.random import uniform
+from hf_efficient_attn.ops.tokens import uniform
 
 _GROUPS = 3
 # Variance of the median of three group means, relative to that of the mean of all draws. It is 1.35 for groups that are

@@ -36,7 +36,7 @@ from hf_efficient_attn.methods._shared.registry import (
     unregister,
 )
 from hf_efficient_attn.methods._shared.state import attention_with_state, update_state
-from hf_efficient_attn.ops.transforms import in_transform, refuse_second_gradient, unwrapped
+from hf_efficient_attn.ops.tracing import in_transform, refuse_second_gradient, unwrapped
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
     if not _module.startswith("_"):

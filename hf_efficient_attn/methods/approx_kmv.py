@@ -39,9 +39,9 @@ from hf_efficient_attn.methods._shared.exact import exact_form
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import kde
-from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.partial import accumulation_dtype, dense_attention
-from hf_efficient_attn.ops.random import head_slice, seed_value
+from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.exact import dense_attention, exact_attention
+from hf_efficient_attn.ops.shards import head_slice, seed_value
 
 # The probability with which one column of the product may exceed the error.
 _DELTA = 0.01

@@ -46,6 +46,7 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention
 from hf_efficient_attn.ops.chunks_causal import (
     interval_attention,
@@ -53,7 +54,6 @@ from hf_efficient_attn.ops.chunks_causal import (
     summary_attention_naive,
     window_chunks,
 )
-from hf_efficient_attn.ops.partial import accumulation_dtype
 
 _MAPS = ("proposal_query", "proposal_key")
 

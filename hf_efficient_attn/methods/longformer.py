@@ -16,10 +16,9 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
-from hf_efficient_attn.ops.exact import WindowCall, bias_of_pairs, window_attention, window_decode, window_pairs
-from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.partial import dense_attention, log_of
+from hf_efficient_attn.ops.exact import WindowCall, dense_attention, window_attention, window_bias, window_decode
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +76,8 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
 def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form, with the dense matrix of allowed pairs."""
     mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if options.key_mask is None else options.key_mask
-    weights = log_of(window_pairs(query.shape[2], mask, _call(config, options, options.is_causal)))[:, None]
-    if options.distance_bias is not None:
-        weights = weights + bias_of_pairs(options.distance_bias.double(), query.shape[2], key.shape[2])
+    call = _call(config, options, options.is_causal)
+    weights = window_bias(query.shape[2], mask, options.distance_bias, call, torch.float64)
     return dense_attention(query, key, value, weights, scale=options.scale)
 
 

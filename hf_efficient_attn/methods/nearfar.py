@@ -25,8 +25,7 @@ from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention
-from hf_efficient_attn.ops.weighted_coreset_naive import weighted_coreset_naive
+from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention, weighted_coreset_naive
 
 
 @dataclass(frozen=True, kw_only=True)

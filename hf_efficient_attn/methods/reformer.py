@@ -30,8 +30,9 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.exact import dense_attention, mask_bias
 from hf_efficient_attn.ops.hashing import Rounds, dense_pairs, plan_rounds, rounds_attention
-from hf_efficient_attn.ops.partial import accumulation_dtype, dense_attention, log_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, opt
         if config.shared_query_key:
             others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
             pairs = torch.where(others.any(-1, keepdim=True), others, pairs)
-        return dense_attention(query, key, value, log_of(pairs), scale=options.scale)
+        return dense_attention(query, key, value, mask_bias(pairs, torch.float64), scale=options.scale)
 
     return by_heads(form, query, key, value, options)
 

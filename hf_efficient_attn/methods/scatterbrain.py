@@ -31,10 +31,10 @@ from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import favor
 from hf_efficient_attn.ops.linear import log_weights_naive
 from hf_efficient_attn.ops.near_features import block_attention, plan_blocks
-from hf_efficient_attn.ops.partial import dense_softmax
 from hf_efficient_attn.ops.tokens import ceil_div, inverse
 
 

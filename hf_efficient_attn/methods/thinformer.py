@@ -3,7 +3,7 @@
 How "Low-Rank Thinning" (arXiv 2502.12063), section 4, corresponds to the code:
 
 - Selection by KH-Compress with the kernel exp(<k, k'> / sqrt(d)) (<v, v'> + max |V|^2): `thin` in
-  `hf_efficient_attn.ops.halving`. It depends on the keys and values only, so all queries of a head share it.
+  `hf_efficient_attn.ops.thinning`. It depends on the keys and values only, so all queries of a head share it.
 - Output: exact attention of all queries to the selected keys.
 
 Departures from the paper:
@@ -34,7 +34,7 @@ from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.halving import thinned_attention, thinned_attention_naive
+from hf_efficient_attn.ops.thinning import thinned_attention, thinned_attention_naive
 
 
 @dataclass(frozen=True, kw_only=True)

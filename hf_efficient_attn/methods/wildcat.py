@@ -35,11 +35,11 @@ from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_hea
 from hf_efficient_attn.methods._shared.lengths import without_padding
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.coreset import choose_pivots, even_positions
+from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.coreset import LEAST_DENOMINATOR, RIDGE, attend_to_coreset, kernel_scale_of
 from hf_efficient_attn.ops.exact import exact_attention
-from hf_efficient_attn.ops.nystrom import LEAST_DENOMINATOR, RIDGE, attend_to_coreset, kernel_scale_of
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.tokens import take
+from hf_efficient_attn.ops.thinning import choose_pivots
+from hf_efficient_attn.ops.tokens import even_positions, take
 
 
 @dataclass(frozen=True, kw_only=True)

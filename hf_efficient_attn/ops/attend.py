@@ -1,5 +1,10 @@
 """Softmax attention of blocks of queries to their keys, and its lse: the one function that knows the kernels.
 
+A `Partial` is the result of attention over a subset of the keys: the normalized output and the log of the total weight.
+The partials of two disjoint subsets merge into that of their union. This is the online softmax of Milakov & Gimelshein
+(2018), which FlashAttention (Dao et al. 2022) applies to blocks. All attention in this package is built on the two
+functions `attend` and `merge`.
+
 Where PyTorch has a fused kernel, it computes forward and backward: that of the CPU, and on CUDA FlashAttention for half
 precision and "memory-efficient attention" for float32. Everything else takes plain products: other devices, float64 on
 an accelerator, dropout, a bias of single pairs on an accelerator or with a gradient, and graphs for ONNX.
@@ -13,16 +18,18 @@ A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is s
 over many tokens in parts, which they add in float32, and scores before an exponential stay in float32.
 """
 
+import importlib.util
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, safe_row_max
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
+# exp(x) = 2^(x LOG2_E): on the CPU powers of two take a fraction of the time of those of e.
+LOG2_E = 1.0 / math.log(2.0)
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
@@ -37,7 +44,59 @@ _CPU_HAS_BFLOAT16 = bool(
 # Dimensions that FlashAttention takes at most.
 _MAX_FLASH_DIM = 256
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Numbers of a query, key or value that the Triton kernels hold at most.
+_LARGEST_DIM = 256
+
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class Partial(NamedTuple):
+    """Attention over a subset of the keys.
+
+    Attributes:
+        out: (..., Nq, Dv), the normalized output; 0 for an empty subset.
+        lse: (..., Nq), the log of the sum of the weights, float32 (float64 for float64 input); -inf for an empty
+            subset.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over numbers of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def safe_row_max(row_max: Tensor) -> Tensor:
+    """Maxima that can be subtracted from scores: -inf, the maximum of an empty set, becomes 0."""
+    return row_max.masked_fill(row_max == -torch.inf, 0.0)
+
+
+def merge(*partials: Partial) -> Partial:
+    """Merge the partials of disjoint subsets into that of their union. Subsets may be empty.
+
+    The merge is associative and exact. The output is the convex combination of the outputs by the softmax over the
+    `lse`. It is differentiable in every `out` and `lse`.
+    """
+    if len(partials) == 1:
+        return partials[0]
+    outs, lses = zip(*partials, strict=True)
+    row_max = lses[0].detach()
+    for lse in lses[1:]:
+        row_max = torch.maximum(row_max, lse.detach())
+    row_max = safe_row_max(row_max)
+    weights = [torch.exp(lse - row_max) for lse in lses]
+    total = weights[0]
+    for weight in weights[1:]:
+        total = total + weight
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    out = outs[0] * (weights[0] / total).unsqueeze(-1)
+    for part, weight in zip(outs[1:], weights[1:], strict=True):
+        out.addcmul_(part.to(out.dtype), (weight / total).unsqueeze(-1))
+    return Partial(out.to(outs[0].dtype), (total.log() + row_max).masked_fill(empty, -torch.inf))
 
 
 def attend(
@@ -273,6 +332,21 @@ def _arranged(
         bias = None if bias is None else bias.flatten(0, 1).unsqueeze(1)
         query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (query, key, value))
     return query, key, value, bias
+
+
+def triton_applies(*tensors: Tensor) -> bool:
+    """Whether the Triton kernels compute attention of these tensors: on probation until they are measured.
+
+    They take up to 256 dimensions on CUDA devices of compute capability 8.0 and later, but no float64 and no transform
+    of `torch.func`. They add gradients in any order.
+    """
+    if not (_HAS_TRITON and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)):
+        return False
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if needs_grad and torch.are_deterministic_algorithms_enabled():
+        return False
+    is_small = max(x.shape[2] for x in tensors) <= _LARGEST_DIM
+    return is_small and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.hashing import hash_keys
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
-from hf_efficient_attn.ops.random import integers, offsets, seed_value
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -36,8 +34,18 @@ from hf_efficient_attn.ops.sampling import (
     split_scale_evenly,
     stratified_ranks,
 )
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, take_both
+from hf_efficient_attn.ops.shards import seed_value
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    integers,
+    inverse,
+    offsets,
+    pad_to_blocks,
+    slice_size,
+    sliced,
+    take,
+    take_both,
+)
 
 # Streams of random numbers on level 0.
 _PROBES, _SAMPLES = 21, 22
@@ -224,7 +232,7 @@ def causal_near_far_attention(
         return exact
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        near = causal_block_partial(query, key, value, block_size, scale=scale, dropout_p=dropout_p)
+        near = _near_partial(query, key, value, block_size, scale=scale, dropout_p=dropout_p)
         queries, parts = _later_queries(query, block_size), []
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
@@ -246,21 +254,12 @@ def causal_near_far_attention(
     return torch.cat((exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=dropout_p > 0.0)), 1)
 
 
-def causal_block_partial(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float = 0.0
+def _near_partial(
+    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float
 ) -> Partial:
     """Attention of the queries from block 1 on to their own block, causally, and to the whole block before it.
 
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        block_size: tokens of a block.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
+    (BH, N, D), (BH, N, D), (BH, N, Dv) -> Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
     """
     q_len = query.shape[1] - block_size
     query = pad_to_blocks(query[:, block_size:], block_size)

@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, head_slice, integers, normal
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.shards import Seed, head_slice
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    integers,
+    inverse,
+    normal,
+    pad_to_blocks,
+    slice_size,
+    sliced,
+    take,
+    valid_first,
+)
 
 # Streams of random numbers: one for the chunks, and the following ones for the levels of groups or intervals.
 _STREAM = 40

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, repeat_for_heads, summarize
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
-from hf_efficient_attn.ops.random import integers
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    integers,
+    inverse,
+    pad_to_blocks,
+    slice_size,
+    sliced,
+    take,
+    valid_first,
+)
 
 
 class Level(NamedTuple):

@@ -1,137 +1,61 @@
-"""Coresets of keys: pivots by randomized pivoted Cholesky, and the regularized solve for their Nystrom weights.
+"""Coresets: a few weighted keys that stand for all keys. WildCat's, and one that grows as keys arrive over time.
 
-The kernel is exp(<x, y>) for keys x and y that the caller has scaled. m pivots S approximate the whole kernel matrix by
-K_:S K_SS^-1 K_S: (Nystrom). Randomly pivoted Cholesky (Chen, Epperly, Tropp, Webber 2025) draws each pivot with a
-probability proportional to the diagonal of what is left of the kernel matrix. Here several pivots are drawn at a time,
-as in the block form of the algorithm.
+Weights are Nystrom's (`regularized_solve`): with them the kernel exp(<x, y>) of the coreset's keys approximates that of
+all keys. `hf_efficient_attn.methods.wildcat` explains the quantities of WildCat (Schroeder, Mackey, ICML 2026).
 
-Nothing overflows, because all matrices are those of exp(<x, y> - |x|^2 / 2 - |y|^2 / 2) = exp(-|x - y|^2 / 2), whose
-diagonal is 1. The factors exp(|x|^2) between the two diagonals occur in the probabilities only, as logarithms.
+The sum of exp(scale <q, k>) [v, 1] over all keys gives the numerator and the denominator of attention. In a
+`GrowingCoreset` it is a sum over m landmarks, whose weights are sums of [v, 1]. `add_keys` makes new landmarks of the
+old ones and the new keys together, and projects their weights on the new landmarks: a coreset of a union of coresets
+("merge and reduce", Har-Peled & Mazumdar 2004, "On coresets for k-means and k-median clustering"; here one after the
+other and not in a tree, so that a single coreset is kept).
+
+- Landmarks are pivots of randomized pivoted Cholesky (`choose_pivots`), moved by steps of Lloyd's algorithm in which a
+  landmark of before counts once for each key that it represents.
+- Every landmark has the sums of values and the number of the keys in its cluster as weights. They are positive, and the
+  sum over the landmarks is then attention to the means of clusters.
+- It also has Nystrom weights: the correction of the former by (K + ridge I)^-1 on what they miss at the landmarks
+  (K: the kernel of the landmarks). They are far more accurate, but a sum may lose its sign. A query whose denominator
+  differs by more than a factor of two between the two kinds uses the positive weights.
+
+Everything is finite for finite input: exponents are limited by a smaller temperature for heads with very long keys.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, threshold
 
-from hf_efficient_attn.ops.partial import LOG2_E
-from hf_efficient_attn.ops.random import Seed, constant, uniform, uniform_of_heads
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import take, valid_first
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, safe_row_max
+from hf_efficient_attn.ops.sampling import candidate_positions
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.thinning import choose_pivots
+from hf_efficient_attn.ops.tokens import constant, slice_size, sliced, take
 
-# Streams of random numbers, one for each draw of a block of pivots.
-_STREAM = 5000
-
-# The first draws are of this size. A draw does not see how similar its own pivots are, so early ones must be small.
-_FIRST_DRAW = 8
-
-# Logarithms of weights below `_LEAST` times the largest one are raised to it, and pivots that add nothing come last.
-_LEAST, _LAST = -1e4, -1e5
-
-# A slice of distances may be this multiple of what `slices` is meant for, 12 MiB on a CPU: with twice as much they take
+# A slice of distances may be this multiple of what `sliced` is meant for, 12 MiB on a CPU: with twice as much they take
 # 1.3 times as long.
 _LARGER_SLICES = 3
-
-# The least share that is left over of a point, for `draw_apart`.
-_LEAST_LEFT = 1e-12
-
-
-class Pivots(NamedTuple):
-    """Chosen candidates of every head.
-
-    Attributes:
-        candidate: int64 (BH, m), the indices of different candidates; 0 where none is left.
-        selected: bool (BH, m), False where none is left.
-    """
-
-    candidate: Tensor
-    selected: Tensor
-
-
-def _draw_sizes(num_pivots: int, block: int) -> list[int]:
-    """How many pivots each draw selects: never more than have been selected before, except in the first draw."""
-    sizes, total = [], 0
-    while total < num_pivots:
-        sizes.append(min(block, max(_FIRST_DRAW, total), num_pivots - total))
-        total += sizes[-1]
-    return sizes
-
-
-def _growing_draws(count: int) -> list[int]:
-    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 64 at first."""
-    sizes: list[int] = []
-    while sum(sizes) < count:
-        sizes.append(min(count - sum(sizes), max(64, 3 * sum(sizes))))
-    return sizes
-
-
-def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
-    """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C.
-
-    Those of an integer seed are kept, so they must not be modified.
-    """
-    return _kept_gumbel(len(_growing_draws(count)), num_candidates, None, seed, like)[:, 0]
-
-
-@torch.no_grad()
-def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, tilt: Tensor | None = None) -> Tensor:
-    """Draw points that are far from each other, in a few draws, each from the ones that the earlier draws left over.
-
-    The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
-    K = exp(<x, y>) and the nearest p of the earlier draws: the diagonal of what Nystrom's approximation of K by p alone
-    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007).
-
-    Args:
-        points: (BH, C, D).
-        power: see above.
-        numbers: (draws, C), from `gumbel_numbers`, the same for all heads.
-        count: m, at most C.
-        tilt: (BH, C), what is added to the squared norm of each point in K(x, x), or None.
-
-    Returns:
-        int64 (BH, m), indices of different points. The first ones are a choice of fewer.
-    """
-    norm = points.square().sum(2)
-    log_weight = norm if tilt is None else norm + tilt
-    log_weight = ((log_weight - log_weight.amax(1, keepdim=True)) * power).clamp(min=_LEAST)
-    weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
-    for i, size in enumerate(sizes):
-        index = (weight_left + numbers[i]).topk(size, dim=1)[1]
-        picked.append(index)
-        if i + 1 < len(sizes):
-            log_weight = log_weight.scatter(1, index, -torch.inf)  # what is drawn is not drawn again
-            offset = norm.gather(1, index).unsqueeze(2)
-            found = torch.baddbmm(offset, take(points, index), points.mT, beta=-1.0, alpha=2.0).amax(1)
-            closest = found if closest is None else torch.maximum(closest, found)
-            left = torch.expm1((closest - norm).clamp(max=0.0))
-            weight_left = log_weight + left.clamp(max=-_LEAST_LEFT).abs().log()
-    return torch.cat(picked, 1)
-
-
-def _kept_gumbel(num_draws: int, num_candidates: int, num_heads: int | None, seed: Seed, like: Tensor) -> Tensor:
-    """`_gumbel`, kept for an integer seed."""
-    shape = num_draws, num_candidates, num_heads, seed, like.dtype
-    return constant(_gumbel, *shape, device=like.device)
-
-
-def _gumbel(
-    num_draws: int,
-    num_candidates: int,
-    num_heads: int | None,
-    seed: Seed,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are.
-
-    Without `num_heads` they are (draws, 1, C), the same for all heads.
-    """
-    streams = range(_STREAM, _STREAM + num_draws)
-    if num_heads is None:
-        draws = [uniform((num_candidates, 1), seed, stream, device) for stream in streams]
-    else:
-        draws = [uniform_of_heads(num_candidates, num_heads, seed, stream, device) for stream in streams]
-    return -(-torch.stack(draws).mT.log()).log().to(dtype)
+# WildCat's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
+RHO = 3.94582
+# The temperature is that of logits of at least this size, so that it is finite for equal keys.
+LEAST_LOGIT = 1e-3
+# A denominator below this is rounding. The largest of its terms is about 1.
+LEAST_DENOMINATOR = 1e-6
+RIDGE = 1e-3
+# In a growing coreset keys are multiplied by `_TEMPERATURE` in the kernel between keys. Measured on GPT-2: .5 to .75
+# differ little.
+_TEMPERATURE = 0.6
+_RIDGE = 1e-2
+_NUM_REFINEMENTS = 3
+# Evenly spaced keys among which pivots are chosen.
+_NUM_CANDIDATES = 1024
+# The largest exponent of the kernel between keys. Its exponential squared must fit float32.
+_LARGEST_EXPONENT = 30.0
+# Nystrom weights of a head that are larger than this multiple of all its clusters together are rounding.
+_LARGEST_WEIGHT = 1e3
+# Denominators of Nystrom weights that are safe, as multiples of those of the clusters.
+_SAFE = (0.5, 2.0)
+_SMALLEST_SCALE = 1e-9
 
 
 @torch.no_grad()
@@ -172,122 +96,6 @@ def _first_of_heads(batch_heads: int, count: int, device: torch.device) -> Tenso
     return (torch.arange(batch_heads, device=device) * count).unsqueeze(1)
 
 
-def choose_pivots(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: Seed, batch: int, block: int = 64
-) -> Pivots:
-    """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
-
-    A draw selects candidates without replacement, with probabilities proportional to the residual diagonal: the ones
-    with the largest log(residual) + Gumbel number. The numbers are a function of seed, head and candidate, and equal
-    for all sequences of the batch. So the pivots of a sequence depend neither on the batch nor on padding, provided
-    that the valid candidates come first. Candidates without a residual, such as duplicates, are selected only if no
-    others are left. No gradient flows through the choice.
-
-    Args:
-        points: (BH, C, D) in the accumulation dtype, finite, with finite squared norms.
-        valid: bool (BH, C), which candidates exist, or None.
-        num_pivots: m, at most C.
-        seed: the seed of the draws.
-        batch: B, the number of sequences.
-        block: the largest number of pivots that are drawn at a time.
-
-    Returns:
-        `Pivots` (BH, m).
-    """
-    (batch_heads, num_candidates, _), sizes = points.shape, _draw_sizes(num_pivots, block)
-    numbers = _kept_gumbel(len(sizes), num_candidates, batch_heads // batch, seed, points)  # (draws, H, C)
-    with torch.no_grad():
-
-        def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
-            return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
-
-        head = torch.arange(batch_heads, device=points.device) % (batch_heads // batch)
-        size = slice_size(num_pivots * num_candidates // 2, points.device)
-        index, selected = sliced(some_heads, points.detach(), valid, head, size=size).unbind(1)
-    return Pivots(index, selected > 0)
-
-
-def _pivots_of_heads(points: Tensor, valid: Tensor | None, gumbel: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """The pivots of a few heads and, as 0 or 1, whether they exist; gumbel (draws, BH, C).
-
-    The rows of the factor of the Cholesky decomposition are those of new pivots after each draw: the kernel matrix is
-    about factor^T factor.
-    """
-    tolerance, ridge = pivot_tolerance(points.dtype), 0.1 * pivot_tolerance(points.dtype)
-    points = points * LOG2_E**0.5
-    half_norm = 0.5 * points.square().sum(2, keepdim=True)
-    closed = torch.zeros_like(half_norm[..., 0], dtype=torch.bool) if valid is None else ~valid
-    norm = (2.0 / LOG2_E) * half_norm[..., 0]
-    norm = (norm - norm.masked_fill(closed, 0.0).amax(1, keepdim=True)).clamp(min=_LEAST)
-    residual, picked, was_open = torch.ones_like(norm), [], []
-    factor = points.new_empty(len(points), 0, points.shape[1])
-    for numbers, size in zip(gumbel, sizes, strict=True):
-        scores = torch.where(residual > tolerance, residual.log() + norm, _LAST) + numbers
-        scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)
-        selected = scores > -torch.inf
-        index = torch.where(selected, index, 0)
-        picked.append(index)
-        was_open.append(selected)
-        if len(picked) == len(sizes):
-            break
-        used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
-        closed = closed.scatter(1, index, True)
-        rows = torch.baddbmm(-half_norm.mT, take(points, index), points.mT) - take(half_norm, index)
-        columns = index.unsqueeze(1)
-        earlier = factor.gather(2, columns.expand(-1, factor.shape[1], -1))
-        rows = torch.baddbmm(rows.clamp_(max=0.0).exp2_(), earlier.mT, factor, alpha=-1.0) * used
-        corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT
-        corner.diagonal(dim1=1, dim2=2).add_(torch.where(used.squeeze(2), ridge, 1.0))
-        lower, failed = torch.linalg.cholesky_ex(corner)
-        # Only rounding can make it fail. The diagonal alone, times the size, is at least as large as the corner.
-        diagonal = torch.diag_embed((size * corner.diagonal(dim1=1, dim2=2).clamp(min=ridge)).sqrt())
-        lower = torch.where((failed > 0)[:, None, None], diagonal, lower)
-        # A product with the inverse of this small matrix is faster than a solve.
-        one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
-        new = torch.linalg.solve_triangular(lower, one, upper=False) @ rows
-        residual = (residual - new.square().sum(1)).clamp(min=0.0)
-        factor = torch.cat((factor, new), 1)
-    return torch.cat(picked, 1), torch.cat(was_open, 1).long()
-
-
-def pivot_tolerance(dtype: torch.dtype) -> float:
-    """A residual of the unit diagonal that is smaller is rounding: the pivot adds nothing."""
-    return 1e-10 if dtype == torch.float64 else 1e-4
-
-
-def choose_pivots_naive(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int, batch: int, block: int = 64
-) -> Pivots:
-    """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
-    batch_heads, num_candidates, _ = points.shape
-    sizes, num_heads = _draw_sizes(num_pivots, block), batch_heads // batch
-    gumbel = _gumbel(len(sizes), num_candidates, num_heads, seed, torch.float64, points.device)
-    index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
-    selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
-    for a in range(batch_heads):
-        own = points[a].double()
-        exists = torch.ones(num_candidates, dtype=torch.bool) if valid is None else valid[a]
-        residual = torch.exp(-0.5 * (own[:, None] - own).square().sum(2))
-        norm = own.square().sum(1)
-        norm = (norm - norm[exists].amax()).clamp(min=_LEAST) if exists.any() else norm
-        chosen: list[int] = []
-        for draw, size in enumerate(sizes):
-            diagonal = residual.diagonal().clamp(min=0.0)
-            scores = gumbel[draw, a % num_heads] + _LAST
-            new = diagonal > pivot_tolerance(points.dtype)
-            scores[new] = (diagonal.log() + norm + gumbel[draw, a % num_heads])[new]
-            scores[~exists] = -torch.inf
-            scores[chosen] = -torch.inf
-            draws = [int(i) for i in scores.argsort(descending=True)[:size] if scores[i] > -torch.inf]
-            chosen += draws
-            used = [i for i in draws if new[i]]
-            inverse = torch.linalg.pinv(residual[used][:, used], hermitian=True, rtol=1e-9)
-            residual = residual - residual[:, used] @ inverse @ residual[used]
-        index[a, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
-        selected[a, : len(chosen)] = True
-    return Pivots(index, selected)
-
-
 def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Tensor:
     """(K + ridge I)^-1 R by Cholesky, for symmetric positive semidefinite matrices up to rounding. Differentiable once.
 
@@ -322,36 +130,252 @@ def _identity(size: int, factor: float, dtype: torch.dtype, device: torch.device
     return torch.eye(size, dtype=dtype, device=device) * factor
 
 
-def candidate_positions(
-    key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Positions of at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
+def with_ones(x: Tensor) -> Tensor:
+    """One more column, for the denominators: (..., Dv) -> (..., Dv + 1)."""
+    return pad(x, (0, 1), value=1.0)
+
+
+class _Coreset(NamedTuple):
+    """A weighted coreset: exp(scale q . key + bias) @ [values, ones] are numerator and denominator of the output.
+
+    Attributes:
+        key: (BH, m, D).
+        bias: (BH, m).
+        weighted: (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1.
+        middle: (BH, 1, Dv), the middle of the range of each feature of the values.
+        half: (BH, 1, Dv), half of the size of the range.
+    """
+
+    key: Tensor
+    bias: Tensor
+    weighted: Tensor
+    middle: Tensor
+    half: Tensor
+
+
+def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
+    """Beta / tau^2 of every head, (BH, 1, 1), for queries (BH, Nq, D) and centered keys (BH, C, D)."""
+    largest_query, largest_key = (torch.linalg.vector_norm(x, dim=2).amax(1)[:, None, None] for x in (query, points))
+    # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
+    x = largest_query * (abs(scale) / RHO)
+    kernel_scale = x.square() / (x * largest_key).clamp(min=LEAST_LOGIT / RHO)
+    clamped: Tensor = kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
+    return clamped
+
+
+def attend_to_coreset(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, scale: float, dropout_p: float
+) -> Tensor:
+    """Attention to a coreset with Nystrom weights.
 
     Args:
-        key_mask: bool (B, Nk), True for valid keys, or None.
-        kv_len: Nk.
-        limit: the largest number of candidates.
-        device: device of the result.
+        query: (BH, Nq, D).
+        key: (BH, Nk, D), centered.
+        value: (BH, Nk, Dv).
+        keys: (BH, m, D), those of the coreset.
+        kernel_scale: (BH, 1, 1), by `kernel_scale_of`.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight from the numerator.
 
     Returns:
-        position: int64 (B, C), or (1, C) without a mask. C is the smaller of `kv_len` and `limit`. The candidates that
-            exist come first, in ascending order.
-        valid: bool (B, C), which candidates exist, or None without a mask.
+        (BH, Nq, Dv).
     """
-    count = min(kv_len, limit)
-    if key_mask is None:
-        return constant(even_positions, kv_len, count, device=device)[None], None
-    num_valid = key_mask.sum(1, keepdim=True)
-    rank, exists = even_ranks(num_valid, count, device)
-    return valid_first(key_mask).gather(1, rank), exists
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor) -> Tensor:
+        return _attend(query, _weighted_coreset(key, value, keys, kernel_scale, dropout_p), scale, dropout_p)
+
+    size = slice_size(query.shape[1] * keys.shape[1] // 4, query.device)
+    return sliced(some_heads, query, key, value, keys, kernel_scale, size=size, draws=dropout_p > 0.0)
 
 
-def even_ranks(num_valid: Tensor, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`count` evenly spaced ranks below int64 (B, 1), or all of them first if there are fewer, and which exist."""
-    rank = torch.arange(count, device=device)
-    return torch.where(num_valid > count, rank * num_valid // count, rank), rank < num_valid
+def _weighted_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, dropout_p: float) -> _Coreset:
+    """The weights of coreset keys (BH, m, D) for centered keys (BH, Nk, D)."""
+    # Sums over all keys, of one row of the kernel for each key of the coreset: exp(lse) [out, 1].
+    rows = keys * kernel_scale
+    out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))
+    ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))
+    if dropout_p > 0.0:  # outputs are between 0 and multiples of the values
+        middle, half = torch.zeros_like(ends[0]), ends.abs().amax(0)
+    else:
+        middle, half = 0.5 * (ends[1] + ends[0]), 0.5 * (ends[1] - ends[0])
+    # The range of a feature that is constant is rounding.
+    finfo = torch.finfo(value.dtype)
+    unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
+    # In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
+    points = keys * kernel_scale.double().sqrt()
+    kernel = points @ points.mT
+    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)
+    kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
+    weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
+    weighted = regularized_solve(kernel, with_ones((out - middle) / unit) * weights, RIDGE)
+    # The size of the weights goes into the exponent of the query.
+    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
+    bias = (size.log() + log_size).squeeze(2).to(key.dtype)
+    return _Coreset(keys, bias, (weighted / size).to(key.dtype), middle, half)
 
 
-def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
-    """`count` evenly spaced positions, int64 (count,)."""
-    return torch.arange(count, device=device) * kv_len // count
+def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> Tensor:
+    """Attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv)."""
+    tensors, values, bias = (
+        (query[:, None], coreset.key[:, None]),
+        coreset.weighted[:, None],
+        coreset.bias[:, None, None],
+    )
+    sums = attend(*tensors, values, bias, scale=scale).out[:, 0]
+    numerator, denominator = sums[..., :-1], sums[..., -1:]
+    if dropout_p > 0.0:
+        numerator = attend(*tensors, values[..., :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+    # Where the denominator is not positive, this divides by infinity.
+    ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
+    limit = 1.0 / (1.0 - dropout_p)
+    return torch.addcmul(coreset.middle, ratio.clamp(-limit, limit), coreset.half)
+
+
+class GrowingCoreset(NamedTuple):
+    """Landmarks that represent keys, in the accumulation dtype. A landmark without keys has weights 0.
+
+    Attributes:
+        key: (..., m, D).
+        clusters: (..., m, Dv + 1), the sum of the values of a cluster, and its number of keys.
+        weights: (..., m, Dv + 1), Nystrom weights.
+    """
+
+    key: Tensor
+    clusters: Tensor
+    weights: Tensor
+
+
+def empty_coreset(key: Tensor, value: Tensor, num_landmarks: int) -> GrowingCoreset:
+    """A coreset of no key, for keys (..., N, D) and values (..., N, Dv)."""
+    dtype, shape = accumulation_dtype(key.dtype), (*key.shape[:-2], num_landmarks)
+    sizes = (key.shape[-1], value.shape[-1] + 1, value.shape[-1] + 1)
+    return GrowingCoreset(*(key.new_zeros(*shape, size, dtype=dtype) for size in sizes))
+
+
+def add_keys(
+    coreset: GrowingCoreset,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float,
+    seed: Seed,
+    batch: int,
+) -> GrowingCoreset:
+    """Make one coreset of a coreset and of further keys.
+
+    Args:
+        coreset: of BH heads, with m landmarks.
+        key: (BH, N, D), finite.
+        value: (BH, N, Dv), finite.
+        mask: bool (BH, N), which keys to add, or None for all.
+        scale: factor of the scores of attention.
+        seed: the seed of the pivots.
+        batch: B, the number of sequences.
+
+    Returns:
+        The coreset of all keys together, of the same size. It depends neither on the batch nor on masked keys.
+    """
+    dtype = coreset.key.dtype
+    new = torch.cat((value.to(dtype), value.new_ones(*value.shape[:2], 1, dtype=dtype)), 2)
+    if mask is not None:
+        new = new.masked_fill(~mask.unsqueeze(2), 0.0)
+    points = torch.cat((coreset.key, key.to(dtype)), 1)
+    clusters, weights = (torch.cat((old, new), 1) for old in (coreset.clusters, coreset.weights))
+    x, center, factor = _scaled(points, clusters[..., -1:], scale)
+    num_landmarks, exists = coreset.key.shape[1], clusters[..., -1] > 0
+    position, valid = candidate_positions(exists, x.shape[1], max(_NUM_CANDIDATES, 2 * num_landmarks), x.device)
+    pivots = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
+    start = take(x, position.gather(1, pivots.candidate))
+    sizes = [points.shape[2], clusters.shape[2], clusters.shape[2]]
+    size = slice_size(x.shape[1] * num_landmarks, x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        merged = sliced(_merged, x, clusters, weights, start, pivots.selected, size=size)
+    landmark, clusters, weights = merged.split(sizes, 2)
+    return GrowingCoreset(torch.where(clusters[..., -1:] > 0, landmark / factor + center, 0.0), clusters, weights)
+
+
+def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> Partial:
+    """Attention to all keys that a coreset represents.
+
+    Args:
+        query: (BH, Nq, D).
+        coreset: of BH heads.
+        scale: factor of the scores.
+
+    Returns:
+        Partial with out (BH, Nq, Dv) and lse (BH, Nq), in the accumulation dtype.
+    """
+    key, clusters, weights = coreset
+    with torch.autocast(query.device.type, enabled=False):
+        scores = scale * (query.to(key.dtype) @ key.mT)
+        scores = scores.masked_fill((clusters[..., -1] <= 0).unsqueeze(1), -torch.inf)
+        row_max = safe_row_max(scores.detach().amax(2, keepdim=True))
+        basis = (scores - row_max).exp()
+        positive, signed = basis @ clusters, basis @ weights
+    return _partial(positive, signed, row_max)
+
+
+def _partial(positive: Tensor, signed: Tensor, row_max: Tensor) -> Partial:
+    """The partial of sums (BH, Nq, Dv + 1) by both kinds of weights, divided by exp(row_max)."""
+    ratio = signed[..., -1:] / positive[..., -1:]
+    total = torch.where((ratio > _SAFE[0]) & (ratio < _SAFE[1]), signed, positive)
+    empty = total[..., -1:] <= 0
+    denominator = total[..., -1:].masked_fill(empty, 1.0)
+    lse = (denominator.log() + row_max).masked_fill(empty, -torch.inf)
+    return Partial(total[..., :-1] / denominator, lse.squeeze(2))
+
+
+def _scaled(points: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The points as the kernel exp(<x, y>) takes them: x = (points - center) * factor, and 0 where the count is 0.
+
+    Args:
+        points: (BH, N, D).
+        count: (BH, N, 1).
+        scale: factor of the scores.
+
+    Returns:
+        x (BH, N, D), center (BH, 1, D) and factor (BH, 1, 1).
+    """
+    center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
+    x = (points - center).masked_fill(count <= 0, 0.0)
+    factor = _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
+    longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()
+    factor = factor * ((2.0 * _LARGEST_EXPONENT) ** 0.5 / (factor * longest).clamp(min=1e-30)).clamp(max=1.0)
+    return x * factor, center, factor
+
+
+def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
+    """The new coreset of some heads, its three tensors side by side: (BH, m, D + 2 (Dv + 1)).
+
+    Args:
+        x: (BH, N, D), points as the kernel takes them.
+        clusters: (BH, N, Dv + 1).
+        weights: (BH, N, Dv + 1).
+        landmark: (BH, m, D), pivots among `x`.
+        selected: bool (BH, m), which pivots exist.
+    """
+    count = clusters[..., -1:]
+    for _ in range(_NUM_REFINEMENTS):
+        members = _members(x, landmark, selected)
+        number = members @ count
+        landmark = torch.where(number > 0, members @ (count * x) / number.clamp(min=1.0), landmark)
+    members = _members(x, landmark, selected)
+    number, cluster = members @ count, members @ clusters
+    alive = (number > 0).to(x.dtype)
+    landmark = landmark * alive
+    half = 0.5 * (landmark * landmark).sum(2, keepdim=True)
+    kernel = (landmark @ landmark.mT - half - half.mT).clamp(max=0.0).exp() * alive * alive.mT
+    kernel = kernel + torch.diag_embed(1.0 - alive.squeeze(2))
+    missing = alive * ((landmark @ x.mT - half).exp() @ weights) - kernel @ (half.exp() * cluster)
+    nystrom = cluster + (-half).exp() * regularized_solve(kernel, missing, _RIDGE)
+    bound = _LARGEST_WEIGHT * cluster.abs().sum(1, keepdim=True).amax(2, keepdim=True)
+    safe = nystrom.abs().amax((1, 2), keepdim=True) <= bound
+    return torch.cat((landmark, cluster, torch.where(safe, nystrom, cluster)), 2)
+
+
+def _members(x: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
+    """1 for the points (BH, N, D) to which a landmark is the nearest one, else 0: (BH, m, N)."""
+    closeness = landmark @ x.mT - 0.5 * (landmark * landmark).sum(2, keepdim=True)
+    nearest = closeness.masked_fill(~selected.unsqueeze(2), -torch.inf).argmax(1, keepdim=True)
+    return torch.zeros_like(closeness).scatter_(1, nearest, 1.0)

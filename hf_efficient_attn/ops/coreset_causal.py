@@ -23,13 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, gumbel_numbers, nearest, regularized_solve
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve
+from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
-from hf_efficient_attn.ops.random import Seed
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks, take
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import ceil_div, even_positions, pad_to_blocks, slice_size, sliced, take
 
 # Keys of the prefix, evenly spaced, from which landmarks are made.
 _CANDIDATES = 1024
@@ -146,8 +145,7 @@ def causal_coreset_attention(
 def candidate_positions(start: int, options: CausalCoresetOptions, device: torch.device) -> Tensor:
     """The positions of evenly spaced keys of the prefix of the epoch that starts at `start`, int64 (C,)."""
     prefix = start - options.block_size
-    count = min(prefix, _CANDIDATES)
-    return torch.arange(count, device=device) * prefix // count
+    return even_positions(prefix, min(prefix, _CANDIDATES), device)
 
 
 def candidate_clusters(points: Tensor, options: CausalCoresetOptions) -> tuple[Tensor, Tensor]:

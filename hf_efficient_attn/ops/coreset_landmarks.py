@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import dropout
 
-from hf_efficient_attn.ops.coreset import cluster_sums, draw_apart, even_positions, gumbel_numbers, nearest
-from hf_efficient_attn.ops.partial import LOG2_E
-from hf_efficient_attn.ops.random import Seed, constant
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks, take
+from hf_efficient_attn.ops.attend import LOG2_E, attend
+from hf_efficient_attn.ops.coreset import cluster_sums, nearest, with_ones
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.thinning import gumbel
+from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, pad_to_blocks, slice_size, sliced, take
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7, .85 and 1, .7 has the least error.
 TEMPERATURE = 0.7
@@ -32,6 +32,8 @@ _UNUSED = 1e30
 # Largest exponent of two of what landmarks count for a near key, relative to the sum of the query or to the near key
 # that counts most. It is at most about 0. More would be due to logits that float32 cannot represent.
 _MAX_COUNTED = 2.0
+# The least logarithm of a weight, relative to the largest, and the least share that is left over of a point, in a draw.
+_LEAST, _LEAST_LEFT = -1e4, 1e-12
 
 
 class CoresetOptions(NamedTuple):
@@ -106,14 +108,61 @@ class Landmarks(NamedTuple):
     log_count: Tensor
 
 
-def with_ones(x: Tensor) -> Tensor:
-    """One more column, for the denominators: (..., Dv) -> (..., Dv + 1)."""
-    return pad(x, (0, 1), value=1.0)
-
-
 def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
     """The middle of each of `count` equal parts of the sequence."""
     return ((torch.arange(count, dtype=torch.float64, device=device) + 0.5) * length / count).long()
+
+
+def _growing_draws(count: int) -> list[int]:
+    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 64 at first."""
+    sizes: list[int] = []
+    while sum(sizes) < count:
+        sizes.append(min(count - sum(sizes), max(64, 3 * sum(sizes))))
+    return sizes
+
+
+def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
+    """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C.
+
+    Those of an integer seed are kept, so they must not be modified.
+    """
+    shape = len(_growing_draws(count)), num_candidates, None
+    return constant(gumbel, *shape, seed, like.dtype, device=like.device)[:, 0]
+
+
+@torch.no_grad()
+def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, tilt: Tensor | None = None) -> Tensor:
+    """Draw points that are far from each other, in a few draws, each from the ones that the earlier draws left over.
+
+    The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
+    K = exp(<x, y>) and the nearest p of the earlier draws: the diagonal of what Nystrom's approximation of K by p alone
+    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007).
+
+    Args:
+        points: (BH, C, D).
+        power: see above.
+        numbers: (draws, C), from `gumbel_numbers`, the same for all heads.
+        count: m, at most C.
+        tilt: (BH, C), what is added to the squared norm of each point in K(x, x), or None.
+
+    Returns:
+        int64 (BH, m), indices of different points. The first ones are a choice of fewer.
+    """
+    norm = points.square().sum(2)
+    log_weight = norm if tilt is None else norm + tilt
+    log_weight = ((log_weight - log_weight.amax(1, keepdim=True)) * power).clamp(min=_LEAST)
+    weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
+    for i, size in enumerate(sizes):
+        index = (weight_left + numbers[i]).topk(size, dim=1)[1]
+        picked.append(index)
+        if i + 1 < len(sizes):
+            log_weight = log_weight.scatter(1, index, -torch.inf)  # what is drawn is not drawn again
+            offset = norm.gather(1, index).unsqueeze(2)
+            found = torch.baddbmm(offset, take(points, index), points.mT, beta=-1.0, alpha=2.0).amax(1)
+            closest = found if closest is None else torch.maximum(closest, found)
+            left = torch.expm1((closest - norm).clamp(max=0.0))
+            weight_left = log_weight + left.clamp(max=-_LEAST_LEFT).abs().log()
+    return torch.cat(picked, 1)
 
 
 def choose_candidates(
@@ -211,6 +260,30 @@ def _index_of_rows(q_len: int, width: int, count: int, step: int, device: torch.
     return near_index(q_len, width, device)[position // near_block_q(width)]
 
 
+class Rows(NamedTuple):
+    """Exact rows of P probe queries.
+
+    Attributes:
+        position: int64 (P,), of the probes.
+        query: (BH, P, D).
+        out: (BH, P, Dv), their exact output.
+        lse: (BH, P), the log of their exact sums.
+    """
+
+    position: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
+    """The exact rows of `num_probes` evenly spread queries."""
+    position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
+    probes = query.index_select(1, position)
+    part = attend(probes[:, None], key[:, None], value[:, None], scale=options.scale)
+    return Rows(position, probes, part.out[:, 0], part.lse[:, 0])
+
+
 def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, options: CoresetOptions) -> Tensor:
     """The mean share of near keys in the attention, (BH,), of every third probe (BH, P, D), by their lse (BH, P)."""
     some = key.shape[1], options.block_size, options.num_probes, ROWS_OF_SHARE
@@ -220,6 +293,17 @@ def near_share_of_rows(query: Tensor, lse: Tensor, key: Tensor, options: Coreset
     scores = (near @ query.unsqueeze(3)).squeeze(3)
     share: Tensor = (scores - lse.unsqueeze(2)).exp().sum(2).mean(1)
     return share
+
+
+@torch.no_grad()
+def local_heads(key: Tensor, q_len: int, rows: Rows | None, options: CoresetOptions) -> Tensor | None:
+    """Which heads have near keys: bool (BH,), or None if no head has."""
+    if not options.block_size or q_len != key.shape[1] or options.near_share >= 1.0:
+        return None
+    if options.near_share == 0.0 or rows is None:
+        return key.new_ones(len(key), dtype=torch.bool)
+    local = near_share_of_rows(rows.query, rows.lse, key, options) > options.near_share
+    return local if bool(local.any()) else None
 
 
 class NearField(NamedTuple):

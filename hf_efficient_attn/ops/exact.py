@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, count_blocks, pad_to_blocks, take
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
+from hf_efficient_attn.ops.tokens import ceil_div, count_blocks, pad_to_blocks, slice_size, sliced, take
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 _BLOCK_Q = 256
 
@@ -68,44 +66,15 @@ def exact_attention(
             return attend_blocks(blocks).flatten(1, 2)[:, :q_len]
         size = slice_size(batch_heads * blocks.shape[2] * kv_len, query.device)
         return sliced(attend_blocks, blocks, size=size, dim=1, draws=True).flatten(1, 2)[:, :q_len]
-    outs = []
-    for start in range(0, q_len, _BLOCK_Q):
-        end = min(start + _BLOCK_Q, q_len)
-        position = torch.arange(end, device=query.device)
-        block_bias = mask_bias(position <= position[start:, None], query.dtype)[None, None]
-        if bias is not None:
-            block_bias = block_bias + bias[..., :end]
-        block = query[:, None, start:end], key[:, None, :end], value[:, None, :end]
-        outs.append(attend(*block, block_bias, scale=scale, dropout_p=dropout_p).out[:, 0])
-    return torch.cat(outs, 1)
+    query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p).squeeze(1)
 
 
 def exact_decode(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """Causal attention of the last queries to all keys, as in a decoding step.
-
-    Args:
-        query: (B, H, Nq, D), the queries of the last Nq positions.
-        key: (B, H, Nk, D).
-        value: (B, H, Nk, Dv).
-        key_mask: bool (B, Nk), True for valid keys, or None.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        (B, H, Nq, Dv).
-    """
-    q_len, kv_len = query.shape[2], key.shape[2]
-    position = torch.arange(kv_len, device=query.device)
-    pairs = (position <= position[kv_len - q_len :, None])[None]
-    if key_mask is not None:
-        pairs = (pairs & key_mask[:, None]).repeat_interleave(query.shape[1], 0)
-    query_block, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
-    bias = mask_bias(pairs, query.dtype)[:, None]
-    out = attend(query_block, key, value, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
-    result: Tensor = out.unflatten(0, query.shape[:2])
-    return result
+    """`biased_exact` of the last queries, as in a decoding step, without a bias."""
+    return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
 
 
 def bias_of(table: Tensor, distance: Tensor) -> Tensor:
@@ -118,7 +87,7 @@ def biased_exact(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    table: Tensor,
+    table: Tensor | None,
     key_mask: Tensor | None = None,
     *,
     is_causal: bool,
@@ -131,7 +100,7 @@ def biased_exact(
         query: (B, H, Nq, D).
         key: (B, H, Nk, D).
         value: (B, H, Nk, Dv).
-        table: (H, 2R + 1), the bias.
+        table: (H, 2R + 1), the bias, or None.
         key_mask: bool (B, Nk), True for valid keys, or None.
         is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
             Otherwise query i is at position i.
@@ -141,9 +110,9 @@ def biased_exact(
     Returns:
         (B, H, Nq, Dv); 0 for queries without a key.
     """
-    (batch, _, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
-    acc_dtype, offset = accumulation_dtype(query.dtype), kv_len - q_len if is_causal else 0
-    table = table.to(acc_dtype)
+    (_, _, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
+    offset = kv_len - q_len if is_causal else 0
+    table = None if table is None else table.to(accumulation_dtype(query.dtype))
     valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (B, 1, 1, Nk)
     outs = []
     for start in range(0, q_len, _BLOCK_Q):
@@ -151,12 +120,12 @@ def biased_exact(
         positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset
         end = max(1, min(kv_len, offset + start + block.shape[2])) if is_causal else kv_len
         distance = torch.arange(end, device=device) - positions
-        bias = bias_of(table, distance)
-        if is_causal:
-            bias = bias + mask_bias(distance <= 0, query.dtype)
-        bias = bias[None] if valid is None else bias + valid[..., :end]  # (B or 1, H, block_q, Nk)
+        bias = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)[None, None]
+        bias = bias if table is None else bias + bias_of(table, distance)
+        bias = bias if valid is None else bias + valid[..., :end]  # (B or 1, H or 1, block_q, Nk)
+        if bias.shape[:2] != (1, 1):
+            bias = bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)[:, None]
         # The heads of a sequence take the place of the blocks of `attend`.
-        bias = bias.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
         rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
         out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
         outs.append(out[:, 0].unflatten(0, query.shape[:2]))
@@ -342,21 +311,19 @@ def _window_and_global(
     return torch.where(is_global[:, :, None], spread, local_out)
 
 
-def window_pairs(q_len: int, key_mask: Tensor, call: WindowCall) -> Tensor:
-    """The pairs of the window and of the global tokens, bool (B, Nq, Nk), for the last Nq of the keys (B, Nk)."""
+def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: WindowCall, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of the last Nq of the keys (B, Nk): (B, H or 1, Nq, Nk).
+
+    It is -inf for a pair that is neither in the window nor one of a global token, and the bias by distance for others.
+    """
     kv_len = key_mask.shape[1]
     position = torch.arange(kv_len, device=key_mask.device)
     distance = position - position[kv_len - q_len :, None]
     is_global = key_mask & (key_mask.cumsum(1) <= call.num_global)
     pairs = (distance.abs() <= call.window_size) | is_global[:, None] | is_global[:, kv_len - q_len :, None]
     pairs = pairs & key_mask[:, None]
-    return pairs & (distance <= 0) if call.is_causal else pairs
-
-
-def bias_of_pairs(table: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """The bias by distance of the last Nq of Nk positions: (H, Nq, Nk)."""
-    position = torch.arange(kv_len, device=table.device)
-    return bias_of(table, position - position[kv_len - q_len :, None])
+    bias = mask_bias(pairs & (distance <= 0) if call.is_causal else pairs, dtype)[:, None]
+    return bias if table is None else bias + bias_of(table.to(bias.dtype), distance)
 
 
 def window_decode(
@@ -367,8 +334,33 @@ def window_decode(
     num_keys = key.shape[2] if call.num_global else min(call.window_size + q_len, key.shape[2])
     key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
     key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, -num_keys:]
-    bias = mask_bias(window_pairs(q_len, key_mask, call), query.dtype)[:, None]
-    bias = bias if table is None else bias + bias_of_pairs(table.to(bias.dtype), q_len, num_keys)
+    bias = window_bias(q_len, key_mask, table, call, query.dtype)
     bias = bias.expand(-1, query.shape[1], -1, -1)
     # Batch rows take the place of heads in `attend`, and heads that of blocks.
     return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out
+
+
+def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """Attention with scores (..., Nq, Nk), values (..., Nk, Dv) and mask (..., Nk); 0 for a query without keys."""
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:
+    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; 0 for queries without a key.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        log_weights: float64 (BH, Nq, Nk).
+        scale: factor of the scores.
+
+    Returns:
+        (BH, Nq, Dv) in the dtype of `value`.
+    """
+    return dense_softmax(query.double() @ key.double().mT * scale + log_weights, value)

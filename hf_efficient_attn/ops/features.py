@@ -19,10 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import sum_dtype
-from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, constant, normal
-from hf_efficient_attn.ops.tokens import ceil_div
+from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype, sum_dtype
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import ceil_div, constant, normal
 
 # Features that are learned, and the names of the maps as learned parameters.
 LEARNED = ("hedgehog", "t2r", "exp")

@@ -16,12 +16,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
-from hf_efficient_attn.ops.random import Seed, constant, integers, normal
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    constant,
+    integers,
+    inverse,
+    normal,
+    pad_to_blocks,
+    slice_size,
+    sliced,
+    take,
+    valid_first,
+)
 
 
 class NearField(NamedTuple):
@@ -129,12 +138,7 @@ def plan_lsh(
 
 
 def block_starts(
-    query_keys: Tensor,
-    keys: Tensor,
-    num_queries: Tensor | int,
-    num_keys: Tensor | int,
-    block_q: int,
-    block_k: int,
+    query_keys: Tensor, keys: Tensor, num_queries: Tensor | int, num_keys: Tensor | int, block_q: int, block_k: int
 ) -> Tensor:
     """For each block of sorted queries the sorted index at which its block of keys starts.
 
@@ -142,8 +146,9 @@ def block_starts(
     differently over the cells of the hash. So here the block of keys is centered on the sorted index that the middle
     query of the block would have among the keys.
 
-    `query_keys` (BH, Nq) and `keys` (BH, Nk) are sorted `hash_keys`, of which so many, an integer or int64 (BH, 1), are
-    valid. Returns int64 (BH, T). A block of keys ends before `num_keys` if there are at least `block_k`.
+    `query_keys` (BH, Nq) and `keys` (BH, Nk) are what queries and keys are sorted by, in ascending order. So many, an
+    integer or int64 (BH, 1), are valid. Returns int64 (BH, T). A block of keys ends before `num_keys` if there are at
+    least `block_k`.
     """
     (batch_heads, q_len), device = query_keys.shape, keys.device
     middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)
@@ -235,8 +240,7 @@ def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
     Those that the mask, bool (BH, N), excludes come last. Returns what they are sorted by, and the order.
     """
     codes = codes if mask is None else codes.masked_fill(~mask.unsqueeze(1), _LAST_BUCKET)
-    keys, order = torch.add(share, codes, alpha=_BUCKET).sort()
-    return keys, order
+    return torch.add(share, codes, alpha=_BUCKET).sort()
 
 
 @torch.no_grad()
@@ -275,13 +279,10 @@ def plan_rounds(
     queries, query_order = keys, key_order
     if query is not key:
         queries, query_order = _sort(bucket_codes(query, directions, half), query_share, query_mask)
-    # A block of keys is centered on the sorted index that the middle query of the block would have among the keys.
-    middle = torch.arange(block_size // 2, q_len + block_size // 2, block_size, device=device).clamp(max=q_len - 1)
-    middle = middle.expand(batch_heads, rounds, -1)
-    if query_mask is not None:
-        middle = torch.minimum(middle, (num_keys - 1).clamp(min=0).unsqueeze(2))
-    start = (torch.searchsorted(keys, queries.gather(2, middle)) - block_k // 2).clamp(min=0)
-    start = torch.minimum(start, (num_keys - block_k).clamp(min=0).unsqueeze(2))
+    of_rounds = num_keys.expand(batch_heads, 1).repeat_interleave(rounds, 0)
+    num_queries = q_len if query_mask is None else of_rounds
+    start = block_starts(queries.flatten(0, 1), keys.flatten(0, 1), num_queries, of_rounds, block_size, block_k)
+    start = start.unflatten(0, (batch_heads, rounds))
     if key_mask is None:
         return Rounds(query_order, key_order, start, block_size, block_k, None)
     short = (num_keys <= rounds * block_k)[:, :, None]

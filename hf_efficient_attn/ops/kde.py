@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, normal, uniform
-from hf_efficient_attn.ops.slices import sliced
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import normal, sliced, uniform
 
 # Numbers of a temporary tensor: 32 MiB of float64.
 _NUMBERS = 1 << 22

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
-from hf_efficient_attn.ops.attend import attend, product_dtype
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge, product_dtype
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import inverse, take, valid_first
+from hf_efficient_attn.ops.tokens import inverse, slice_size, sliced, take, valid_first
 
 # `damped_solve` damps squared singular values below this part of |A|_1 |A|_inf. They are more noise than signal, and
 # six steps of the iteration damp those below 1e-3 of it as well.

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.export import exporting_to_onnx
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.features import EMPTY, Features
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
-from hf_efficient_attn.ops.random import integers
-from hf_efficient_attn.ops.slices import slice_size
-from hf_efficient_attn.ops.tokens import ceil_div, pad_to_blocks
+from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # Tokens of a chunk for up to so many features, and for more. Chunks of a segment: the triangular matrix has as many
 # rows.

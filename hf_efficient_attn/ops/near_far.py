@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, constant, integers, offsets, uniform
 from hf_efficient_attn.ops.sampling import (
     FarField,
     SamplingOptions,
@@ -26,7 +25,19 @@ from hf_efficient_attn.ops.sampling import (
     sample_outside,
     stratified_ranks,
 )
-from hf_efficient_attn.ops.tokens import GatheredKeys, ceil_div, gathered_attention, inverse, take, valid_first
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import (
+    GatheredKeys,
+    ceil_div,
+    constant,
+    gathered_attention,
+    integers,
+    inverse,
+    offsets,
+    take,
+    uniform,
+    valid_first,
+)
 
 # Exact rows of a head by which its near field is chosen.
 NUM_ROWS = 32

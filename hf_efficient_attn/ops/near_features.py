@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
 from hf_efficient_attn.ops.exact import mask_bias, window_partial
-from hf_efficient_attn.ops.export import exporting_to_onnx
 from hf_efficient_attn.ops.features import EMPTY, Features
 from hf_efficient_attn.ops.hashing import plan_lsh
 from hf_efficient_attn.ops.linear import (
@@ -39,11 +38,9 @@ from hf_efficient_attn.ops.linear import (
     union,
     update_state,
 )
-from hf_efficient_attn.ops.partial import Partial, accumulation_dtype, merge
-from hf_efficient_attn.ops.random import Seed
-from hf_efficient_attn.ops.shards import Shards, gather
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.shards import Seed, Shards, gather
+from hf_efficient_attn.ops.tokens import inverse, pad_to_blocks, slice_size, sliced, take, valid_first
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # Features that are kept for the backward pass: up to so many of a token, which take little more memory than the keys,
 # and up to so many numbers of a call. Others are computed again, which takes up to half as long again.

@@ -20,13 +20,11 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
+from hf_efficient_attn.ops.attend import accumulation_dtype, product_dtype, sum_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.landmarks import attention_to_few_keys, segment_sizes
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import integers, normal
 from hf_efficient_attn.ops.shards import Shards, total
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tokens import integers, normal, slice_size, sliced
 
 # Names of the tables of keys and of values as learned parameters.
 NAMES = ("key_projection", "value_projection")

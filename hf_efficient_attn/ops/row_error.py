@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.coreset import cluster_sums, even_positions, nearest, regularized_solve
-from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE, with_ones
+from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve, with_ones
+from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, constant, uniform
 from hf_efficient_attn.ops.sampling import stratified_ranks
-from hf_efficient_attn.ops.tokens import ceil_div, take
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, take, uniform
 from hf_efficient_attn.ops.weighted_coreset import LEAST_DENOMINATOR, RIDGE
 
 _STREAM = 31
@@ -145,32 +144,27 @@ def exact_rows(
     Returns:
         (BH, p, Dv); 0 for queries without a key.
     """
-    bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
-    queries = take(query, rows.queries)[:, None]
-    if table is not None:
-        position = rows.queries + (key.shape[1] - query.shape[1] if is_causal else 0)
-        distance = torch.arange(key.shape[1], device=key.device) - position[..., None]  # (BH, p, Nk)
-        largest = (table.shape[1] - 1) // 2
-        index = distance.clamp(-largest, largest) + largest
-        own = table.to(accumulation_dtype(query.dtype)).gather(1, index.flatten(1)).view(index.shape)[:, None]
-        own = own if bias is None else own + bias
-        bias = own + mask_bias(distance <= 0, query.dtype)[:, None] if is_causal else own
-        return attend(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
-    if not is_causal:
-        return attend(queries, key[:, None], value[:, None], bias, scale=scale).out[:, 0]
-    (q_len, kv_len), count = (query.shape[1], key.shape[1]), rows.queries.shape[1]
-    position = rows.queries + kv_len - q_len
-    outs = []
-    for start in range(0, count, _CAUSAL_ROWS):
-        end = min(start + _CAUSAL_ROWS, count)
-        # The last row of a block lies in the stratum end - 1, so that later keys can be left out.
-        last = kv_len if rows.valid is not None else max(1, kv_len - q_len + ceil_div(end * q_len, count))
-        pairs = torch.arange(last, device=key.device) <= position[:, start:end, None]
-        block_bias = mask_bias(pairs, query.dtype)[:, None]
-        if bias is not None:
-            block_bias = block_bias + bias[..., :last]
+    (q_len, kv_len), count, device = (query.shape[1], key.shape[1]), rows.queries.shape[1], key.device
+    valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
+    queries, position = take(query, rows.queries)[:, None], rows.queries + (kv_len - q_len if is_causal else 0)
+    table = None if table is None else table.to(accumulation_dtype(query.dtype))
+    step, outs = _CAUSAL_ROWS if is_causal else count, []
+    for start in range(0, count, step):
+        end, last = min(start + step, count), kv_len
+        if is_causal and rows.valid is None:
+            # The last row of a block lies in the stratum end - 1, so that later keys can be left out.
+            last = max(1, kv_len - q_len + ceil_div(end * q_len, count))
+        bias = None if valid is None else valid[..., :last]
+        if is_causal or table is not None:
+            distance = torch.arange(last, device=device) - position[:, start:end, None]  # (BH, rows, keys)
+            own = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)
+            if table is not None:
+                largest = (table.shape[1] - 1) // 2
+                index = distance.clamp(-largest, largest) + largest
+                own = own + table.gather(1, index.flatten(1)).view(index.shape)
+            bias = own[:, None] if bias is None else own[:, None] + bias
         block = queries[:, :, start:end], key[:, None, :last], value[:, None, :last]
-        outs.append(attend(*block, block_bias, scale=scale).out[:, 0])
+        outs.append(attend(*block, bias, scale=scale).out[:, 0])
     return torch.cat(outs, 1)
 
 
@@ -316,29 +310,3 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
     ratio = out[..., :-1] / torch.where(positive, out[..., -1:], 1.0)
     means = sums[..., :-1] / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
     return torch.where(positive, ratio, (scores.softmax(2) @ means).double()).to(query.dtype)
-
-
-def row_error_naive(
-    approximate: Tensor, exact: Tensor, valid: Tensor | None = None, population: Tensor | int | None = None
-) -> RowError:
-    """The readable form of `row_error`, head by head with singular value decompositions in float64."""
-    estimates, bounds = [], []
-    for head in range(exact.shape[0]):
-        rows = slice(None) if valid is None else valid[head]
-        e = exact[head, rows].double()
-        difference = approximate[head, rows].double() - e
-        p = len(e)
-        if p == 0 or not difference.any():
-            estimates.append(0.0)
-            bounds.append(0.0)
-            continue
-        _, errors, directions = torch.linalg.svd(difference, full_matrices=False)
-        _, sizes, exact_directions = torch.linalg.svd(e, full_matrices=False)
-        ratio = (errors[0] / sizes[0]).item()
-        s = (difference @ directions[0]).square() / errors[0] ** 2
-        t = (e @ exact_directions[0]).square() / sizes[0] ** 2 if sizes[0] > 0 else torch.zeros_like(s)
-        n = torch.inf if population is None else torch.as_tensor(population).flatten().expand(len(exact))[head].item()
-        margin = 0.5 * p**-0.5 + (s - t).norm().item()
-        estimates.append(ratio)
-        bounds.append(ratio * (1.0 + max(0.0, 1.0 - p / n) ** 0.5 * margin))
-    return RowError(torch.tensor(estimates), torch.tensor(bounds))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.hashing import NearField
-from hf_efficient_attn.ops.partial import accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, integers, offsets, seed_value, uniform
-from hf_efficient_attn.ops.tokens import take
+from hf_efficient_attn.ops.shards import Seed, seed_value
+from hf_efficient_attn.ops.tokens import constant, even_positions, integers, offsets, take, uniform, valid_first
 
 # Values from which the operator norm of V is estimated, at least.
 NORM_VALUES = 384
@@ -346,3 +346,27 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
     """
     ranks = ((integers(count, offset.device) + offset) * available / count).to(torch.int64)
     return ranks.clamp_(max=available - 1).clamp_(min=0)
+
+
+def candidate_positions(
+    key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
+
+    Args:
+        key_mask: bool (B, Nk), True for valid keys, or None.
+        kv_len: Nk.
+        limit: the largest number of candidates.
+        device: device of the result.
+
+    Returns:
+        position: int64 (B, C), or (1, C) without a mask. C is the smaller of `kv_len` and `limit`. The candidates that
+            exist come first, in ascending order.
+        valid: bool (B, C), which candidates exist, or None without a mask.
+    """
+    count = min(kv_len, limit)
+    if key_mask is None:
+        return constant(even_positions, kv_len, count, device=device)[None], None
+    num_valid, rank = key_mask.sum(1, keepdim=True), torch.arange(count, device=device)
+    spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all of them if there are not more
+    return valid_first(key_mask).gather(1, spread), rank < num_valid

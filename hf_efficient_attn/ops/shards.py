@@ -1,25 +1,78 @@
-"""Sums, gathers and exchanges over the processes that share a sequence, with gradients.
+"""What a process holds of a layer's heads and of a sequence's tokens, and sums and exchanges over the processes.
 
-Every process holds a contiguous shard of the tokens of each sequence. `Shards` says which. Every process must call the
-same functions in the same order, forward and backward, so results must stay connected to what was sent even where a
-process has no use for them. A weight of 0 keeps such a connection.
+Engines that split a layer's heads over processes call attention with some of the heads (`HeadSlice`). What is drawn for
+a head depends on its number among all heads of the layer, so that it does not depend on the number of processes. The
+seed of such a call is a `HeadSeed`, which knows these numbers.
 
-The collectives and their gradients are PyTorch's functional ones.
+If processes share a sequence, every process holds a contiguous shard of the tokens. `Shards` says which. Every process
+must call the same functions in the same order, forward and backward, so results must stay connected to what was sent
+even where a process has no use for them. A weight of 0 keeps such a connection. The collectives and their gradients are
+PyTorch's functional ones.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from hf_efficient_attn.ops.partial import Partial, safe_row_max
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.attend import Partial
+
+
+class HeadSlice(NamedTuple):
+    """The heads of a layer that a process holds: consecutive ones.
+
+    Attributes:
+        first: the number of the first of them.
+        total: how many heads the layer has in all processes together.
+    """
+
+    first: int
+    total: int
+
+    def check(self, num_heads: int) -> None:
+        """Check that `num_heads` heads from the first one on exist.
+
+        Raises:
+            UnsupportedAttentionError: they do not.
+        """
+        if self.first < 0 or self.first + num_heads > self.total:
+            raise UnsupportedAttentionError(
+                f"{num_heads} heads from head {self.first} on are not among the {self.total} heads of the layer: give "
+                "the number of the first head, and of all heads in all processes"
+            )
+
+
+class HeadSeed(NamedTuple):
+    """The seed of a call that has some heads of a layer.
+
+    Attributes:
+        value: the seed of the layer.
+        heads: the heads of the call.
+    """
+
+    value: int | Tensor
+    heads: HeadSlice
+
+
+# A plain seed is that of a call with all heads of a layer.
+Seed: TypeAlias = int | Tensor | HeadSeed
+
+
+def seed_value(seed: Seed) -> int | Tensor:
+    """The seed of the layer."""
+    return seed.value if isinstance(seed, HeadSeed) else seed
+
+
+def head_slice(seed: Seed, num_heads: int) -> HeadSlice:
+    """The numbers of the `num_heads` heads of a call with this seed."""
+    return seed.heads if isinstance(seed, HeadSeed) else HeadSlice(0, num_heads)
 
 
 @dataclass(frozen=True)
@@ -104,21 +157,6 @@ def gather_partials(partial: Partial, group: "dist.ProcessGroup") -> list[Partia
     """The partials of all processes, in one collective."""
     both = torch.cat((partial.out, partial.lse.to(partial.out.dtype).unsqueeze(-1)), -1)
     return [Partial(x[..., :-1], x[..., -1].to(partial.lse.dtype)) for x in gather(both, group).unbind(0)]
-
-
-def merge_partials(partial: Partial, group: "dist.ProcessGroup") -> Partial:
-    """The merge of the partials of all processes.
-
-    What is sent does not grow with their number, unlike in `gather_partials`, but there are two collectives.
-    """
-    lses = gather(partial.lse, group)
-    row_max = safe_row_max(lses.detach().amax(0))
-    weights = (lses - row_max).exp().sum(0)
-    empty = weights == 0
-    weights = weights.masked_fill(empty, 1.0)
-    share = (partial.lse - row_max).exp() / weights
-    (out,) = total([partial.out * share.to(partial.out.dtype).unsqueeze(-1)], group)
-    return Partial(out, (weights.log() + row_max).masked_fill(empty, -torch.inf))
 
 
 def exchange(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], group: Any) -> list[Any]:

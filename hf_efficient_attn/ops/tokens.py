@@ -1,16 +1,244 @@
-"""Rearranging tokens: padding to blocks, gathering by index, valid tokens first; and attention to gathered tokens."""
+"""What the forms are made of: slices, kept and random numbers, tokens in blocks, by index and in another order.
 
-import importlib.util
-from typing import NamedTuple
+Some heads or blocks are a slice (`sliced`). It is as large as the device is served best by: on a CPU its temporaries
+stay in the caches, and their memory is reused by the next slice instead of being returned to the system; on an
+accelerator it is as large as a limit of memory allows, so that there is usually one. The size of a slice changes
+rounding only. With a gradient a slice is computed again in the backward pass (`torch.utils.checkpoint`), so that the
+memory of a training step is that of one slice, plus inputs and results.
+
+Tensors that depend on nothing but numbers, such as an index, are kept for the next call (`constant`), so they must not
+be modified. So are the random numbers of an integer seed (`uniform`, `normal`). They are hashes of a counter instead of
+draws from a generator: a seed gives the same numbers on every device, inside `torch.compile` and in any order of calls,
+and the global random state is never touched. The hash is the finalizer of MurmurHash3 (Appleby, public domain), applied
+twice.
+"""
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.export import exporting_to_onnx
-from hf_efficient_attn.ops.random import constant, integers
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.attend import attend, triton_applies
+from hf_efficient_attn.ops.shards import Seed, head_slice, seed_value
+from hf_efficient_attn.ops.tracing import exporting_to_onnx, replaced_in_graphs
+
+# Numbers of the largest temporary of a slice: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
+CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
+
+# glibc returns memory to the system that is freed in blocks as large as the largest one of which that happened, so
+# that every call would pay for new pages. After one block of nearly 32 MiB, its limit, it keeps the temporaries of a
+# slice: without this the forward pass of kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens).
+torch.empty(31 << 20, dtype=torch.uint8)
+
+
+def slice_size(numel: int, device: torch.device) -> int:
+    """How many heads or blocks to process at a time, whose largest temporaries have `numel` numbers each."""
+    return max(1, (CPU_NUMEL if device.type == "cpu" else ACCELERATOR_NUMEL) // max(1, numel))
+
+
+def sliced(
+    function: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    size: int,
+    dim: int = 0,
+    draws: bool = False,
+    recompute: bool = True,
+) -> Tensor:
+    """Call `function` with slices of the tensors and concatenate the results along `dim`.
+
+    Args:
+        function: takes the tensors and returns a tensor. It may close over others, with a gradient too.
+        *tensors: of the same size along `dim`, at least 1; or None, which is passed on.
+        size: of a slice along `dim`, for example by `slice_size`.
+        dim: 0 for heads, 1 for blocks.
+        draws: whether the function draws from the global generator, so that the backward pass must draw the same.
+        recompute: False if what autograd keeps of the function is not larger than its arguments and results.
+
+    Returns:
+        The result of all slices, as one call with the whole tensors would give it.
+    """
+    given = [x for x in tensors if x is not None]
+    total = given[0].shape[dim]
+    if size >= total:
+        # What autograd keeps of a whole call is small on a CPU, where slices are.
+        recompute = recompute and given[0].device.type != "cpu"
+        return _recomputed(function, tensors, draws) if recompute else function(*tensors)
+    # `split` instead of slices: its gradient is one concatenation, that of a slice a whole tensor of zeros.
+    splits = [[None] * -(-total // size) if x is None else x.split(size, dim) for x in tensors]
+    parts = zip(*splits, strict=True)
+    if torch.is_grad_enabled():
+        return torch.cat([_recomputed(function, p, draws) if recompute else function(*p) for p in parts], dim)
+    whole, start = None, 0
+    for part in parts:
+        out = function(*part)
+        if whole is None:
+            whole = out.new_empty(*out.shape[:dim], total, *out.shape[dim + 1 :])
+        whole.narrow(dim, start, out.shape[dim]).copy_(out)
+        start += out.shape[dim]
+    assert whole is not None
+    return whole
+
+
+def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], draws: bool) -> Tensor:
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    out: Tensor = checkpoint(
+        function, *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
+    )
+    return out
+
+
+# How many results are kept, and their bytes together.
+_KEPT, _KEPT_BYTES = 512, 1 << 25
+
+
+def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
+    return make(*arguments, device)
+
+
+@replaced_in_graphs(_make)
+def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
+    """The result of make(*arguments, device), which is kept for the next call with the same arguments.
+
+    The last 512 results are kept, of at most 32 MiB together. Nothing is kept whose arguments contain a tensor, such as
+    the seed of a call in training, and no tensor without memory of its own, such as one of a graph that is recorded or
+    of a `torch.func` transform: it has no meaning after that.
+
+    Args:
+        make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
+        *arguments: hashable, or tuples of such.
+        device: of the result.
+
+    Returns:
+        A tensor without gradient, which must not be modified.
+    """
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if is_fake or _contain_tensor(arguments):
+        return make(*arguments, device)
+    return _kept(make, arguments, device)
+
+
+_results: OrderedDict[Hashable, Tensor] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _kept(make: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device) -> Tensor:
+    key = make, arguments, device
+    with _lock:
+        if key in _results:
+            _results.move_to_end(key)
+            return _results[key]
+    # An inference tensor could not be used in a later call with gradients.
+    with torch.inference_mode(False), torch.no_grad():
+        result = make(*arguments, device)
+    if not _has_memory(result):
+        return result
+    with _lock:
+        _results[key] = result
+        size = sum(_bytes_of(x) for x in _results.values())
+        while size > _KEPT_BYTES or len(_results) > _KEPT:
+            size -= _bytes_of(_results.popitem(last=False)[1])
+    return result
+
+
+def _contain_tensor(arguments: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) or (isinstance(x, tuple) and _contain_tensor(x)) for x in arguments)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether a tensor is a plain one. A tensor that a `torch.func` transform has wrapped has no storage to be read."""
+    try:
+        return type(x) is Tensor and _bytes_of(x) >= 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _bytes_of(x: Tensor) -> int:
+    return x.untyped_storage().nbytes()
+
+
+def integers(count: int, device: torch.device) -> Tensor:
+    """0, 1, ..., count - 1: int64 (count,), kept if there are few."""
+    return constant(_integers, count, device=device) if count <= 1 << 18 else _integers(count, device)
+
+
+def _integers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
+
+
+_MASK = 0xFFFFFFFF
+# Longer results are not kept.
+_KEPT_NUMEL = 1 << 18
+
+_Bits = TypeVar("_Bits", int, Tensor)
+
+
+def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
+    return _drawn(_uniform, shape, seed_value(seed), stream, device)
+
+
+def _drawn(
+    draw: Callable[..., Tensor], shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device
+) -> Tensor:
+    is_short = math.prod(shape) <= _KEPT_NUMEL
+    return constant(draw, shape, seed, stream, device=device) if is_short else draw(shape, seed, stream, device)
+
+
+def _uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    count = math.prod(shape)
+    counters = constant(_counters, count, device=device) if count <= _KEPT_NUMEL else _counters(count, device)
+    start: Any = seed * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
+    bits = _mix(counters + _mix(_mix(start) + stream + 1))
+    numbers: Tensor = (bits.to(torch.float64) + 0.5) / 2.0**32
+    return numbers.reshape(shape)
+
+
+def _counters(count: int, device: torch.device) -> Tensor:
+    return _mix(integers(count, device) + 1)
+
+
+def _mix(x: _Bits) -> _Bits:
+    """32 well-mixed bits of an integer, or of every int64 number of a tensor."""
+    x = x & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 16)
+
+
+def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Float64 numbers, independent and standard normal (Box-Muller)."""
+    return _drawn(_normal, shape, seed_value(seed), stream, device)
+
+
+def _normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
+    radius = (-2.0 * _uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
+    return radius * (2.0 * math.pi * _uniform(shape, seed, 2 * stream + 102, device)).cos()
+
+
+def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """A float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same ones.
+
+    The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
+    """
+    return constant(_offsets, num_heads, seed, stream, device=device)
+
+
+def _offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first
+    return (uniform((1,), seed, stream, device) + head * 0.6180339887498949).frac()
+
+
+def uniform_of_heads(count: int, num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """`uniform` numbers (count, H), in which a head has the same whichever heads a process holds."""
+    first, total = head_slice(seed, num_heads)
+    return uniform((count, total), seed, stream, device)[:, first : first + num_heads]
 
 
 def ceil_div(number: int, divisor: int) -> int:
@@ -35,13 +263,12 @@ def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
     return x.reshape(x.shape[0], -1, size, x.shape[2])
 
 
-def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+def take(x: Tensor, index: Tensor) -> Tensor:
     """Gather the tokens of each head by index.
 
     Args:
         x: (BH, N, D).
         index: int64 (BH, ...), each below N.
-        out: contiguous tensor of the result's shape to write into, or None. Ignored if a gradient is wanted.
 
     Returns:
         (BH, ..., D).
@@ -52,7 +279,7 @@ def take(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
         return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
     # `index_select` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
     # faster, because of its backward.
-    return _select(x, _flat_index(index, x.shape[1]), index.shape, out)
+    return _select(x, _flat_index(index, x.shape[1]), index.shape)
 
 
 def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,12 +297,8 @@ def _flat_index(index: Tensor, length: int) -> Tensor:
     return flat
 
 
-def _select(x: Tensor, flat: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-    x = x.reshape(-1, x.shape[2])
-    if out is None:
-        return x.index_select(0, flat).view(*shape, x.shape[1])
-    torch.index_select(x, 0, flat, out=out.view(-1, x.shape[1]))
-    return out
+def _select(x: Tensor, flat: Tensor, shape: torch.Size) -> Tensor:
+    return x.reshape(-1, x.shape[2]).index_select(0, flat).view(*shape, x.shape[2])
 
 
 def _first_tokens(batch_heads: int, length: int, device: torch.device) -> Tensor:
@@ -115,9 +338,9 @@ def restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) ->
     return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
 
 
-# Numbers of a query, key or value that the Triton kernels hold at most.
-_LARGEST_DIM = 256
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
+    """`count` evenly spaced positions, int64 (count,)."""
+    return torch.arange(count, device=device) * kv_len // count
 
 
 class GatheredKeys(NamedTuple):
@@ -153,7 +376,7 @@ def gathered_attention(
         (BH, Nq, Dv), by position of the queries.
     """
     index, bias, block_q, order = gathered
-    if not dropout_p and kernel_applies(query, key, value):
+    if not dropout_p and triton_applies(query, key, value):
         from hf_efficient_attn.ops.triton_gather import gather_attend  # Triton is no dependency
 
         return gather_attend(query, key, value, index, bias.squeeze(2).float(), order, block_q, scale)[0]
@@ -165,18 +388,3 @@ def gathered_attention(
     size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2]), query.device)
     out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
     return out[:, : query.shape[1]] if order is None else take(out, inverse(order))
-
-
-def kernel_applies(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels compute attention of these tensors: on probation until they are measured.
-
-    They take up to 256 dimensions on CUDA devices of compute capability 8.0 and later, but no float64 and no transform
-    of `torch.func`. They add gradients in any order.
-    """
-    if not (_HAS_TRITON and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)):
-        return False
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if needs_grad and torch.are_deterministic_algorithms_enabled():
-        return False
-    is_small = max(x.shape[2] for x in tensors) <= _LARGEST_DIM
-    return is_small and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)

@@ -9,8 +9,8 @@ The softmax sum of a query q over the keys k_j is approximated through the featu
   query q, so that what is interpolated varies little. With the first term alone these are Nystrom weights (WildCat,
   Schroeder & Mackey 2026).
 - A landmark is the weighted mean of a cluster of keys. Clusters begin with keys that are drawn far from each other
-  (`hf_efficient_attn.ops.coreset.draw_apart`), and some steps of Lloyd's algorithm follow. A key counts more where g is
-  large, because it can have a large score.
+  (`draw_apart`), and some steps of Lloyd's algorithm follow. A key counts more where g is large, because it can have a
+  large score.
 - U is fitted to the exact rows of a few probe queries: ridge regression in the metric of K_cc.
 - In heads whose attention is local, blocks of queries attend to near keys exactly, and what landmarks count for these
   keys is subtracted (`hf_efficient_attn.ops.coreset_landmarks`).
@@ -24,25 +24,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.coreset import regularized_solve
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.coreset import regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import (
+    DRAW_POWER,
+    LEAST_LOG_WEIGHT,
+    NUM_QUERIES,
+    POWER,
+    ROWS_OF_SHARE,
     TEMPERATURE,
+    TILT,
     Candidates,
     CoresetOptions,
     Landmarks,
     NearField,
+    Rows,
     choose_candidates,
+    draw_apart,
+    exact_rows,
+    gumbel_numbers,
+    local_heads,
     make_landmarks,
     middle_positions,
+    near_block_q,
     near_field,
-    near_share_of_rows,
-    with_ones,
+    near_index,
 )
-from hf_efficient_attn.ops.partial import LOG2_E, Partial, accumulation_dtype
-from hf_efficient_attn.ops.random import constant
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import take
+from hf_efficient_attn.ops.tokens import even_positions, slice_size, sliced, take
 
 # Relative to the unit diagonal of K_cc.
 RIDGE = 1e-3
@@ -60,25 +68,9 @@ LEAST_SIZE, LEAST_GRAM = 1e-15, 1e-20
 MAX_LOGIT = 20.0
 # The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
 LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE = 30.0, 4.0, 1e-12
-# Queries and values of a slice may be this multiple of what `slices` is meant for: 32 MiB on a CPU. Many small
+# Queries and values of a slice may be this multiple of what `sliced` is meant for: 32 MiB on a CPU. Many small
 # operations then take as long as few large ones.
 _LARGER_SLICES = 8
-
-
-class Rows(NamedTuple):
-    """Exact rows of P probe queries.
-
-    Attributes:
-        position: int64 (P,), of the probes.
-        query: (BH, P, D).
-        out: (BH, P, Dv), their exact output.
-        lse: (BH, P), the log of their exact sums.
-    """
-
-    position: Tensor
-    query: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
@@ -95,8 +87,8 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
     """
     query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
     key = key - key.mean(1, keepdim=True)
-    rows = _exact_rows(query, key, value, options) if options.num_probes else None
-    local = _local_heads(key, query.shape[1], rows, options)
+    rows = exact_rows(query, key, value, options) if options.num_probes else None
+    local = local_heads(key, query.shape[1], rows, options)
     candidates = choose_candidates(query, key, value, local, options)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, local: Tensor | None, *rest: Tensor) -> Tensor:
@@ -109,24 +101,6 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
     tensors = (query, key, value, local, *candidates, *(() if rows is None else rows[1:]))
     size = slice_size(query.shape[1] * (query.shape[2] + value.shape[2]) // _LARGER_SLICES, key.device)
     return sliced(some_heads, *tensors, size=size, draws=options.dropout_p > 0.0)
-
-
-def _exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
-    position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
-    probes = query.index_select(1, position)
-    part = attend(probes[:, None], key[:, None], value[:, None], scale=options.scale)
-    return Rows(position, probes, part.out[:, 0], part.lse[:, 0])
-
-
-@torch.no_grad()
-def _local_heads(key: Tensor, q_len: int, rows: Rows | None, options: CoresetOptions) -> Tensor | None:
-    """Which heads have near keys: bool (BH,), or None if no head has."""
-    if not options.block_size or q_len != key.shape[1] or options.near_share >= 1.0:
-        return None
-    if options.near_share == 0.0 or rows is None:
-        return key.new_ones(len(key), dtype=torch.bool)
-    local = near_share_of_rows(rows.query, rows.lse, key, options) > options.near_share
-    return local if bool(local.any()) else None
 
 
 class Weighted(NamedTuple):
@@ -318,3 +292,99 @@ def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
     basis, missing = with_ones(basis), rows.out - out.index_select(1, rows.position)
     factor = regularized_solve(torch.bmm(basis.mT, basis), torch.bmm(basis.mT, missing), LINEAR_RIDGE)
     return torch.bmm(features, factor[:, :-1]) + factor[:, -1:]
+
+
+def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
+    """Attention (Nq, Dv) of one head, query (Nq, D), key (Nk, D) and value (Nk, Dv)."""
+    query, key, value = query.double(), (key - key.mean(0)).double(), value.double()
+    key, scale, m = key - key.mean(0), options.scale, options.num_landmarks
+    probe = middle_positions(len(query), options.num_probes, query.device)
+    scores = scale * query @ key.T
+    near = torch.zeros_like(scores)
+    if options.block_size and len(query) == len(key) and options.near_share < 1.0:
+        block = torch.arange(len(query), device=query.device) // near_block_q(options.block_size)
+        near = near.scatter(1, near_index(len(query), options.block_size, query.device)[block], 1.0)
+        some = probe[::ROWS_OF_SHARE]
+        if options.near_share and len(some) and (near * scores.softmax(1))[some].sum(1).mean() <= options.near_share:
+            near = torch.zeros_like(scores)
+    m = m if near.any() else m + options.block_size
+    x, tilt = key * (TEMPERATURE * abs(scale) ** 0.5), query[_spread(query)].mean(0) * (TILT * scale)
+    position = even_positions(len(key), min(len(key), options.num_candidates), key.device)
+    c, cluster = _landmarks(key[position], x[position], tilt, m, options)
+    members = torch.nn.functional.one_hot(cluster, m).double().T
+    count, y = members.sum(1), c * (TEMPERATURE * abs(scale) ** 0.5)
+    means = (scale * query @ c.T + count.log()).softmax(1) @ (members @ value[position] / count.clamp(min=1)[:, None])
+
+    g, targets = 0.5 * x.square().sum(1) + key @ tilt, torch.cat((value, torch.ones_like(value[:, :1])), 1)
+    system = _kernel(y, y) + RIDGE * torch.eye(m, dtype=y.dtype, device=y.device)
+    shift = g.max().detach()
+    of_key = _kernel(y, x) * (g - shift).exp()  # (m, Nk), weights of keys on landmarks
+    if near.any():
+        nearest = torch.nn.functional.one_hot(_distances(x, y).argmin(1), m).double().T
+        of_key = of_key * nearest
+    else:
+        of_key = torch.linalg.inv(system) @ of_key
+    logits = scale * query @ c.T - 0.5 * y.square().sum(1) - c @ tilt + shift
+    ref = torch.maximum(scores.amax(1), logits.amax(1)).detach()[:, None]
+    exact, basis = (scores - ref).exp() * near, (logits - ref).exp()
+    counted = (basis @ of_key) * near
+    unfitted = basis @ (of_key @ targets) + (exact - counted) @ targets
+    size = basis @ (of_key @ targets)[:, -1:].abs() + (exact + counted).sum(1, keepdim=True)
+    sums, by_means = unfitted, False
+    if options.num_probes:
+        lse, target = scores[probe].logsumexp(1, keepdim=True), scores[probe].softmax(1) @ targets
+        rows = (logits[probe] - lse).clamp(max=MAX_LOGIT).exp()
+        near_rows = ((scores[probe] - lse).exp() - rows @ of_key) * near[probe]
+        missing = target - rows @ (of_key @ targets) - near_rows @ targets
+        # Ridge regression, and what each probe misses if the others are fitted: its leave-one-out residual.
+        strength = rows.square().sum() / (options.num_landmarks + options.block_size)
+        solve = torch.linalg.inv(system + rows.T @ rows / strength) @ rows.T / strength
+        fit = solve @ missing
+        left = (missing - rows @ fit) / (1.0 - (rows @ solve).diagonal())[:, None]
+        fitted = (target - left)[:, :-1] / (1.0 - left[:, -1:]).clamp(min=LEAST_LEFT)
+        errors = [(x - target[:, :-1]).square().sum() for x in (means[probe], fitted)]
+        by_means, sums = bool(errors[0] < BETTER * errors[1]), unfitted + basis @ fit
+    positive = (unfitted[:, -1:] > LEAST_DENOMINATOR * size) & (not by_means)
+    ratio = sums[:, -1:] / torch.where(positive, unfitted[:, -1:], 1.0)
+    safe = positive & (ratio > FIT_RANGE[0]) & (ratio < FIT_RANGE[1])
+    out = torch.where(positive, unfitted[:, :-1] / torch.where(positive, unfitted[:, -1:], 1.0), means)
+    out = torch.where(safe, sums[:, :-1] / torch.where(safe, sums[:, -1:], 1.0), out)
+    return out + _correction(query, out, probe, scores[probe].softmax(1) @ value) if options.num_probes else out
+
+
+def _spread(query: Tensor) -> Tensor:
+    return middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
+
+
+def _distances(x: Tensor, y: Tensor) -> Tensor:
+    return (x[:, None] - y).square().sum(2)
+
+
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    return (-0.5 * _distances(x, y)).exp()
+
+
+def _landmarks(key: Tensor, x: Tensor, tilt: Tensor, count: int, options: CoresetOptions) -> tuple[Tensor, Tensor]:
+    """Landmarks (m, D) from candidates (C, D), and the cluster of each candidate."""
+    root, tilted = TEMPERATURE * abs(options.scale) ** 0.5, 2.0 * key @ tilt
+    numbers = gumbel_numbers(count, len(key), options.seed, key)
+    c = first = key[draw_apart(x[None], DRAW_POWER, numbers, count, tilted[None])[0]]
+    weight = POWER * (x.square().sum(1) + tilted)
+    weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
+    cluster = _distances(x, c * root).argmin(1)
+    for step in range(options.num_refinements):
+        cluster = cluster if step == 0 else _distances(x, c * root).argmin(1)
+        members = torch.nn.functional.one_hot(cluster, count).double().T * weight
+        total = members.sum(1, keepdim=True)
+        c = torch.where(total > 0, members @ key / torch.where(total > 0, total, 1.0), first)
+    return c, cluster
+
+
+def _correction(query: Tensor, out: Tensor, probe: Tensor, target: Tensor) -> Tensor:
+    """What the outputs of the probes miss, linear in the query."""
+    scaled = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
+    features = torch.cat((scaled.clamp(-MAX_FEATURE, MAX_FEATURE), torch.ones_like(query[:, :1])), 1)
+    ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=query.dtype, device=query.device)
+    system = features[probe].T @ features[probe] + ridge
+    fitted: Tensor = torch.linalg.inv(system) @ features[probe].T @ (target - out[probe])
+    return features @ fitted

@@ -14,8 +14,8 @@ from hf_efficient_attn.methods._shared.registry import (
     exportable_methods,
     get_method,
 )
-from hf_efficient_attn.ops.export import exporting_to_onnx, in_graph
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.ops.shards import HeadSlice
+from hf_efficient_attn.ops.tracing import exporting_to_onnx, in_graph
 
 _ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads")
 _MASK = "use attention_mask, bool (B, Nk), True = attend, and is_causal"

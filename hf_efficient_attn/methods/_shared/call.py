@@ -21,11 +21,10 @@ from hf_efficient_attn.methods._shared.registry import (
     get_method,
     make_config,
 )
+from hf_efficient_attn.ops import tracing
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
-from hf_efficient_attn.ops.export import in_graph, replaced_in_graphs
-from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed
-from hf_efficient_attn.ops.shards import Shards, over_heads
-from hf_efficient_attn.ops.transforms import call_in_transform, in_transform, refuse_second_gradient
+from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice, Seed, Shards, over_heads
+from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient, replaced_in_graphs
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
@@ -121,7 +120,7 @@ def _in_transform(
     if arguments.seed is None:
         arguments = arguments._replace(seed=draw_seed(query.device))
     others = (arguments.distance_bias, arguments.seed, *(given.complete or {}).values(), *given.some.values())
-    return call_in_transform(
+    return tracing.call_in_transform(
         functools.partial(_attention, config),
         (query, key, value, arguments, given),
         config.method,

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.random import Seed
 from hf_efficient_attn.ops.row_error import NUM_KEYS, NUM_LANDMARKS, held_back_bound, screening_error
+from hf_efficient_attn.ops.shards import Seed
 
 # Rows that bound the error.
 NUM_ROWS = 64

@@ -16,6 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, ShardedForm
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
 from hf_efficient_attn.ops.near_features import (
     FeatureCall,
@@ -26,7 +27,6 @@ from hf_efficient_attn.ops.near_features import (
     read_state,
     sharded_feature_attention,
 )
-from hf_efficient_attn.ops.partial import dense_softmax
 from hf_efficient_attn.ops.shards import Shards
 
 # The learned parameter of a window beside the features.

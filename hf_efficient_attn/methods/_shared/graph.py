@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
-from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed, seed_value, with_draws_of
+from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice, Seed, seed_value
+from hf_efficient_attn.ops.tracing import draw_seed, with_draws_of
 
 
 class _Call(NamedTuple):

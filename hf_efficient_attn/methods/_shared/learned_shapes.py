@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import get_method, on_register
-from hf_efficient_attn.ops.random import HeadSlice
+from hf_efficient_attn.ops.shards import HeadSlice
 
 
 @functools.lru_cache(maxsize=256)

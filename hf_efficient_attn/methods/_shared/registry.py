@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
-from hf_efficient_attn.ops.random import Seed
+from hf_efficient_attn.ops.shards import Seed
 
 
 class AttentionOptions(NamedTuple):
@@ -21,7 +21,7 @@ class AttentionOptions(NamedTuple):
         is_causal: query i attends to the keys 0 to i only; Nq = Nk.
         scale: the factor of the scores q . k.
         dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
-        seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.random`: an integer or a scalar tensor,
+        seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.tokens`: an integer or a scalar tensor,
             and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
         parameters: the learned parameters by name; empty for a method that learns none. Those of heads are the ones of
             the heads of the call.

@@ -13,8 +13,8 @@ from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
+from hf_efficient_attn.ops.exact import dense_attention, dense_softmax
 from hf_efficient_attn.ops.near_far import NearFieldOptions, dense_log_weights
-from hf_efficient_attn.ops.partial import dense_attention, dense_softmax
 from hf_efficient_attn.ops.sampling import SamplingOptions
 from hf_efficient_attn.ops.tokens import move_valid_first, restore_order
 

@@ -18,7 +18,7 @@ from hf_efficient_attn.methods._shared.call import (
 )
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, State, get_method
-from hf_efficient_attn.ops.transforms import refuse_second_gradient
+from hf_efficient_attn.ops.tracing import refuse_second_gradient
 
 
 def update_state(

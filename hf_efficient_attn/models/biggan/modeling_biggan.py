@@ -37,7 +37,7 @@ from hf_efficient_attn.models.biggan.spectral_norm import (
     register_conversion,
 )
 from hf_efficient_attn.models.eager import eager_attention_forward
-from hf_efficient_attn.ops.export import nothing, replaced_in_graphs
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 register_conversion()
 

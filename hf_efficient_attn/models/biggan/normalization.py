@@ -14,7 +14,7 @@ from torch.nn import functional
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
 from hf_efficient_attn.models.biggan.sampling import check_truncation
 from hf_efficient_attn.models.biggan.spectral_norm import linear
-from hf_efficient_attn.ops.export import replaced_in_graphs
+from hf_efficient_attn.ops.tracing import replaced_in_graphs
 
 # A smaller share of a row is rounding: 0.58 / 0.02 is 28.999999999999996.
 _ROUNDING = 1e-6

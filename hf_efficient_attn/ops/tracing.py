@@ -1,4 +1,6 @@
-"""Calls inside transforms of `torch.func`, and gradients of gradients.
+"""Calls that are traced into a graph, and calls inside transforms of `torch.func`.
+
+A graph is one of `torch.compile`, `torch.export` or the exporter to ONNX.
 
 The methods branch on values, write in place and use operators whose gradient is written by hand, so no transform can
 look inside them. A transform sees a whole call as one `torch.autograd.Function` instead. The function computes the call
@@ -7,16 +9,85 @@ and forward-mode derivatives are refused.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.export import replaced_in_graphs
-from hf_efficient_attn.ops.random import draw_seed, with_draws_of
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def is_compiling() -> bool:
+    """Whether this call is traced into a graph.
+
+    `torch.compiler.is_compiling` is a state of the whole process: it also holds for ordinary calls of other threads
+    while one thread compiles. Those compute with tensors that have numbers.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and type(torch.empty(0)) is not Tensor
+
+
+def in_graph() -> bool:
+    """Whether this call is recorded into a graph that contains calls of methods as operators: not one for ONNX."""
+    return is_compiling() and not exporting_to_onnx()
+
+
+def replaced_in_graphs(replacement: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorate a function in whose place graphs contain another one, with the same arguments."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **kwargs) if is_compiling() else function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing. With `replaced_in_graphs`, a graph leaves out a check of values or a warning."""
+
+
+def exporting_to_onnx() -> bool:
+    """Whether this call is traced by `torch.onnx.export`.
+
+    The graph must then consist of PyTorch's standard operators, and must not depend on the lengths of the example: the
+    exporter drops the guards with which `torch.export` and `torch.compile` check the lengths of later calls.
+    """
+    is_exporting = is_compiling() and torch.compiler.is_exporting()
+    return bool(is_exporting or torch.jit.is_tracing()) and in_onnx_export()
+
+
+def in_onnx_export() -> bool:
+    """Whether `torch.onnx.export` runs. `integration` marks the result as a constant for Dynamo."""
+    return bool(torch.onnx.is_in_onnx_export())
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw a seed from the global generator of `device`, as training does: an int64 scalar tensor."""
+    return torch.randint(2**31 - 1, (), device=device)
+
+
+@contextlib.contextmanager
+def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[None]:
+    """Within this context the global generators give the draws of the seed. Afterwards they go on as before.
+
+    Nothing happens if the seed is None.
+    """
+    if seed is None:
+        yield
+        return
+    # Tensors on an accelerator know its number. The CPU has none, and its state is always among those that are kept.
+    with torch.random.fork_rng([] if device.index is None else [device], device_type=device.type):
+        torch.manual_seed(int(seed))
+        yield
 
 
 class _Part(NamedTuple):

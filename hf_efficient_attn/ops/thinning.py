@@ -1,10 +1,16 @@
-"""Kernel halving (KH-Compress): a few keys, with their values, that represent all keys of a sequence.
+"""Choosing a few keys that represent all keys of a sequence: pivots of a kernel matrix, or kernel halving.
 
-A round of halving pairs the tokens in the order of their positions and keeps one token of each pair, which then stands
-for both. The pairs of a bucket are decided one after the other. Each decision is random and leans towards the token
-that reduces the error so far: the difference between the kept tokens of the bucket and all of them, as sums in the
-space of a kernel. Every round halves the tokens that are left and doubles the size of a bucket (Carrell, Gong, Shetty,
-Dwivedi, Mackey, "Low-Rank Thinning", ICML 2025, section 4).
+`choose_pivots`: m pivots S approximate the kernel matrix of exp(<x, y>), for keys x and y that the caller has scaled,
+by K_:S K_SS^-1 K_S: (Nystrom). Randomly pivoted Cholesky (Chen, Epperly, Tropp, Webber 2025) draws each pivot with a
+probability proportional to the diagonal of what is left of the matrix. Here several pivots are drawn at a time, as in
+the block form of the algorithm. Nothing overflows, because all matrices are those of exp(-|x - y|^2 / 2), whose
+diagonal is 1. The factors exp(|x|^2) between the two diagonals occur in the probabilities only, as logarithms.
+
+`thin`, kernel halving (KH-Compress): a round pairs the tokens in the order of their positions and keeps one token of
+each pair, which then stands for both. The pairs of a bucket are decided one after the other. Each decision is random
+and leans towards the token that reduces the error so far: the difference between the kept tokens of the bucket and all
+of them, as sums in the space of a kernel. Every round halves the tokens that are left and doubles the size of a bucket
+(Carrell, Gong, Shetty, Dwivedi, Mackey, "Low-Rank Thinning", ICML 2025, section 4).
 
 Here a token has a count, the number of tokens that it stands for, and a pair may have one token or none. Tokens are
 spread evenly over num_samples * 2**rounds places, so any number of tokens can be reduced to any other. Padding only
@@ -19,29 +25,154 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.partial import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.random import Seed, uniform_of_heads
-from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.tokens import ceil_div, take, valid_first
+from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype, attend
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    constant,
+    slice_size,
+    sliced,
+    take,
+    uniform,
+    uniform_of_heads,
+    valid_first,
+)
 
-_STREAM = 60_000
+# Streams of random numbers: the first of those of the draws, and that of halving.
+_DRAWS, _HALVING = 5000, 60_000
+# The first draws are of this size. A draw does not see how similar its own pivots are, so early ones must be small.
+_FIRST_DRAW = 8
+# Logarithms of weights below `_LEAST` times the largest one are raised to it, and pivots that add nothing come last.
+_LEAST, _LAST = -1e4, -1e5
 # Pairs of a bucket, at least. Smaller ones are hardly better than fair draws, and hardly cheaper.
 _BUCKET = 8
 # The smallest range of a draw. It is that of pairs of equal tokens; the kernel of others is up to 1 + Dv.
 _TINY = 1e-20
 
 
-class Thinned(NamedTuple):
-    """The tokens that are kept for each head.
+class Pivots(NamedTuple):
+    """Chosen candidates of every head.
 
     Attributes:
-        token: int64 (BH, M).
-        log_weight: float64 (BH, M), the log of the number of tokens that each one stands for; -inf for an unused entry.
+        candidate: int64 (BH, m), the indices of different candidates; 0 where none is left.
+        selected: bool (BH, m), False where none is left.
     """
 
-    token: Tensor
-    log_weight: Tensor
+    candidate: Tensor
+    selected: Tensor
+
+
+def _draw_sizes(num_pivots: int, block: int) -> list[int]:
+    """How many pivots each draw selects: never more than have been selected before, except in the first draw."""
+    sizes, total = [], 0
+    while total < num_pivots:
+        sizes.append(min(block, max(_FIRST_DRAW, total), num_pivots - total))
+        total += sizes[-1]
+    return sizes
+
+
+def choose_pivots(
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: Seed, batch: int, block: int = 64
+) -> Pivots:
+    """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
+
+    A draw selects candidates without replacement, with probabilities proportional to the residual diagonal: the ones
+    with the largest log(residual) + Gumbel number. The numbers are a function of seed, head and candidate, and equal
+    for all sequences of the batch. So the pivots of a sequence depend neither on the batch nor on padding, provided
+    that the valid candidates come first. Candidates without a residual, such as duplicates, are selected only if no
+    others are left. No gradient flows through the choice.
+
+    Args:
+        points: (BH, C, D) in the accumulation dtype, finite, with finite squared norms.
+        valid: bool (BH, C), which candidates exist, or None.
+        num_pivots: m, at most C.
+        seed: the seed of the draws.
+        batch: B, the number of sequences.
+        block: the largest number of pivots that are drawn at a time.
+
+    Returns:
+        `Pivots` (BH, m).
+    """
+    (batch_heads, num_candidates, _), sizes = points.shape, _draw_sizes(num_pivots, block)
+    shape = len(sizes), num_candidates, batch_heads // batch
+    numbers = constant(gumbel, *shape, seed, points.dtype, device=points.device)  # (draws, H, C)
+    with torch.no_grad():
+
+        def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
+            return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
+
+        head = torch.arange(batch_heads, device=points.device) % (batch_heads // batch)
+        size = slice_size(num_pivots * num_candidates // 2, points.device)
+        index, selected = sliced(some_heads, points.detach(), valid, head, size=size).unbind(1)
+    return Pivots(index, selected > 0)
+
+
+def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """The pivots of a few heads and, as 0 or 1, whether they exist; numbers (draws, BH, C).
+
+    The rows of the factor of the Cholesky decomposition are those of new pivots after each draw: the kernel matrix is
+    about factor^T factor.
+    """
+    tolerance, ridge = pivot_tolerance(points.dtype), 0.1 * pivot_tolerance(points.dtype)
+    points = points * LOG2_E**0.5
+    half_norm = 0.5 * points.square().sum(2, keepdim=True)
+    closed = torch.zeros_like(half_norm[..., 0], dtype=torch.bool) if valid is None else ~valid
+    norm = (2.0 / LOG2_E) * half_norm[..., 0]
+    norm = (norm - norm.masked_fill(closed, 0.0).amax(1, keepdim=True)).clamp(min=_LEAST)
+    residual, picked, was_open = torch.ones_like(norm), [], []
+    factor = points.new_empty(len(points), 0, points.shape[1])
+    for of_draw, size in zip(numbers, sizes, strict=True):
+        scores = torch.where(residual > tolerance, residual.log() + norm, _LAST) + of_draw
+        scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)
+        selected = scores > -torch.inf
+        index = torch.where(selected, index, 0)
+        picked.append(index)
+        was_open.append(selected)
+        if len(picked) == len(sizes):
+            break
+        used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
+        closed = closed.scatter(1, index, True)
+        rows = torch.baddbmm(-half_norm.mT, take(points, index), points.mT) - take(half_norm, index)
+        columns = index.unsqueeze(1)
+        earlier = factor.gather(2, columns.expand(-1, factor.shape[1], -1))
+        rows = torch.baddbmm(rows.clamp_(max=0.0).exp2_(), earlier.mT, factor, alpha=-1.0) * used
+        corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT
+        corner.diagonal(dim1=1, dim2=2).add_(torch.where(used.squeeze(2), ridge, 1.0))
+        lower, failed = torch.linalg.cholesky_ex(corner)
+        # Only rounding can make it fail. The diagonal alone, times the size, is at least as large as the corner.
+        diagonal = torch.diag_embed((size * corner.diagonal(dim1=1, dim2=2).clamp(min=ridge)).sqrt())
+        lower = torch.where((failed > 0)[:, None, None], diagonal, lower)
+        # A product with the inverse of this small matrix is faster than a solve.
+        one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
+        new = torch.linalg.solve_triangular(lower, one, upper=False) @ rows
+        residual = (residual - new.square().sum(1)).clamp(min=0.0)
+        factor = torch.cat((factor, new), 1)
+    return torch.cat(picked, 1), torch.cat(was_open, 1).long()
+
+
+def pivot_tolerance(dtype: torch.dtype) -> float:
+    """A residual of the unit diagonal that is smaller is rounding: the pivot adds nothing."""
+    return 1e-10 if dtype == torch.float64 else 1e-4
+
+
+def gumbel(
+    num_draws: int,
+    num_candidates: int,
+    num_heads: int | None,
+    seed: Seed,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are.
+
+    Without `num_heads` they are (draws, 1, C), the same for all heads.
+    """
+    streams = range(_DRAWS, _DRAWS + num_draws)
+    if num_heads is None:
+        draws = [uniform((num_candidates, 1), seed, stream, device) for stream in streams]
+    else:
+        draws = [uniform_of_heads(num_candidates, num_heads, seed, stream, device) for stream in streams]
+    return -(-torch.stack(draws).mT.log()).log().to(dtype)
 
 
 class _Round(NamedTuple):
@@ -68,14 +199,14 @@ def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, devi
     Those of a round do not depend on the rounds before it, that is, on `kv_len`.
     """
     sizes = [round.num_pairs for round in _rounds(kv_len, num_samples)]
-    numbers = uniform_of_heads(sum(sizes), num_heads, seed, _STREAM, device)
+    numbers = uniform_of_heads(sum(sizes), num_heads, seed, _HALVING, device)
     return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
 
 @torch.no_grad()
 def thin(
     key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed, batch: int
-) -> Thinned:
+) -> tuple[Tensor, Tensor]:
     """Keep `num_samples` tokens of each head, or all valid ones if there are not more. No gradient flows through it.
 
     The kernel of two tokens is exp(scale <k, k'>) (<v, v'> + b^2), where b is the largest |v_ij| of the head.
@@ -88,13 +219,21 @@ def thin(
         scale: factor of the scores.
         seed: seed of the decisions.
         batch: B. All sequences of a batch use the same random numbers.
+
+    Returns:
+        The tokens that are kept, int64 (BH, M), and the logs of the numbers of tokens that each one stands for, float64
+        (BH, M); -inf for an unused entry.
     """
     (batch_heads, kv_len, _), device, acc_dtype = key.shape, key.device, accumulation_dtype(key.dtype)
     rounds = _rounds(kv_len, num_samples)
     draws = draw_numbers(kv_len, num_samples, batch_heads // batch, seed, device)
     num_tokens = torch.full((batch_heads, 1), kv_len, device=device)
     num_tokens = num_tokens if key_mask is None else key_mask.sum(1, keepdim=True)
-    index, count = _spread(num_tokens, num_samples << len(rounds))
+    # Of n tokens and S >= n places, token j is in place floor(j S / n). A place has 0 or 1 tokens.
+    num_places = num_samples << len(rounds)
+    place = torch.arange(num_places, device=device)
+    index = (place * num_tokens + num_places - 1) // num_places
+    count = (index * num_places < (place + 1) * num_tokens).double()
     index = index.clamp(max=kv_len - 1)
     index = index if key_mask is None else valid_first(key_mask).gather(1, index)
     sizes = num_tokens.new_tensor([round.num_pairs for round in rounds])
@@ -116,7 +255,7 @@ def thin(
         kept = _walk(kernel, counts, pad(draw, (0, missing)).repeat(batch, 1).view(shape), margin)
         index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]
         count = count.unflatten(1, (-1, 2)).sum(2)
-    return Thinned(index, count.log())
+    return index, count.log()
 
 
 def thinned_attention(
@@ -136,21 +275,6 @@ def thinned_attention(
     keys, values = (take(x, token)[:, None] for x in (key, value))
     bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
     return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
-
-
-def _spread(num_tokens: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
-    """Spread n tokens evenly over S >= n places: token j is in place floor(j S / n).
-
-    Args:
-        num_tokens: n, int64 (BH, 1).
-        num_places: S.
-
-    Returns:
-        The token in each place, int64 (BH, S), and the number of tokens in it, 0 or 1, float64 (BH, S).
-    """
-    place = torch.arange(num_places, device=num_tokens.device)
-    token = (place * num_tokens + num_places - 1) // num_places
-    return token, (token * num_places < (place + 1) * num_tokens).double()
 
 
 def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, counts: Tensor) -> Tensor:
