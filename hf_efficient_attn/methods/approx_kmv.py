@@ -35,7 +35,7 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.kernel import products
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.exact import exact_form
+from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions
 from hf_efficient_attn.ops import kde
@@ -193,7 +193,7 @@ def _by_head(
 def forward(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     if key.shape[2] <= config.num_samples:
-        return exact_form(query, key, value, options)
+        return exactly(query, key, value, options)
     return _by_head(_forward_head, config, query, key, value, options)
 
 

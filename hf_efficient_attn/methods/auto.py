@@ -19,14 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly
 from hf_efficient_attn.methods._shared.config import MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
 from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Forms, Limit, attend_within_bound
 from hf_efficient_attn.methods._shared.error_bound import worthwhile_length as worthwhile
-from hf_efficient_attn.methods._shared.exact import exact_form
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.lengths import without_padding
+from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
 from hf_efficient_attn.methods._shared.registration import register_method
 from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
 
@@ -118,7 +115,7 @@ def forward(
         length = config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
     is_static = _is_static(config, query, key, value, options)
     if key.shape[2] <= length or (is_static and config.max_error and config.static_form == "exact"):
-        return exact_form(query, key, value, options)
+        return exactly(query, key, value, options)
     if options.is_causal:
         return get_method(config.switches_to).forward(_approximation(config.columns), query, key, value, options)
 
@@ -131,8 +128,7 @@ def forward(
         return _bounded(config, (query, key, value), length, len(query) // num_heads, options)[0]
 
     num_heads = query.shape[1]
-    out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
-    return unflatten_heads(out, query.shape)
+    return without_padding(of_one_length, query, key, value, options)
 
 
 def _is_static(
@@ -153,7 +149,7 @@ def _forms(config: AutoAttentionConfig, options: AttentionOptions) -> Forms:
         return form(_approximation(columns), query, key, value, options)[:, 0]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return exact_form(query[None], key[None], value[None], options)[0]
+        return exactly(query[None], key[None], value[None], options)[0]
 
     return Forms(approximate, exact, getattr(_approximation(config.columns), "num_probes", 0))
 

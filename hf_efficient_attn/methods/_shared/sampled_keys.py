@@ -16,7 +16,6 @@ from hf_efficient_attn.ops.causal import dense_causal_log_weights
 from hf_efficient_attn.ops.near_far import NearFieldOptions, dense_log_weights
 from hf_efficient_attn.ops.partial import dense_attention, dense_softmax
 from hf_efficient_attn.ops.sampling import SamplingOptions
-from hf_efficient_attn.ops.tokens import move_valid_first, restore_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,34 +121,32 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
         if not options.is_causal:
             near, far = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
             return near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
-        query, key, value, order = move_valid_first(query, key, value, key_mask)
         plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
-        out = causal.causal_near_far_attention(
+        return causal.causal_near_far_attention(
             query, key, value, plans, block_size=size, num_exact=budget, scale=scale, dropout_p=dropout_p
         )
-        return restore_order(out, order, key_mask)
 
-    return by_heads(form, query, key, value, options, budget)
+    return by_heads(form, query, key, value, options, budget, moves_valid_first=options.is_causal)
 
 
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
     sampling, (q_len, kv_len) = _sampling_options(config, query, options), (query.shape[2], key.shape[2])
     budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
-    if kv_len <= budget:
-        mask = None if options.key_mask is None else options.key_mask[:, None]
-        return dense_softmax(query.double() @ key.double().mT * options.scale, value, mask, options.is_causal)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        if not options.is_causal:
+        if kv_len <= budget:
+            return dense_softmax(query.double() @ key.double().mT * options.scale, value, key_mask, options.is_causal)
+        if options.is_causal:
+            plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
+            weights = dense_causal_log_weights(plans, q_len, size, budget, query)
+        else:
             plan = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
-            return dense_attention(query, key, value, dense_log_weights(*plan, q_len, kv_len), scale=options.scale)
-        query, key, value, order = move_valid_first(query, key, value, key_mask)
-        plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
-        weights = dense_causal_log_weights(plans, q_len, size, budget, query)
-        return restore_order(dense_attention(query, key, value, weights, scale=options.scale), order, key_mask)
+            weights = dense_log_weights(*plan, q_len, kv_len)
+        return dense_attention(query, key, value, weights, scale=options.scale)
 
-    return by_heads(form, query, key, value, options)
+    moves = options.is_causal and kv_len > budget
+    return by_heads(form, query, key, value, options, moves_valid_first=moves)
 
 
 def _causal_sizes(config: SampledKeysConfig) -> tuple[int, int]:
