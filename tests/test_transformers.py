@@ -287,7 +287,7 @@ def _decoder(method, family="bert"):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize(
-    "method", [m for m in METHODS if hea.method_info(m).causal and not methods.get_method(m).mixes_queries]
+    "method", [m for m in METHODS if hea.method_info(m).causal and not methods.get_method(m).default.mixes_queries]
 )
 def test_cross_attention_by_the_method(family, method, calls):
     model, inputs = _decoder(method, family)
@@ -306,7 +306,9 @@ def test_no_later_token_reaches_an_earlier_one_through_cross_attention(method):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, inputs = _decoder(method)
-    assert bool([w for w in caught if "stays exact" in str(w.message)]) == methods.get_method(method).mixes_queries
+    assert (
+        bool([w for w in caught if "stays exact" in str(w.message)]) == methods.get_method(method).default.mixes_queries
+    )
     before = output(model, inputs, use_cache=False)
     inputs["input_ids"] = inputs["input_ids"].clone()
     inputs["input_ids"][:, 50:] = 7

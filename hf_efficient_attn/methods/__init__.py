@@ -14,25 +14,25 @@ from hf_efficient_attn.methods._shared.call import (
     naive_attention,
     sharded_attention,
 )
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.learned_shapes import learns, learns_for_length, parameters_of_slice
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import (
+from hf_efficient_attn.methods._shared.config import (
     AttentionOptions,
     HiddenProjections,
-    Method,
-    MethodInfo,
+    MethodConfig,
     Recurrence,
     ShardedForm,
+    option,
+)
+from hf_efficient_attn.methods._shared.learned_shapes import learns, learns_for_length, parameters_of_slice
+from hf_efficient_attn.methods._shared.registry import (
+    Method,
+    MethodInfo,
     available_methods,
-    causal_methods,
-    distance_bias_methods,
-    exportable_methods,
     get_method,
     make_config,
     method_info,
+    methods_with,
     on_register,
-    rectangular_methods,
+    register_method,
     unregister,
 )
 from hf_efficient_attn.methods._shared.state import attention_with_state, update_state
@@ -53,21 +53,18 @@ __all__ = [
     "attention",
     "attention_with_state",
     "available_methods",
-    "causal_methods",
     "crossover",
-    "distance_bias_methods",
-    "exportable_methods",
     "get_method",
     "in_transform",
     "learns",
     "learns_for_length",
     "make_config",
     "method_info",
+    "methods_with",
     "naive_attention",
     "on_register",
     "option",
     "parameters_of_slice",
-    "rectangular_methods",
     "refuse_positional",
     "refuse_second_gradient",
     "refuse_tracing",

@@ -34,10 +34,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.kernel import products
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import exactly
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, dense_attention

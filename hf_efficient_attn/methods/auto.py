@@ -19,13 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
 from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Forms, Limit, attend_within_bound
 from hf_efficient_attn.methods._shared.error_bound import worthwhile_length as worthwhile
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
+from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.

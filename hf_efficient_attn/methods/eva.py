@@ -42,10 +42,9 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_heads
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention
 from hf_efficient_attn.ops.chunks_causal import (
     interval_attention,

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.coreset_causal import (
     CausalCoresetOptions,
     causal_coreset_attention,

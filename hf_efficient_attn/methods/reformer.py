@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.hashing import Rounds, dense_pairs, plan_rounds, rounds_attention
 from hf_efficient_attn.ops.partial import accumulation_dtype, dense_attention, log_of
 

@@ -26,10 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
 from hf_efficient_attn.ops.features import favor
 from hf_efficient_attn.ops.linear import log_weights_naive

@@ -30,10 +30,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import without_padding
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.coreset import choose_pivots, even_positions
 from hf_efficient_attn.ops.nystrom import LEAST_DENOMINATOR, RIDGE, attend_to_coreset, kernel_scale_of
 from hf_efficient_attn.ops.partial import accumulation_dtype

@@ -8,12 +8,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.registry import (
-    causal_methods,
-    distance_bias_methods,
-    exportable_methods,
-    get_method,
-)
+from hf_efficient_attn.methods._shared.registry import get_method, methods_with
 from hf_efficient_attn.ops.export import exporting_to_onnx, in_graph
 from hf_efficient_attn.ops.random import HeadSlice
 
@@ -148,7 +143,7 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
                 f"attention_mask must be bool {expected}, True = attend; got {mask.dtype} {tuple(mask.shape)}", config
             )
     if arguments.is_causal and not info.causal:
-        refuse(f"it has no causal form. Methods that have one: {', '.join(causal_methods())}", config)
+        refuse(f"it has no causal form. Methods that have one: {', '.join(methods_with('causal'))}", config)
     if q_len != kv_len and config.needs_square and not arguments.is_causal:
         refuse(f"it needs as many queries as keys; got {q_len} and {kv_len}", config)
     bias = arguments.distance_bias
@@ -156,7 +151,7 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
         if not config.adds_distance_bias:
             refuse(
                 "it cannot add a bias by distance to its scores, because it does not compute the scores of all pairs. "
-                f"Methods that can: {', '.join(distance_bias_methods())}",
+                f"Methods that can: {', '.join(methods_with('adds_distance_bias'))}",
                 config,
             )
         if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] % 2 == 0:
@@ -182,8 +177,8 @@ def refuse_tracing(config: MethodConfig) -> None:
     if is_onnx and not config.exportable:
         raise UnsupportedAttentionError(
             f"{config.method} cannot be exported to ONNX: its sorting, sampling or lengths have no form there. Convert "
-            f"the model to {' or '.join(exportable_methods())}, or back to exact attention with hea.convert(model, "
-            "'sdpa'), before the export"
+            f"the model to {' or '.join(methods_with('exportable'))}, or back to exact attention with "
+            "hea.convert(model, 'sdpa'), before the export"
         )
     if in_graph() or not torch.jit.is_tracing():
         return
@@ -194,5 +189,5 @@ def refuse_tracing(config: MethodConfig) -> None:
         )
     raise UnsupportedAttentionError(
         f"{config.method}: torch.jit.trace gives a graph for the length and the values of the example only: use "
-        f"torch.compile or torch.export, or torch.onnx.export with {' or '.join(exportable_methods())}"
+        f"torch.compile or torch.export, or torch.onnx.export with {' or '.join(methods_with('exportable'))}"
     )

@@ -12,15 +12,10 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.methods._shared.arguments import Arguments, check_call, check_names, check_types
-from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.config import AttentionForward, AttentionOptions, MethodConfig
 from hf_efficient_attn.methods._shared.graph import call_in_graph
 from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
-from hf_efficient_attn.methods._shared.registry import (
-    AttentionForward,
-    AttentionOptions,
-    get_method,
-    make_config,
-)
+from hf_efficient_attn.methods._shared.registry import get_method, make_config
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
 from hf_efficient_attn.ops.export import in_graph, replaced_in_graphs
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, ShardedForm
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.features import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
 from hf_efficient_attn.ops.near_features import (
     FeatureCall,

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig
 from hf_efficient_attn.methods._shared.projections import ProjectionConfig, initial_parameters, tables
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, HiddenProjections, get_method, make_config
+from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.attend import sum_dtype
 from hf_efficient_attn.ops.projections import NAMES as TABLES
 from hf_efficient_attn.ops.projections import (

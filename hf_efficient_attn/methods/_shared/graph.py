@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
+from hf_efficient_attn.methods._shared.registry import get_method, make_config
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, Seed, draw_seed, seed_value, with_draws_of
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 from hf_efficient_attn.ops.tokens import move_valid_first, restore_order, take, valid_first
 

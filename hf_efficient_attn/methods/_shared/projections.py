@@ -5,8 +5,7 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.ops.projections import NAMES, projection_tables, start_tables
 
 ConfigT = TypeVar("ConfigT", bound="ProjectionConfig")

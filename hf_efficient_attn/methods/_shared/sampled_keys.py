@@ -7,10 +7,9 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel.densities import softmax_column_norms
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
 from hf_efficient_attn.ops.near_far import NearFieldOptions, dense_log_weights

@@ -16,8 +16,8 @@ from hf_efficient_attn.methods._shared.call import (
     resolve,
     zero_masked,
 )
-from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, State, get_method
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, State
+from hf_efficient_attn.methods._shared.registry import get_method
 from hf_efficient_attn.ops.transforms import refuse_second_gradient
 
 
