@@ -8,12 +8,8 @@ import importlib
 import pkgutil
 
 from hf_efficient_attn.methods._shared import crossover
-from hf_efficient_attn.methods._shared.arguments import refuse_positional, refuse_tracing
-from hf_efficient_attn.methods._shared.call import (
-    attention,
-    naive_attention,
-    sharded_attention,
-)
+from hf_efficient_attn.methods._shared.arguments import refuse_positional
+from hf_efficient_attn.methods._shared.call import attention, naive_attention, refuse_tracing
 from hf_efficient_attn.methods._shared.config import (
     AttentionOptions,
     HiddenProjections,
@@ -22,7 +18,8 @@ from hf_efficient_attn.methods._shared.config import (
     ShardedForm,
     option,
 )
-from hf_efficient_attn.methods._shared.learned_shapes import learns, learns_for_length, parameters_of_slice
+from hf_efficient_attn.methods._shared.learned import learns, learns_for_length, parameters_of_slice
+from hf_efficient_attn.methods._shared.parts import attention_with_state, sharded_attention, update_state
 from hf_efficient_attn.methods._shared.registry import (
     Method,
     MethodInfo,
@@ -35,7 +32,6 @@ from hf_efficient_attn.methods._shared.registry import (
     register_method,
     unregister,
 )
-from hf_efficient_attn.methods._shared.state import attention_with_state, update_state
 from hf_efficient_attn.ops.transforms import in_transform, refuse_second_gradient, unwrapped
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
