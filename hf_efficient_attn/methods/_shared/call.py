@@ -36,11 +36,11 @@ class Arguments(NamedTuple):
         some_parameters: learned parameters that were given by name, if `parameters` is None.
     """
 
-    attention_mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    dropout_p: float
-    seed: int | Tensor | None
+    attention_mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = 0
     parameters: Mapping[str, Tensor] | None = None
     distance_bias: Tensor | None = None
     heads: HeadSlice | None = None

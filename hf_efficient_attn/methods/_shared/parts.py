@@ -1,6 +1,5 @@
 """Calls with a part of a sequence: the tokens after those of a state, and the tokens of one of several processes."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,17 +20,7 @@ from hf_efficient_attn.ops.shards import Shards, over_heads
 from hf_efficient_attn.ops.transforms import refuse_second_gradient
 
 
-def update_state(
-    config: MethodConfig,
-    state: State | None,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    scale: float | None = None,
-    seed: int | Tensor = 0,
-    parameters: Mapping[str, Tensor] | None = None,
-) -> State:
+def update_state(config: MethodConfig, state: State | None, key: Tensor, value: Tensor, **arguments: Any) -> State:
     """Add tokens to the state of a method with a recurrence.
 
     Args:
@@ -39,33 +28,19 @@ def update_state(
         state: the state of the earlier tokens; None if there are none.
         key: (B, H_kv, N, D), the keys of the new tokens.
         value: (B, H_kv, N, Dv), the values of the new tokens.
-        attention_mask: bool (B, N), of the new tokens only.
-        scale: the factor of the scores; 1/sqrt(D) by default.
-        seed: the same in all calls for one state. The config's own seed is added to it.
-        parameters: all learned parameters of the method by name; None for the values that a conversion starts from.
+        **arguments: those of `attention_with_state`.
 
     Returns:
         The state of all tokens so far.
     """
     key, value = cast_under_autocast(key, value)
-    arguments = Arguments(attention_mask, True, scale, 0.0, seed, parameters)
-    _, key, value, options = prepare(config, key, key, value, arguments)
+    _, key, value, options = prepare(config, key, key, value, Arguments(is_causal=True, **arguments))
     with outside_autocast(key.device):
         return _recurrence(config).update(config, state, key, value, options)
 
 
 def attention_with_state(
-    config: MethodConfig,
-    state: State | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor = 0,
-    parameters: Mapping[str, Tensor] | None = None,
+    config: MethodConfig, state: State | None, query: Tensor, key: Tensor, value: Tensor, **arguments: Any
 ) -> tuple[Tensor, State]:
     """Causal attention of new tokens to the tokens of a state and to each other.
 
@@ -77,18 +52,15 @@ def attention_with_state(
         query: (B, H, N, D), the queries of the new tokens.
         key: (B, H_kv, N, D), their keys.
         value: (B, H_kv, N, Dv), their values.
-        attention_mask: bool (B, N), of the new tokens only.
-        scale: the factor of the scores; 1/sqrt(D) by default.
-        dropout_p: the probability with which an attention weight is dropped.
-        seed: the same in all calls for one state. The config's own seed is added to it.
-        parameters: all learned parameters of the method by name; None for the values that a conversion starts from.
+        **arguments: attention_mask (B, N), of the new tokens only, and scale, dropout_p, seed and parameters as for
+            `attention`. The seed must be the same in all calls for one state.
 
     Returns:
         The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
     """
     query, key, value = cast_under_autocast(query, key, value)
-    dtype, arguments = value.dtype, Arguments(attention_mask, True, scale, dropout_p, seed, parameters)
-    query, key, value, options = prepare(config, query, key, value, arguments)
+    dtype, given = value.dtype, Arguments(is_causal=True, **arguments)
+    query, key, value, options = prepare(config, query, key, value, given)
     recurrence, (batch, num_heads, q_len, _), num_kv_heads = _recurrence(config), query.shape, key.shape[1]
     with outside_autocast(query.device):
         new_state = recurrence.update(config, state, key, value, options)
@@ -113,16 +85,7 @@ def _recurrence(config: MethodConfig) -> Recurrence[Any]:
 
 
 def sharded_attention(
-    config: MethodConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    shards: Shards,
-    is_causal: bool = False,
-    scale: float | None = None,
-    seed: int | Tensor = 0,
-    parameters: Mapping[str, Tensor] | None = None,
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, *, shards: Shards, **arguments: Any
 ) -> Tensor:
     """Attention of sequences whose tokens are divided over processes, which all make this call.
 
@@ -134,25 +97,23 @@ def sharded_attention(
         key: (B, H_kv, n, D).
         value: (B, H_kv, n, Dv).
         shards: which tokens these are, and the mask of all tokens.
-        is_causal: query i attends to the keys up to its own position.
-        scale: the factor of the scores; 1/sqrt(D) by default.
-        seed: the same in all processes.
-        parameters: all learned parameters of all heads by name; None for the values that a conversion starts from.
+        **arguments: is_causal, scale, parameters (of all heads) and seed, the same in all processes, as for
+            `attention`.
 
     Returns:
         (B, H, n, Dv) in the dtype of `value`.
     """
     query, key, value = cast_under_autocast(query, key, value)
-    dtype, arguments = value.dtype, Arguments(shards.own_mask, is_causal, scale, 0.0, seed, parameters)
-    query, key, value, options = prepare(config, query, key, value, arguments)
+    dtype, given = value.dtype, Arguments(shards.own_mask, **arguments)
+    query, key, value, options = prepare(config, query, key, value, given)
     form = get_method(config.method).sharded
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
         own = parameters_of_slice(config, options.parameters, heads, query.shape[1])
-        given = Arguments(shards.key_mask, is_causal, scale, 0.0, seed, own, heads=heads)
-        return compute("forward", config, *prepare(config, query, key, value, given))
+        of_all = given._replace(attention_mask=shards.key_mask, parameters=own, heads=heads)
+        return compute("forward", config, *prepare(config, query, key, value, of_all))
 
-    if form is not None and form.applies(config, shards.total, is_causal):
+    if form is not None and form.applies(config, shards.total, options.is_causal):
         with outside_autocast(query.device):
             out = form.forward(config, query, key, value, options, shards)
     else:
