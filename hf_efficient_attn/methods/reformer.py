@@ -57,13 +57,6 @@ class ReformerConfig(MethodConfig):
     )
     seed: int = option(0, "Seed of the hashes. In training they are drawn again in every call.", minimum=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.shared_query_key, bool):
-            raise UnsupportedAttentionError(
-                f"{self.method}: shared_query_key={self.shared_query_key!r} must be True or False"
-            )
-
     @property
     def exact_length(self) -> int:
         """The keys of all rounds. With shared queries and keys the attention is another one at every length."""

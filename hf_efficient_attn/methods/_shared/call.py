@@ -19,14 +19,12 @@ from hf_efficient_attn.methods._shared.graph import call_in_graph
 from hf_efficient_attn.methods._shared.learned import all_parameters
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, methods_with
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
-from hf_efficient_attn.ops.export import exporting_to_onnx, in_graph, replaced_in_graphs
+from hf_efficient_attn.ops.export import exporting_to_onnx, in_graph
 from hf_efficient_attn.ops.random import HeadSeed, HeadSlice, draw_seed
 from hf_efficient_attn.ops.transforms import call_in_transform, in_transform, refuse_second_gradient
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
-# Bytes of a number -> integers of the same size.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arguments(NamedTuple):
@@ -322,23 +320,12 @@ def refuse_tracing(config: MethodConfig) -> None:
     )
 
 
-def _fill_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`zero_masked` with a gradient."""
+def zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
     if key_mask is None:
         return key, value
     masked = ~key_mask[:, None, :, None]
     return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
-
-
-@replaced_in_graphs(_fill_masked)
-def zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
-    if key_mask is None or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
-        return _fill_masked(key, value, key_mask)
-    # `masked_fill` is not vectorized on CPUs: for two tensors it takes up to a fifth of the time of exact attention.
-    integer = _INTEGERS[key.element_size()]
-    bits = key_mask.to(integer).neg_()[:, None, :, None]  # all bits where the mask is True
-    return (key.view(integer) & bits).view(key.dtype), (value.view(integer) & bits).view(value.dtype)
 
 
 def repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

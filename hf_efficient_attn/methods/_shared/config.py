@@ -21,6 +21,7 @@ def option(
     help: str,
     *,
     minimum: int | None = None,
+    maximum: int | None = None,
     choices: tuple[str, ...] | None = None,
     carried: bool = False,
 ) -> Any:
@@ -31,11 +32,12 @@ def option(
         help: one or two sentences for the command line and for the documentation of the functional form.
         minimum: the smallest allowed integer, or number if the default is a float. None: the value is not checked to be
             one.
+        maximum: the largest allowed number, if there is a minimum. None: below 2**31.
         choices: the allowed strings. None: the value is not checked to be one of them.
         carried: True if the hyperparameter determines the shape or the values of learned or random parameters. Training
             that moves a model from one method to another keeps the value of such a hyperparameter.
     """
-    metadata = {"help": help, "minimum": minimum, "choices": choices, "carried": carried}
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "carried": carried}
     return field(default=default, metadata=metadata)
 
 
@@ -116,26 +118,24 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            value, minimum, choices = (
-                getattr(self, spec.name),
-                spec.metadata.get("minimum"),
-                spec.metadata.get("choices"),
-            )
+            value, checks = getattr(self, spec.name), spec.metadata
+            minimum, maximum, choices = checks.get("minimum"), checks.get("maximum"), checks.get("choices")
             setting = f"{self.method}: {spec.name}={value!r}"
             if choices is not None and (not isinstance(value, str) or value not in choices):
                 raise UnsupportedAttentionError(
                     f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}"
                 )
-            if minimum is not None and isinstance(spec.default, float):
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise UnsupportedAttentionError(f"{setting} must be a number, not {type(value).__name__}")
-                if not minimum <= value < _LIMIT:
-                    raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
-            elif minimum is not None:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise UnsupportedAttentionError(f"{setting} must be an integer, not {type(value).__name__}")
-                if not minimum <= value < _LIMIT:
-                    raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
+            if isinstance(spec.default, bool) and not isinstance(value, bool):
+                raise UnsupportedAttentionError(f"{setting} must be True or False")
+            if minimum is None:
+                continue
+            kind, types = ("a number", (int, float)) if isinstance(spec.default, float) else ("an integer", (int,))
+            if isinstance(value, bool) or not isinstance(value, types):
+                raise UnsupportedAttentionError(f"{setting} must be {kind}, not {type(value).__name__}")
+            if not minimum <= value < _LIMIT:
+                raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
+            if maximum is not None and value > maximum:
+                raise UnsupportedAttentionError(f"{setting} must be at most {maximum}")
 
     @classmethod
     def hyperparameters(cls) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel.densities import softmax_column_norms
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
@@ -15,6 +14,9 @@ from hf_efficient_attn.ops.causal import dense_causal_log_weights
 from hf_efficient_attn.ops.near_far import NearFieldOptions, dense_log_weights
 from hf_efficient_attn.ops.partial import dense_attention, dense_softmax
 from hf_efficient_attn.ops.sampling import SamplingOptions
+
+# Bits of a hash code.
+MAX_HASHES = 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class SampledKeysConfig(MethodConfig):
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_samples: int = option(256, "Keys sampled from the rest: the far field. 0 omits the far field.", minimum=0)
     num_hashes: int = option(
-        7, "Random hyperplanes of the hash. Its cells determine the order of the tokens.", minimum=1
+        7, "Random hyperplanes of the hash. Its cells determine the order of the tokens.", minimum=1, maximum=MAX_HASHES
     )
     near_field: str = option(
         "auto",
@@ -59,10 +61,6 @@ class SampledKeysConfig(MethodConfig):
     num_probes = 1
     score_groups = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_num_hashes(self.method, self.num_hashes)
-
     @property
     def exact_length(self) -> int:
         """The budget: the keys of both fields."""
@@ -75,14 +73,6 @@ class SampledKeysConfig(MethodConfig):
         """
         near = max(1, self.check_budget(columns) // 4)
         return dataclasses.replace(self, block_size=near, num_samples=columns - near)
-
-
-def check_num_hashes(method: str, num_hashes: int) -> None:
-    """Raise an error if a hash has too many bits for a 64-bit code."""
-    if num_hashes > 62:
-        raise UnsupportedAttentionError(
-            f"{method}: num_hashes={num_hashes} must be at most 62, the bits of a hash code"
-        )
 
 
 def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> SamplingOptions:
