@@ -52,12 +52,12 @@ def attempts(monkeypatch):
     made = []
     within = error_bound.attend_within_bound
 
-    def attend(heads, limit, forms, *args):
+    def attend(heads, forms, *args):
         def spy(query, key, value, columns):
             made.append((len(query), columns))
             return forms.approximate(query, key, value, columns)
 
-        return within(heads, limit, forms._replace(approximate=spy), *args)
+        return within(heads, forms._replace(approximate=spy), *args)
 
     monkeypatch.setattr(module, "attend_within_bound", attend)
     return made

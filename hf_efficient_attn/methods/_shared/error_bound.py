@@ -1,4 +1,4 @@
-"""Which heads of a call to approximate, and with how many columns, so that the error of each stays below a limit.
+"""Which heads of a call to approximate, and with how many columns, so that the error of each stays below a forms.
 
 Costs are relative to exact attention of the same head. An attempt costs the approximation and the exact rows that bound
 its error. If the bound exceeds the limit, exact attention is added. So an attempt pays if the probability P that it
@@ -39,34 +39,24 @@ _LOSS = 0.02
 _MAX_COLUMNS = 1024
 
 
-class Limit(NamedTuple):
-    """What the heads of a call must keep.
-
-    Attributes:
-        max_error: the largest bound of a head's relative error in the operator norm.
-        columns: columns of a head's first attempt.
-        length: the number of keys from which on an approximation with these columns is worthwhile.
-        batch: B, the number of sequences.
-    """
-
-    max_error: float
-    columns: int
-    length: int
-    batch: int
-
-
 class Forms(NamedTuple):
-    """How heads are computed, from query, key and value (BH, N, .).
+    """How the heads of a call are computed, from query, key and value (BH, N, .), and what they must keep.
 
     Attributes:
         approximate: approximate(query, key, value, columns) returns the output (BH, Nq, Dv) of some heads.
         exact: exact(query, key, value) returns their exact output.
         num_probes: queries that the weights are fitted to, evenly spaced. They are not used for the bound.
+        max_error: the largest bound of a head's relative error in the operator norm.
+        columns: columns of a head's first attempt.
+        length: the number of keys from which on an approximation with these columns is worthwhile.
     """
 
     approximate: Callable[..., Tensor]
     exact: Callable[..., Tensor]
     num_probes: int
+    max_error: float
+    columns: int
+    length: int
 
 
 def worthwhile_length(crossover: int) -> int:
@@ -75,14 +65,14 @@ def worthwhile_length(crossover: int) -> int:
 
 
 def attend_within_bound(
-    heads: tuple[Tensor, Tensor, Tensor], limit: Limit, forms: Forms, scale: float, seed: Seed
+    heads: tuple[Tensor, Tensor, Tensor], forms: Forms, batch: int, scale: float, seed: Seed
 ) -> tuple[Tensor, Tensor]:
     """Attention of each head with as many columns as it needs, or exactly.
 
     Args:
         heads: query (BH, Nq, D), key (BH, Nk, D) and value (BH, Nk, Dv) of B sequences without padding.
-        limit: what they must keep.
-        forms: how heads are computed.
+        forms: how heads are computed, and what they must keep.
+        batch: B.
         scale: factor of the scores.
         seed: of the rows that bound the error.
 
@@ -90,21 +80,21 @@ def attend_within_bound(
         The output (BH, Nq, Dv), and the columns of every head, int64 (BH,); 0 for an exact head.
     """
     (batch_heads, q_len, _), num_keys, device = heads[0].shape, heads[1].shape[1], heads[0].device
-    shape = (limit.batch, batch_heads // limit.batch)
-    levels = [limit.columns]
+    shape = (batch, batch_heads // batch)
+    levels = [forms.columns]
     while 2 * levels[-1] <= min(_MAX_COLUMNS, num_keys // 2):
         levels.append(2 * levels[-1])
     columns = torch.tensor(levels, device=device)
-    growth = columns.double().view(-1, 1, 1) / limit.columns
-    cost = _LARGEST_COST * (limit.length / num_keys * growth) ** COST_POWER + NUM_ROWS / num_keys
+    growth = columns.double().view(-1, 1, 1) / forms.columns
+    cost = _LARGEST_COST * (forms.length / num_keys * growth) ** COST_POWER + NUM_ROWS / num_keys
     cost = cost.expand(-1, *shape)
     possible = torch.ones_like(cost, dtype=torch.bool)
-    log_bound, spread = _first_guess(heads, limit.columns, scale).view(shape), torch.full_like(cost[0], _COPY_SPREAD)
-    budget = torch.full((limit.batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
+    log_bound, spread = _first_guess(heads, forms.columns, scale).view(shape), torch.full_like(cost[0], _COPY_SPREAD)
+    budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
     out = heads[2].new_empty(batch_heads, q_len, heads[2].shape[2])
     columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     while True:
-        probability = torch.special.ndtr((math.log(limit.max_error) - log_bound + 0.5 * growth.log()) / spread)
+        probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + 0.5 * growth.log()) / spread)
         gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)
         risk = ((1.0 - probability) * cost).gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
         order = gain.argsort(dim=1, descending=True, stable=True)
@@ -120,9 +110,9 @@ def attend_within_bound(
             part = forms.approximate(q, k, v, count)
             sizes = {"num_probes": forms.num_probes, "num_rows": NUM_ROWS}
             bound = held_back_bound(q, k, v, part, **sizes, scale=scale, seed=seed)
-            good = bound <= limit.max_error
+            good = bound <= forms.max_error
             out[some[good]], columns_of[some[good]] = part[good], count
-            log_bound.view(-1)[some] = bound.double().log() + 0.5 * math.log(count / limit.columns)
+            log_bound.view(-1)[some] = bound.double().log() + 0.5 * math.log(count / forms.columns)
             spread.view(-1)[some] = _SPREAD
         spent, done = cost.gather(0, level.unsqueeze(0))[0], (columns_of > 0).view(shape)
         budget += torch.where(chosen, done.double() - spent, 0.0).sum(1, keepdim=True)
