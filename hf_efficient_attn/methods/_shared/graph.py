@@ -7,11 +7,9 @@ operator computes the form again. Graphs for ONNX contain the form itself, of me
 Arguments of the operator:
 
 - tensors: query, key, value, the learned parameters and, if there is one, the bias by distance. They have gradients.
-- key_mask: bool (B, Nk), or None.
-- seed: int64, a scalar.
-- draws: int64, the seed of dropout, a scalar; None without dropout.
-- text: form, config, names of the learned parameters, `HeadSlice` of the seed and is_causal, as Python code.
-- numbers: scale and dropout_p.
+- others: the seed, an int64 scalar; the key mask, bool (B, Nk), if there is one; with dropout its seed.
+- text: form, config, names of the learned parameters, `HeadSlice` of the seed, whether there is a mask, is_causal,
+  scale, dropout_p, as Python code.
 - needs_grad: whether a gradient may be wanted, which a form may decide by.
 """
 
@@ -37,15 +35,15 @@ def call_in_graph(
     # Python code, formed in a way that all versions of PyTorch can trace.
     values = "".join([f"{name!r}: {_constant(value)!r}, " for name, value in config.to_dict().items()])
     heads = [int(x) for x in seed.heads] if isinstance(seed, HeadSeed) else []
-    out: Tensor = torch.ops.hf_efficient_attn.attention(
-        tensors,
-        mask,
-        torch.as_tensor(seed_value(seed), device=query.device),
-        draw_seed(query.device) if dropout_p else None,
-        f"({form!r}, {{{values}}}, {list(parameters)!r}, {heads!r}, {is_causal!r})",
-        [float(scale), float(dropout_p)],
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+    more = (
+        f"{list(parameters)!r}, {heads!r}, {mask is not None!r}, {is_causal!r}, {float(scale)!r}, {float(dropout_p)!r}"
     )
+    others = [torch.as_tensor(seed_value(seed), device=query.device), *([] if mask is None else [mask])]
+    if dropout_p:
+        others.append(draw_seed(query.device))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    text = f"({form!r}, {{{values}}}, {more})"
+    out: Tensor = torch.ops.hf_efficient_attn.attention(tensors, others, text, needs_grad)
     return out
 
 
@@ -58,16 +56,15 @@ def _constant(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value
 
 
-def _run(
-    tensors: list[Tensor], mask: Tensor | None, seed: Tensor, draws: Tensor | None, text: str, numbers: list[float]
-) -> Tensor:
+def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
     """The eager form."""
-    form, values, names, heads, is_causal = ast.literal_eval(text)
+    form, values, names, heads, has_mask, is_causal, scale, dropout_p = ast.literal_eval(text)
+    seed, mask, draws = others[0], others[1] if has_mask else None, others[-1] if dropout_p else None
     query, key, value, *learned = tensors
     method, number = get_method(values.pop("method")), int(seed)
     seed_of_heads: Seed = HeadSeed(number, HeadSlice(*heads)) if heads else number
     bias = learned.pop() if len(learned) > len(names) else None
-    (scale, dropout_p), parameters = numbers, dict(zip(names, learned, strict=True))
+    parameters = dict(zip(names, learned, strict=True))
     options = AttentionOptions(mask, is_causal, scale, dropout_p, seed_of_heads, parameters, bias)
     with torch.autocast(query.device.type, enabled=False), with_draws_of(draws, query.device):
         out: Tensor = getattr(method, form)(make_config(method.info.name, **values), query, key, value, options)
@@ -90,21 +87,13 @@ def _leaves(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @torch.library.custom_op("hf_efficient_attn::attention", mutates_args=())
-def _attention(
-    tensors: list[Tensor],
-    key_mask: Tensor | None,
-    seed: Tensor,
-    draws: Tensor | None,
-    text: str,
-    numbers: list[float],
-    needs_grad: bool,
-) -> Tensor:
+def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_grad: bool) -> Tensor:
     """Attention (B, H, Nq, Dv) of a method."""
     if not needs_grad:
-        out = _run(tensors, key_mask, seed, draws, text, numbers).contiguous()
+        out = _run(tensors, others, text).contiguous()
         return out.clone() if any(out.data_ptr() == x.data_ptr() for x in tensors) else out
     with _autograd():  # the form that the gradient is of
-        return _run(_leaves(tensors), key_mask, seed, draws, text, numbers).detach().contiguous()
+        return _run(_leaves(tensors), others, text).detach().contiguous()
 
 
 @_attention.register_fake
@@ -113,19 +102,11 @@ def _(tensors: list[Tensor], *_: object) -> Tensor:
 
 
 @torch.library.custom_op("hf_efficient_attn::attention_backward", mutates_args=())
-def _attention_backward(
-    grad: Tensor,
-    tensors: list[Tensor],
-    key_mask: Tensor | None,
-    seed: Tensor,
-    draws: Tensor | None,
-    text: str,
-    numbers: list[float],
-) -> list[Tensor]:
+def _attention_backward(grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str) -> list[Tensor]:
     """The gradients of the tensors."""
     with _autograd():
         leaves = _leaves(tensors)
-        out = _run(leaves, key_mask, seed, draws, text, numbers)
+        out = _run(leaves, others, text)
         grads = torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
     return [x.contiguous() for x in grads]
 
@@ -136,14 +117,15 @@ def _(grad: Tensor, tensors: list[Tensor], *_: object) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, *others, ctx.text, ctx.numbers, _ = inputs
-    ctx.save_for_backward(*others, *tensors)
+    tensors, others, ctx.text, _ = inputs
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *others)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    mask, seed, draws, *tensors = ctx.saved_tensors
-    found = torch.ops.hf_efficient_attn.attention_backward(grad, tensors, mask, seed, draws, ctx.text, ctx.numbers)
-    return found, *[None] * 6
+    tensors, others = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    found = torch.ops.hf_efficient_attn.attention_backward(grad, tensors, others, ctx.text)
+    return found, [None] * len(others), None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)
