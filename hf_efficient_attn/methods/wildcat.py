@@ -27,14 +27,13 @@ the numerator.
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.coreset import choose_pivots, even_positions
-from hf_efficient_attn.ops.nystrom import LEAST_DENOMINATOR, RIDGE, attend_to_coreset, kernel_scale_of
+from hf_efficient_attn.ops.nystrom import attend_to_coreset, coreset_naive, kernel_scale_of
 from hf_efficient_attn.ops.partial import accumulation_dtype
 from hf_efficient_attn.ops.tokens import take
 
@@ -108,26 +107,7 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
             return (scale * query @ key.mT).softmax(-1) @ value
         key = key - key.mean(1, keepdim=True)
         coreset, factor = _choose(config, query, key, num_heads, options)
-        root = factor.sqrt()
-        points, half_norm = root * coreset, 0.5 * (root * coreset).square().sum(2, keepdim=True)
-        # exp(<x, y> - |x|^2 / 2), as multiples of the largest one. The missing factors are part of the logits below.
-        exponents = points @ (root * key).mT - half_norm
-        kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
-        kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
-        weights = torch.linalg.solve(
-            kernel + RIDGE * torch.eye(count, dtype=kernel.dtype, device=kernel.device), kernel_rows
-        )
-        low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
-        middle, half = (low + high) / 2, (high - low) / 2
-        # Relative to the middle of the range, which is the output if the denominator is not positive.
-        numerators, ones = weights @ (value - middle), weights.sum(2, keepdim=True)
-        size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
-        logits = scale * query @ coreset.mT - half_norm.mT
-        basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
-        denominator = basis @ ones
-        positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
-        ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
-        return middle + torch.maximum(torch.minimum(ratio, half), -half)
+        return coreset_naive(query, key, value, coreset, factor, scale=scale)
 
     return without_padding(form, query, key, value, options)
 

@@ -117,3 +117,29 @@ def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) ->
     ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
     limit = 1.0 / (1.0 - dropout_p)
     return torch.addcmul(coreset.middle, ratio.clamp(-limit, limit), coreset.half)
+
+
+def coreset_naive(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, scale: float
+) -> Tensor:
+    """The readable form of `attend_to_coreset` for float64 inputs, with dense weights of all keys."""
+    root = kernel_scale.sqrt()
+    points, half_norm = root * keys, 0.5 * (root * keys).square().sum(2, keepdim=True)
+    # exp(<x, y> - |x|^2 / 2), as multiples of the largest one. The missing factors are part of the logits below.
+    exponents = points @ (root * key).mT - half_norm
+    kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
+    kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
+    weights = torch.linalg.solve(
+        kernel + RIDGE * torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device), kernel_rows
+    )
+    low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
+    middle, half = (low + high) / 2, (high - low) / 2
+    # Relative to the middle of the range, which is the output if the denominator is not positive.
+    numerators, ones = weights @ (value - middle), weights.sum(2, keepdim=True)
+    size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
+    logits = scale * query @ keys.mT - half_norm.mT
+    basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
+    denominator = basis @ ones
+    positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
+    ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
+    return middle + torch.maximum(torch.minimum(ratio, half), -half)

@@ -72,8 +72,8 @@ def _attend(
     """A form of the kernel's method, with the masks of the queries (B, Nq) and of the contracted keys (B, P)."""
     parameters = {name: x for name, x in options.parameters.items() if name not in TABLES}
     options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
-    more = {"query_mask": query_mask} if config.averages_queries else {}
-    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, **more)
+    more = (query_mask,) if config.averages_queries else ()
+    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *more)
     return out
 
 
