@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods._shared import error_bound
+from hf_efficient_attn.ops import error_bound
 from hf_efficient_attn.ops.features import LEARNED
 
 # The tests run in several processes and their tensors are small, so each process uses one thread.

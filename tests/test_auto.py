@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods import naive_attention
-from hf_efficient_attn.methods._shared import error_bound
 from hf_efficient_attn.methods._shared.crossover import built_in_table
+from hf_efficient_attn.ops import error_bound
 from hf_efficient_attn.ops.row_error import screening_error
 from instances import inputs, numbers, relative_error
 

@@ -3,7 +3,7 @@
 - Up to the length at which nearfar pays on this machine (`hf-efficient-attn crossover`), attention is exact.
 - In longer sequences the error of each head is bounded from the exact rows of some queries that the weights were not
   fitted to (`hf_efficient_attn.ops.row_error`). A head whose bound exceeds `max_error` has more columns or stays exact.
-  `hf_efficient_attn.methods._shared.error_bound` describes which heads are attempted.
+  `hf_efficient_attn.ops.error_bound` describes which heads are attempted.
 - These decisions depend on the data of a call. They are made in the bidirectional form when no gradient is wanted.
   With a gradient or dropout, and in the causal form, in which later tokens would decide about earlier ones, every head
   has `columns` columns, or all of them are exact (`static_form`). `hea.calibrate` chooses both for each layer.
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
-from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Forms, attend_within_bound
-from hf_efficient_attn.methods._shared.error_bound import worthwhile_length as worthwhile
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
+from hf_efficient_attn.ops.error_bound import COST_POWER, Forms, attend_within_bound
+from hf_efficient_attn.ops.error_bound import worthwhile_length as worthwhile
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
