@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.methods._shared import registry
 from hf_efficient_attn.ops import error_bound
 from hf_efficient_attn.ops.features import LEARNED
 
@@ -524,3 +525,8 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
 def relative_error(approximate: Tensor, exact: Tensor) -> float:
     """The Frobenius norm of the difference divided by that of the exact result."""
     return ((approximate - exact).double().norm() / exact.double().norm()).item()
+
+
+def unregister(name: str) -> None:
+    """Remove a method that a test has registered."""
+    del registry._REGISTRY[name]

@@ -20,7 +20,7 @@ from broken_methods import BrokenConfig, broken, correct
 from hf_efficient_attn import cli, methods
 from hf_efficient_attn.methods import get_method, make_config
 from hf_efficient_attn.ops.random import HeadSlice
-from instances import DEFAULTS, INSTANCES, forms, inputs, padding_mask, relative_error
+from instances import DEFAULTS, INSTANCES, forms, inputs, padding_mask, relative_error, unregister
 from promises import check_last_queries, check_naive, check_naive_gradients, naive
 from tiny_models import output, tiny_batch, tiny_model
 
@@ -360,7 +360,7 @@ def own_method():
     module = importlib.import_module("first_keys")
     yield module
     del sys.modules["first_keys"]
-    methods.unregister("first_keys")
+    unregister("first_keys")
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         del type(interface)._global_mapping["first_keys"]
 

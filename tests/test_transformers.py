@@ -23,6 +23,7 @@ from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.methods.linear import LinearConfig
+from instances import unregister
 from tiny_models import (
     DECODERS,
     ENCODERS,
@@ -57,7 +58,7 @@ def no_causal():
     methods.register_method(AverageConfig, forward=forward, naive=forward)
     register()
     yield "average"
-    methods.unregister("average")
+    unregister("average")
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         del type(interface)._global_mapping["average"]
 

@@ -30,9 +30,7 @@ from hf_efficient_attn.methods._shared.registry import (
     methods_with,
     on_register,
     register_method,
-    unregister,
 )
-from hf_efficient_attn.ops.transforms import in_transform, refuse_second_gradient, unwrapped
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
     if not _module.startswith("_"):
@@ -51,7 +49,6 @@ __all__ = [
     "available_methods",
     "crossover",
     "get_method",
-    "in_transform",
     "learns",
     "learns_for_length",
     "make_config",
@@ -62,11 +59,8 @@ __all__ = [
     "option",
     "parameters_of_slice",
     "refuse_positional",
-    "refuse_second_gradient",
     "refuse_tracing",
     "register_method",
     "sharded_attention",
-    "unregister",
-    "unwrapped",
     "update_state",
 ]

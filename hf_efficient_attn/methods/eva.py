@@ -138,12 +138,7 @@ def _call(
 
 
 def forward(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    *of_queries: Tensor | None,
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
 ) -> Tensor:
     """Fast form; see `register_method`.
 
@@ -160,12 +155,7 @@ def forward(
 
 
 def naive(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    *of_queries: Tensor | None,
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
 ) -> Tensor:
     """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
     call, sizes = _call(config, query, key, value, options, *of_queries), (config.window_size, config.num_landmarks)

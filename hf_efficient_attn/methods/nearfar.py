@@ -90,38 +90,34 @@ def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> Corese
     )
 
 
+def _causal_options(config: NearFarConfig, options: AttentionOptions) -> CausalCoresetOptions:
+    return CausalCoresetOptions(**split_columns(config.exact_length), seed=options.seed)
+
+
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    budget, scale, dropout_p = config.exact_length, options.scale, options.dropout_p
     if not options.is_causal:
         form = functools.partial(weighted_coreset_attention, options=_coreset_options(config, options))
-        return without_padding(form, query, key, value, options, budget)
-    chosen = CausalCoresetOptions(**split_columns(budget), seed=options.seed)
-
-    def causal_form(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
-        return causal_coreset_attention(query, key, value, chosen, scale=scale, dropout_p=dropout_p)
-
-    return by_heads(causal_form, query, key, value, options, budget, moves_valid_first=True)
+        return without_padding(form, query, key, value, options, config.exact_length)
+    chosen, scale = _causal_options(config, options), options.scale
+    form = functools.partial(causal_coreset_attention, options=chosen, scale=scale, dropout_p=options.dropout_p)
+    return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
 
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form."""
-    budget, scale = config.exact_length, options.scale
-    coreset = _coreset_options(config, options)
-    chosen = CausalCoresetOptions(**split_columns(budget), seed=options.seed)
+    scale, coreset = options.scale, _coreset_options(config, options)
+    if options.is_causal:
+        form = functools.partial(causal_coreset_naive, options=_causal_options(config, options), scale=scale)
+        return by_heads(form, query, key, value, options, moves_valid_first=True)
 
-    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if key.shape[1] <= budget:
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape[1] <= config.exact_length:
             return (scale * query.double() @ key.double().mT).softmax(2) @ value.double()
         heads = zip(query, key, value, strict=True)
         return torch.stack([weighted_coreset_naive(*head, coreset) for head in heads])
 
-    def causal_form(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
-        return causal_coreset_naive(query, key, value, chosen, scale=scale).to(value.dtype)
-
-    if options.is_causal:
-        return by_heads(causal_form, query, key, value, options, moves_valid_first=True)
-    return without_padding(form, query, key, value, options)
+    return without_padding(of_one_length, query, key, value, options)
 
 
 register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)

@@ -16,7 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.methods._shared.arguments import check_names, no_tensor, refuse
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
 from hf_efficient_attn.methods._shared.graph import call_in_graph
-from hf_efficient_attn.methods._shared.learned import all_parameters
+from hf_efficient_attn.methods._shared.learned import parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, methods_with
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
 from hf_efficient_attn.ops.export import exporting_to_onnx, in_graph
@@ -164,10 +164,9 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check a call, and make of its arguments what a method is given, with key heads that are not repeated."""
     check_call(config, query, key, value, arguments)
-    mask, is_causal, scale, dropout_p, seed, parameters, bias, heads, some = arguments
+    mask, is_causal, scale, dropout_p, seed, parameters, bias, heads, _ = arguments
     if parameters is None:
-        has_none = get_method(config.method).initial_parameters is None or query.numel() == 0
-        parameters = some if has_none else all_parameters(config, some, query, key, value, heads)
+        parameters = _all_parameters(config, query, key, value, arguments)
     scale = (query.shape[3] or 1) ** -0.5 if scale is None else float(scale)
     seed = (draw_seed(query.device) if seed is None else seed) + getattr(config, "seed", 0)
     if heads is not None:
@@ -178,6 +177,27 @@ def prepare(
     if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
     return query, *zero_masked(key, value, mask), options
+
+
+def _all_parameters(
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
+) -> Mapping[str, Tensor]:
+    """The learned parameters that were given, and the initial values of the others."""
+    initial_parameters, some = get_method(config.method).initial_parameters, arguments.some_parameters
+    if initial_parameters is None or len(some) == len(config.learned_parameters) or query.numel() == 0:
+        return some
+    (_, num_heads, q_len, head_dim), (num_kv_heads, kv_len), heads = query.shape, key.shape[1:3], arguments.heads
+    total = num_heads if heads is None else heads.total
+    initial = initial_parameters(
+        config,
+        num_heads=total,
+        num_kv_heads=max(1, total * num_kv_heads // num_heads),
+        head_dim=head_dim,
+        value_dim=value.shape[3],
+        max_length=max(q_len, kv_len),
+    )
+    initial = initial if heads is None else parameters_of_slice(config, initial, heads, num_heads)
+    return {**{name: x.to(query.device) for name, x in initial.items()}, **some}
 
 
 def compute(
@@ -212,14 +232,13 @@ def compute(
 
 def check_types(config: MethodConfig, tensors: Iterable[object], arguments: Arguments) -> None:
     """Refuse arguments of a call that do not have the types of its signature; `tensors` are query, key and value."""
-    for name, x in zip(("query", "key", "value"), tensors, strict=True):
-        if not isinstance(x, Tensor):
-            refuse(no_tensor(name, x), config)
     # A user's values may have other types than the annotated ones.
     values: dict[str, Any] = arguments._asdict()
-    for name in ("attention_mask", "distance_bias"):
-        if values[name] is not None and not isinstance(values[name], Tensor):
-            refuse(no_tensor(name, values[name]), config)
+    given = dict(zip(("query", "key", "value"), tensors, strict=True))
+    given |= {name: values[name] for name in ("attention_mask", "distance_bias") if values[name] is not None}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            refuse(no_tensor(name, x), config)
     if not isinstance(values["is_causal"], bool):
         refuse(f"is_causal must be True or False, not {shown(values['is_causal'])}", config)
     if values["scale"] is not None and not _is_number(values["scale"]):

@@ -10,12 +10,9 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
 from hf_efficient_attn.ops.tokens import move_valid_first, restore_order, take, valid_first
 
-# A form of query (BH, Nq, D), key (BH, Nk, D), value (BH, Nk, Dv) and key mask, bool (BH, Nk) or None: (BH, Nq, Dv).
-FlatForm = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-
 
 def by_heads(
-    form: FlatForm,
+    form: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -27,7 +24,8 @@ def by_heads(
     """Attention (B, H, Nq, Dv) by a form of flat heads, or exactly to up to `exact_length` keys.
 
     Args:
-        form: gets the mask of the keys, unless the valid tokens are moved to the front.
+        form: form(query, key, value, key_mask) returns (BH, Nq, Dv) for query (BH, Nq, D), key (BH, Nk, D), value
+            (BH, Nk, Dv) and the mask, bool (BH, Nk) or None. It gets no mask if valid tokens are moved to the front.
         query: (B, H, Nq, D).
         key: (B, H, Nk, D).
         value: (B, H, Nk, Dv).
@@ -42,7 +40,8 @@ def by_heads(
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
     query, key, value, order = move_valid_first(query, key, value, mask)
-    return unflatten_heads(restore_order(form(query, key, value, None), order, mask), shape)
+    out = form(query, key, value).to(value.dtype)
+    return unflatten_heads(restore_order(out, order, mask), shape)
 
 
 def without_padding(

@@ -1,4 +1,4 @@
-"""The learned parameters of a method: the values that it starts from, and what their shapes depend on."""
+"""What the learned parameters of a method depend on, found from the values that it starts from."""
 
 import functools
 from collections.abc import Mapping
@@ -9,31 +9,6 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import get_method, on_register
 from hf_efficient_attn.ops.random import HeadSlice
-
-
-def all_parameters(
-    config: MethodConfig,
-    some: Mapping[str, Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    heads: HeadSlice | None = None,
-) -> Mapping[str, Tensor]:
-    """All learned parameters of a method: those that were given, and the initial values of the others."""
-    initial_parameters = get_method(config.method).initial_parameters
-    if initial_parameters is None or len(some) == len(config.learned_parameters):
-        return some
-    (num_heads, num_kv_heads), total = (x.shape[1] for x in (query, key)), heads.total if heads else query.shape[1]
-    initial = initial_parameters(
-        config,
-        num_heads=total,
-        num_kv_heads=max(1, total * num_kv_heads // num_heads),
-        head_dim=query.shape[3],
-        value_dim=value.shape[3],
-        max_length=max(query.shape[2], key.shape[2]),
-    )
-    initial = initial if heads is None else parameters_of_slice(config, initial, heads, num_heads)
-    return {**{name: x.to(query.device) for name, x in initial.items()}, **some}
 
 
 @functools.lru_cache(maxsize=256)

@@ -21,18 +21,7 @@ from hf_efficient_attn.ops.transforms import refuse_second_gradient
 
 
 def update_state(config: MethodConfig, state: State | None, key: Tensor, value: Tensor, **arguments: Any) -> State:
-    """Add tokens to the state of a method with a recurrence.
-
-    Args:
-        config: the config of a method with a recurrence.
-        state: the state of the earlier tokens; None if there are none.
-        key: (B, H_kv, N, D), the keys of the new tokens.
-        value: (B, H_kv, N, Dv), the values of the new tokens.
-        **arguments: those of `attention_with_state`.
-
-    Returns:
-        The state of all tokens so far.
-    """
+    """Add tokens, key (B, H_kv, N, D) and value (B, H_kv, N, Dv), to a state; see `attention_with_state`."""
     key, value = cast_under_autocast(key, value)
     _, key, value, options = prepare(config, key, key, value, Arguments(is_causal=True, **arguments))
     with outside_autocast(key.device):

@@ -1,11 +1,10 @@
 """The registry of methods: how a method is registered, with the checks, and how it is found by its name."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -167,15 +166,10 @@ def register_method(
 
 def _sized(initial_parameters: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     """The function with `num_kv_heads` as a further argument, by default the number of heads, even if it takes none."""
-    takes = inspect.signature(initial_parameters).parameters
-    counts = "num_kv_heads" in takes or any(x.kind is x.VAR_KEYWORD for x in takes.values())
-
-    @functools.wraps(initial_parameters)
-    def sized(config: MethodConfig, *, num_heads: int, num_kv_heads: int = 0, **sizes: int) -> dict[str, Tensor]:
-        more = {"num_kv_heads": num_kv_heads or num_heads} if counts else {}
-        return initial_parameters(config, num_heads=num_heads, **more, **sizes)
-
-    return sized
+    takes = inspect.signature(initial_parameters).parameters.values()
+    if any(x.name == "num_kv_heads" or x.kind is x.VAR_KEYWORD for x in takes):
+        return lambda config, **sizes: initial_parameters(config, **{"num_kv_heads": sizes["num_heads"], **sizes})
+    return lambda config, num_kv_heads=0, **sizes: initial_parameters(config, **sizes)
 
 
 def _check(
@@ -191,7 +185,7 @@ def _check(
             f"the first argument of register_method must be a subclass of MethodConfig; got {shown(config_class)}"
         )
 
-    def refuse(problem: str) -> None:
+    def refuse(problem: str) -> NoReturn:
         raise UnsupportedAttentionError(f"{config_class.__name__}: {problem}")
 
     missing = [fact for fact in _FACTS if not hasattr(config_class, fact) or getattr(config_class, fact) in ("", None)]
@@ -216,9 +210,7 @@ def _check(
         refuse("define with_budget(self, columns)")
     for form in (forward, naive):
         if not callable(form):
-            raise UnsupportedAttentionError(
-                f"{config_class.__name__}: a method needs a forward and a naive form; naive=forward is allowed"
-            )
+            refuse("a method needs a forward and a naive form; naive=forward is allowed")
         try:
             inspect.signature(form).bind(*("config", "query", "key", "value", "options"))
         except TypeError as error:
@@ -227,11 +219,6 @@ def _check(
         refuse("learned_parameters and initial_parameters must be given together")
     if recurrence is not None and not config_class.causal:
         refuse("a method with a recurrence must be causal")
-
-
-def unregister(name: str) -> None:
-    """Remove a method. Only tests need this, after they have registered a method of their own."""
-    del _REGISTRY[name]
 
 
 def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:

@@ -106,7 +106,7 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
     sampling, scale, dropout_p = _sampling_options(config, query, options), options.scale, options.dropout_p
     budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if not options.is_causal:
             near, far = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
             return near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
@@ -123,7 +123,7 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
     sampling, (q_len, kv_len) = _sampling_options(config, query, options), (query.shape[2], key.shape[2])
     budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if kv_len <= budget:
             return dense_softmax(query.double() @ key.double().mT * options.scale, value, key_mask, options.is_causal)
         if options.is_causal:
