@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods import MethodConfig, option, register_method, unregister
-from instances import Instance
+from hf_efficient_attn.methods import MethodConfig, option, register_method
+from instances import Instance, unregister
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods._shared import error_bound
+from hf_efficient_attn.methods._shared import registry
+from hf_efficient_attn.ops import row_error
 from hf_efficient_attn.ops.features import LEARNED
 
 # The tests run in several processes and their tensors are small, so each process uses one thread.
 torch.set_num_threads(1)
 # With as many rows as users have, to bound the error of a head would cost more than exact attention at most lengths of
 # the tests, so that all heads would be exact.
-error_bound.NUM_ROWS = 8
+row_error.NUM_ROWS = 8
 
 
 _COST = dict.fromkeys(
@@ -524,3 +525,8 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
 def relative_error(approximate: Tensor, exact: Tensor) -> float:
     """The Frobenius norm of the difference divided by that of the exact result."""
     return ((approximate - exact).double().norm() / exact.double().norm()).item()
+
+
+def unregister(name: str) -> None:
+    """Remove a method that a test has registered."""
+    del registry._REGISTRY[name]

@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods import naive_attention
-from hf_efficient_attn.methods._shared import error_bound
 from hf_efficient_attn.methods._shared.crossover import built_in_table
+from hf_efficient_attn.ops import row_error
 from hf_efficient_attn.ops.row_error import screening_error
 from instances import inputs, numbers, relative_error
 
@@ -20,7 +20,7 @@ auto = hea.functional.auto_attention
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
     """The number of rows that bound the error is that of users."""
-    monkeypatch.setattr(error_bound, "NUM_ROWS", 64)
+    monkeypatch.setattr(row_error, "NUM_ROWS", 64)
 
 
 def _mixed(length=700):
@@ -50,14 +50,14 @@ def test_heads_above_the_bound_are_exact_and_the_others_are_not():
 def attempts(monkeypatch):
     """The number of heads and of columns of each attempt."""
     made = []
-    within = error_bound.attend_within_bound
+    within = row_error.attend_within_bound
 
-    def attend(heads, limit, forms, *args):
+    def attend(heads, forms, *args):
         def spy(query, key, value, columns):
             made.append((len(query), columns))
             return forms.approximate(query, key, value, columns)
 
-        return within(heads, limit, forms._replace(approximate=spy), *args)
+        return within(heads, forms._replace(approximate=spy), *args)
 
     monkeypatch.setattr(module, "attend_within_bound", attend)
     return made
@@ -80,7 +80,7 @@ def test_heads_that_need_exact_attention_cost_next_to_no_attempts(attempts):
 
 def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(monkeypatch, attempts):
     monkeypatch.setattr(
-        error_bound, "screening_error", lambda query, *rest, **options: query.new_full(query.shape[:1], 0.1)
+        row_error, "screening_error", lambda query, *rest, **options: query.new_full(query.shape[:1], 0.1)
     )
     query, key, value = _mixed(1200)
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]

@@ -8,8 +8,8 @@ import pytest
 import hf_efficient_attn as hea
 
 ROOT = Path(hea.__file__).parent
-# The goals are 4,000 lines of methods and 25 files of ops. These numbers may only fall.
-BUDGETS = {"ops": 9000, "methods": 4720}
+# These numbers may only fall.
+BUDGETS = {"ops": 9000, "methods": 4000}
 OPS_FILES = 25
 # What reads the device of a tensor, and which files may.
 DEVICE = re.compile(r"\bbackend\(|device\.type\s*(==|!=|in\b|not in\b)|\.is_cuda\b")

@@ -10,6 +10,7 @@ import torch
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import crossover as measuring
+from hf_efficient_attn.evaluation import crossover_file as files
 from hf_efficient_attn.io import writing
 from hf_efficient_attn.methods import crossover
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, NEVER, SMALL_DIM, Crossover
@@ -22,9 +23,9 @@ FOUND = {"float32": Crossover(1300, 700), "bfloat16 causal": Crossover(3000, 300
 def cache(monkeypatch, tmp_path) -> pathlib.Path:
     """A cache folder that does not exist yet; its file."""
     monkeypatch.setenv("HEA_CACHE", str(tmp_path / "cache"))
-    crossover.forget()
+    files.forget()
     yield tmp_path / "cache" / "crossover.json"
-    crossover.forget()
+    files.forget()
 
 
 def look_up(method="kdeformer", total_dim=LARGE_DIM, dtype=torch.float32, is_causal=False):
@@ -184,26 +185,26 @@ def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
 
 def test_measured_lengths_are_used(cache):
     before = look_up()
-    measuring.store_crossover("kdeformer", CPU, FOUND)
+    files.store_crossover("kdeformer", CPU, FOUND)
     assert look_up() == 700 != before
     assert look_up(total_dim=SMALL_DIM) == 1300
     assert look_up(dtype=torch.float16, is_causal=True) == 3000
     assert look_up(is_causal=True) == crossover.built_in_table("cpu")["float32 causal"].large  # not in the file
     assert look_up("longformer") == before  # another method
-    measuring.store_crossover("longformer", CPU, {"float32": Crossover(5, 5)})
+    files.store_crossover("longformer", CPU, {"float32": Crossover(5, 5)})
     assert look_up("longformer") == 5
     assert look_up() == 700  # kept
 
 
 def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
-    measuring.store_crossover("kdeformer", CPU, FOUND)
+    files.store_crossover("kdeformer", CPU, FOUND)
     other = {"bfloat16": Crossover(9, 9)}
     with monkeypatch.context() as patch:
-        patch.setattr(crossover, "processor_name", lambda: "another processor")
-        crossover._device_name.cache_clear()
+        patch.setattr(files, "processor_name", lambda: "another processor")
+        files._device_name.cache_clear()
         assert look_up() == crossover.built_in_table("cpu")["float32"].large
-        measuring.store_crossover("kdeformer", CPU, other)
-    crossover._device_name.cache_clear()
+        files.store_crossover("kdeformer", CPU, other)
+    files._device_name.cache_clear()
     assert look_up() == 700
     assert len(json.loads(cache.read_text())["machines"]) == 2
     threads = torch.get_num_threads()
@@ -215,17 +216,17 @@ def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
 
 
 def test_the_folder(monkeypatch, tmp_path):
-    assert crossover.cache_file() == tmp_path / "cache" / "crossover.json"
+    assert files.cache_file() == tmp_path / "cache" / "crossover.json"
     monkeypatch.delenv("HEA_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert crossover.cache_file() == tmp_path / "xdg" / "hf_efficient_attn" / "crossover.json"
+    assert files.cache_file() == tmp_path / "xdg" / "hf_efficient_attn" / "crossover.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert crossover.cache_file() == tmp_path / ".cache" / "hf_efficient_attn" / "crossover.json"
+    assert files.cache_file() == tmp_path / ".cache" / "hf_efficient_attn" / "crossover.json"
 
 
 def _file(rows):
-    return json.dumps({"format": 1, "machines": {crossover.machine_name(CPU): {"kdeformer": rows}}}).encode()
+    return json.dumps({"format": 1, "machines": {files.machine_name(CPU): {"kdeformer": rows}}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_a_damaged_file_is_named_once_and_replaced(content, cache):
         assert look_up() == crossover.built_in_table("cpu")["float32"].large
         look_up()
     assert len(found) == 1
-    measuring.store_crossover("kdeformer", CPU, FOUND)
+    files.store_crossover("kdeformer", CPU, FOUND)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert look_up() == 700
@@ -258,23 +259,23 @@ def test_a_folder_in_place_of_the_file(cache):
     with pytest.warns(UserWarning, match="Is a directory"):
         look_up()
     with pytest.raises(OSError, match="crossover"):
-        measuring.store_crossover("kdeformer", CPU, FOUND)
+        files.store_crossover("kdeformer", CPU, FOUND)
 
 
 def test_a_failed_write_leaves_the_file_as_it_was(cache, monkeypatch):
-    measuring.store_crossover("kdeformer", CPU, FOUND)
+    files.store_crossover("kdeformer", CPU, FOUND)
     before = cache.read_bytes()
 
     def fail(path, value):
         path.write_bytes(b"{")
         raise OSError("disk")
 
-    monkeypatch.setattr(measuring, "write_json", fail)
+    monkeypatch.setattr(files, "write_json", fail)
     with pytest.raises(OSError, match="disk"):
-        measuring.store_crossover("kdeformer", CPU, {"float32": Crossover(1, 1)})
+        files.store_crossover("kdeformer", CPU, {"float32": Crossover(1, 1)})
     assert cache.read_bytes() == before
     assert list(cache.parent.iterdir()) == [cache]
-    assert writing.replacing is measuring.replacing
+    assert writing.replacing is files.replacing
 
 
 # The command.
@@ -318,7 +319,7 @@ def test_the_command_as_json(cache, measurements, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["lengths"]["float32"] == {"small": 1001, "large": 500}
     assert found["file"] == str(cache)
-    assert found["machine"] == crossover.machine_name(CPU)
+    assert found["machine"] == files.machine_name(CPU)
     assert found["measured_now"]
     assert measurements[0][2] is False  # no bar
 

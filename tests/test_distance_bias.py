@@ -10,7 +10,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import distance_bias_methods, naive_attention
+from hf_efficient_attn.methods import methods_with, naive_attention
 from hf_efficient_attn.ops.exact import bias_of, biased_exact
 
 SIZES = {
@@ -117,7 +117,7 @@ def test_padding_with_a_bias_does_not_matter(is_causal):
 
 def test_other_methods_refuse_a_bias():
     tensors, table, _ = heads()
-    assert distance_bias_methods() == ["longformer"]
+    assert methods_with("adds_distance_bias") == ["longformer"]
     with pytest.raises(hea.UnsupportedAttentionError, match=r"kdeformer: it cannot add a bias .*longformer"):
         hea.attention("kdeformer", *tensors, distance_bias=table)
     with pytest.raises(hea.UnsupportedAttentionError, match="cannot add a bias"):

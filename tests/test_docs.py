@@ -17,7 +17,8 @@ from transformers import AutoModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from hf_efficient_attn.methods import MethodConfig, option, unregister
+from hf_efficient_attn.methods import MethodConfig, option
+from instances import unregister
 from test_guides import blocks_of, commands_of, help_of, help_of_command
 from tiny_models import tiny_class, tiny_config
 

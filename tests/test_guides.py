@@ -26,8 +26,7 @@ from transformers import AutoTokenizer, ViTImageProcessorPil
 import hf_efficient_attn as hea
 import promises
 from hf_efficient_attn import cli
-from hf_efficient_attn.methods import unregister
-from instances import Instance
+from instances import Instance, unregister
 from tiny_models import tiny_class, tiny_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ from broken_methods import BrokenConfig, broken, correct
 from hf_efficient_attn import cli, methods
 from hf_efficient_attn.methods import get_method, make_config
 from hf_efficient_attn.ops.shards import HeadSlice
-from instances import DEFAULTS, INSTANCES, forms, inputs, padding_mask, relative_error
+from instances import DEFAULTS, INSTANCES, forms, inputs, padding_mask, relative_error, unregister
 from promises import check_last_queries, check_naive, check_naive_gradients, naive
 from tiny_models import output, tiny_batch, tiny_model
 
@@ -360,7 +360,7 @@ def own_method():
     module = importlib.import_module("first_keys")
     yield module
     del sys.modules["first_keys"]
-    methods.unregister("first_keys")
+    unregister("first_keys")
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         del type(interface)._global_mapping["first_keys"]
 
@@ -600,7 +600,9 @@ def test_the_causal_form_is_the_same_with_and_without_gradient(name, masked):
     torch.testing.assert_close(without, with_gradient.detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in hea.available_methods() if not get_method(name).mixes_queries])
+@pytest.mark.parametrize(
+    "name", [name for name in hea.available_methods() if not get_method(name).default.mixes_queries]
+)
 def test_a_query_has_no_influence_on_others_if_the_method_does_not_mix_queries(name):
     query, key, value = (torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (40, 90, 91))
     attend = getattr(hea.functional, f"{name}_attention")

@@ -5,7 +5,7 @@ import torch
 from torch.export import Dim
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import exportable_methods, get_method, learns
+from hf_efficient_attn.methods import get_method, learns, methods_with
 from hf_efficient_attn.ops import tracing
 from tiny_models import SMALL, tiny_batch, tiny_model
 
@@ -41,7 +41,7 @@ def inputs(batch, length, seed):
 
 
 def test_only_tested_methods_are_exportable():
-    assert exportable_methods() == sorted({name for name, _ in EXPORTABLE})
+    assert methods_with("exportable") == sorted({name for name, _ in EXPORTABLE})
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])

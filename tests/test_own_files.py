@@ -14,7 +14,7 @@ from transformers import AutoModel
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.cli.common import app
-from hf_efficient_attn.methods import unregister
+from instances import unregister
 from test_benchmark_command import command, made, run_json, text  # noqa: F401 (fixtures)
 from tiny_models import output, tiny_batch
 

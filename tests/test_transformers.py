@@ -23,6 +23,7 @@ from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.methods.linear import LinearConfig
+from instances import unregister
 from tiny_models import (
     DECODERS,
     ENCODERS,
@@ -57,7 +58,7 @@ def no_causal():
     methods.register_method(AverageConfig, forward=forward, naive=forward)
     register()
     yield "average"
-    methods.unregister("average")
+    unregister("average")
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         del type(interface)._global_mapping["average"]
 
@@ -287,7 +288,7 @@ def _decoder(method, family="bert"):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize(
-    "method", [m for m in METHODS if hea.method_info(m).causal and not methods.get_method(m).mixes_queries]
+    "method", [m for m in METHODS if hea.method_info(m).causal and not methods.get_method(m).default.mixes_queries]
 )
 def test_cross_attention_by_the_method(family, method, calls):
     model, inputs = _decoder(method, family)
@@ -306,7 +307,9 @@ def test_no_later_token_reaches_an_earlier_one_through_cross_attention(method):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, inputs = _decoder(method)
-    assert bool([w for w in caught if "stays exact" in str(w.message)]) == methods.get_method(method).mixes_queries
+    assert (
+        bool([w for w in caught if "stays exact" in str(w.message)]) == methods.get_method(method).default.mixes_queries
+    )
     before = output(model, inputs, use_cache=False)
     inputs["input_ids"] = inputs["input_ids"].clone()
     inputs["input_ids"][:, 50:] = 7

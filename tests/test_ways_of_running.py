@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import exportable_methods
+from hf_efficient_attn.methods import methods_with
 from test_learned import learned_in, shake
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
@@ -86,7 +86,7 @@ def test_an_exported_graph_of_dynamic_shapes(family, method):
             torch.testing.assert_close(loaded(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", exportable_methods())
+@pytest.mark.parametrize("method", methods_with("exportable"))
 @pytest.mark.parametrize(
     "family", ["bert", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MODELS if x != "bert")]
 )

@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import wildcat as module
 from hf_efficient_attn.methods._shared.call import naive_attention
 from hf_efficient_attn.ops import coreset as coreset_ops
 from hf_efficient_attn.ops.thinning import choose_pivots
@@ -148,7 +147,6 @@ def test_gradients_of_outputs_that_are_clipped_and_without_a_denominator(monkeyp
 
     middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
     monkeypatch.setattr(coreset_ops, "LEAST_DENOMINATOR", 2.0)
-    monkeypatch.setattr(module, "LEAST_DENOMINATOR", 2.0)
     out, *grads = gradients(wildcat, tensors, None, 16, 64)
     torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))
     weight = numbers(*out.shape, seed=4).sum(2, keepdim=True)

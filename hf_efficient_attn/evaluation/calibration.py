@@ -23,7 +23,7 @@ from hf_efficient_attn.evaluation.capture import (
 from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, causal_methods, make_config
+from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
 
 # If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
 # probability .977.
@@ -288,7 +288,7 @@ def measure_errors(
     Returns:
         the errors, and for each layer the number of tokens of the longest sequence.
     """
-    causal = set(causal_methods())
+    causal = set(methods_with("causal"))
     remaining = {
         layer: [one for one in candidates if layer not in summary.causal_layers or one.config.method in causal]
         for layer in summary.layers

@@ -1,6 +1,7 @@
-"""Measures from which length on a method is faster than exact attention on this machine, and stores it.
+"""Measures from which length on a method is faster than exact attention on this machine.
 
 `hf_efficient_attn.methods._shared.crossover` describes what the lengths depend on, and looks them up.
+`evaluation.crossover_file` stores them.
 """
 
 import math
@@ -14,8 +15,6 @@ from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import Work, time_calls, use_device
-from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import (
     MethodConfig,
     attention,
@@ -185,24 +184,3 @@ def _between(low: int, high: int, ratios: Mapping[int, float]) -> int:
     """Where the ratio reaches 1 between two lengths, one with a ratio below 1 and one with a ratio not below 1."""
     share = -math.log(ratios[low]) / max(1e-9, math.log(ratios[high]) - math.log(ratios[low]))
     return round(low * math.exp(min(1.0, share) * math.log(high / low)))
-
-
-def store_crossover(method: str, device: torch.device, found: Mapping[str, crossover.Crossover]) -> None:
-    """Write the lengths of a method on this machine into the user's cache folder. Those of others are kept.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path = crossover.cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        machines = crossover.read_cache(path)
-    except ValueError:  # `measured_table` has warned of it
-        machines = {}
-    methods = machines.get(crossover.machine_name(device))
-    methods = methods if isinstance(methods, dict) else {}
-    rows = {name: list(lengths) for name, lengths in found.items()}
-    machines[crossover.machine_name(device)] = {**methods, method: rows}
-    with replacing(path) as draft:
-        write_json(draft, {"format": crossover.FORMAT, "machines": machines})
-    crossover.forget()

@@ -27,9 +27,13 @@ from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.row_error import RowError, exact_rows, row_error, sample_rows
-from hf_efficient_attn.ops.tokens import take
+from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
+from hf_efficient_attn.ops.tokens import ceil_div, take
+
+# Rows of causal attention that are computed at a time, with the keys up to the last of them.
+_CAUSAL_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -278,3 +282,53 @@ def _sequence_error(call: _Call, b: int, num_rows: int | None, seed: int) -> Row
             query, key, value, rows, key_mask, is_causal=call.is_causal, scale=call.scale, table=call.distance_bias
         )
         return row_error(take(call.out[b], rows.queries), exact, rows.valid, rows.population)
+
+
+def exact_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    key_mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    table: Tensor | None = None,
+) -> Tensor:
+    """The exact output of the sampled queries, softmax(scale * query[rows] key^T) value.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        rows: the result of `sample_rows`.
+        key_mask: bool (BH, Nk), True for valid keys, or None.
+        is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
+        scale: factor of the scores.
+        table: (BH, 2R + 1), a bias by distance, as in `distance_bias`, or None.
+
+    Returns:
+        (BH, p, Dv); 0 for queries without a key.
+    """
+    (q_len, kv_len), count, device = (query.shape[1], key.shape[1]), rows.queries.shape[1], key.device
+    valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
+    queries, position = take(query, rows.queries)[:, None], rows.queries + (kv_len - q_len if is_causal else 0)
+    table = None if table is None else table.to(accumulation_dtype(query.dtype))
+    step, outs = _CAUSAL_ROWS if is_causal else count, []
+    for start in range(0, count, step):
+        end, last = min(start + step, count), kv_len
+        if is_causal and rows.valid is None:
+            # The last row of a block lies in the stratum end - 1, so that later keys can be left out.
+            last = max(1, kv_len - q_len + ceil_div(end * q_len, count))
+        bias = None if valid is None else valid[..., :last]
+        if is_causal or table is not None:
+            distance = torch.arange(last, device=device) - position[:, start:end, None]  # (BH, rows, keys)
+            own = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)
+            if table is not None:
+                largest = (table.shape[1] - 1) // 2
+                index = distance.clamp(-largest, largest) + largest
+                own = own + table.gather(1, index.flatten(1)).view(index.shape)
+            bias = own[:, None] if bias is None else own[:, None] + bias
+        block = queries[:, :, start:end], key[:, None, :last], value[:, None, :last]
+        outs.append(attend(*block, bias, scale=scale).out[:, 0])
+    return torch.cat(outs, 1)

@@ -19,7 +19,7 @@ import transformers
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from hf_efficient_attn.methods import crossover
+from hf_efficient_attn.evaluation.crossover_file import processor_name
 from hf_efficient_attn.version import __version__
 
 Work = Callable[[], Any]
@@ -211,7 +211,7 @@ def machine(model: torch.nn.Module) -> dict[str, Any]:
     parameter = next(model.parameters())
     device = parameter.device
     return {
-        "cpu": crossover.processor_name(),
+        "cpu": processor_name(),
         "threads": torch.get_num_threads(),
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
         "dtype": str(parameter.dtype).removeprefix("torch."),

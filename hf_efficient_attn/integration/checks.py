@@ -26,7 +26,7 @@ from hf_efficient_attn.integration.model_code import (
 from hf_efficient_attn.integration.recurrent import is_recurrent
 from hf_efficient_attn.integration.refusals import WARNED, check_methods, why_cross_attention_is_exact
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, causal_methods, distance_bias_methods, get_method
+from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
@@ -139,9 +139,9 @@ def _check_distance_bias(model: PreTrainedModel, found: AttentionModule, method:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} adds a bias of relative positions (relative_attention_bias) to the scores of its "
             f"attention (in {kind} at {found.location.name}), which {method.method} cannot keep, because it does not "
-            f"compute the scores of all pairs: use {' or '.join(distance_bias_methods())} without global tokens, whose "
-            f"window adds it, or attn_implementation={EXACT!r}, or a model with learned or rotary positions, such as "
-            "BERT, GPT-2 or Llama"
+            f"compute the scores of all pairs: use {' or '.join(methods_with('adds_distance_bias'))} without global "
+            f"tokens, whose window adds it, or attn_implementation={EXACT!r}, or a model with learned or rotary "
+            "positions, such as BERT, GPT-2 or Llama"
         )
 
 
@@ -208,10 +208,11 @@ def check_methods_of(model: PreTrainedModel, chosen: Sequence[AttentionModule]) 
             )
         is_state = method is not None and is_recurrent(method) and not found.location.is_cross
         if method is not None and is_state and reads_cache(type(found.module)):
+            others = [name for name in methods_with("causal") if get_method(name).recurrence is None]
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} reads cached keys itself ({type(found.module).__name__} at "
                 f"{found.location.name}), and {method.method} keeps a state instead of keys: use a method that keeps "
-                f"keys, such as {', '.join(name for name in causal_methods() if get_method(name).recurrence is None)}"
+                f"keys, such as {', '.join(others)}"
             )
 
 

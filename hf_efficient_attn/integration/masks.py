@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_tracing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.methods import unwrapped
+from hf_efficient_attn.ops.tracing import unwrapped
 
 # The dtypes of masks by what they say: whether the mask is causal, and whether it is of a sliding window. A mask of
 # a user does not get here with its own dtype, because `padding_mask` reads it first. PyTorch cannot pickle uint16.

@@ -10,8 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods import unwrapped
-from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs, unwrapped
 
 _NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 # The attribute of a model with the `PositionTable`s that it holds.

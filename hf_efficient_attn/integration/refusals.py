@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.model_code import attention_arguments
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.methods import MethodConfig, causal_methods, get_method, learns, rectangular_methods
+from hf_efficient_attn.methods import MethodConfig, get_method, learns, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute of an attention module whose exact cross attention has been warned of.
@@ -67,12 +67,12 @@ def check_methods(
         if is_causal and not info.causal:
             raise UnsupportedAttentionError(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
-                f"{', '.join(causal_methods())}"
+                f"{', '.join(methods_with('causal'))}"
             )
         if is_rectangular and config.needs_square:
             raise UnsupportedAttentionError(
                 f"{model} has fewer keys than queries and {name} needs as many keys as queries. Methods that do not: "
-                f"{', '.join(rectangular_methods())}"
+                f"{', '.join(methods_with('rectangular'))}"
             )
         if not allow_learned and learns(config):
             raise UnsupportedAttentionError(
@@ -103,7 +103,7 @@ def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None
         why = "The module calls itself bidirectional, but its model gives it a causal mask: choose another method"
     raise UnsupportedAttentionError(
         f"{name} is causal and {method.method} has no causal form. {why}. Methods that have a causal form: "
-        f"{', '.join(causal_methods())}"
+        f"{', '.join(methods_with('causal'))}"
     )
 
 
@@ -118,7 +118,7 @@ def why_cross_attention_is_exact(method: str | MethodConfig, config: object) -> 
         return f"{name} needs as many queries as keys"
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     # GPT-2's config does not say that the model is a decoder, but only a decoder adds cross attention.
-    if form.mixes_queries and (decodes or getattr(config, "add_cross_attention", False)):
+    if form.default.mixes_queries and (decodes or getattr(config, "add_cross_attention", False)):
         return f"with {name} later tokens of a decoder would influence earlier ones"
     return None
 

@@ -8,35 +8,29 @@ import importlib
 import pkgutil
 
 from hf_efficient_attn.methods._shared import crossover
-from hf_efficient_attn.methods._shared.arguments import refuse_positional, refuse_tracing
-from hf_efficient_attn.methods._shared.call import (
-    attention,
-    naive_attention,
-    sharded_attention,
-)
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.learned_shapes import learns, learns_for_length, parameters_of_slice
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import (
+from hf_efficient_attn.methods._shared.arguments import refuse_positional
+from hf_efficient_attn.methods._shared.call import attention, naive_attention, refuse_tracing
+from hf_efficient_attn.methods._shared.config import (
     AttentionOptions,
     HiddenProjections,
-    Method,
-    MethodInfo,
+    MethodConfig,
     Recurrence,
     ShardedForm,
+    option,
+)
+from hf_efficient_attn.methods._shared.learned import learns, learns_for_length, parameters_of_slice
+from hf_efficient_attn.methods._shared.parts import attention_with_state, sharded_attention, update_state
+from hf_efficient_attn.methods._shared.registry import (
+    Method,
+    MethodInfo,
     available_methods,
-    causal_methods,
-    distance_bias_methods,
-    exportable_methods,
     get_method,
     make_config,
     method_info,
+    methods_with,
     on_register,
-    rectangular_methods,
-    unregister,
+    register_method,
 )
-from hf_efficient_attn.methods._shared.state import attention_with_state, update_state
-from hf_efficient_attn.ops.tracing import in_transform, refuse_second_gradient, unwrapped
 
 for _module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
     if not _module.startswith("_"):
@@ -53,27 +47,20 @@ __all__ = [
     "attention",
     "attention_with_state",
     "available_methods",
-    "causal_methods",
     "crossover",
-    "distance_bias_methods",
-    "exportable_methods",
     "get_method",
-    "in_transform",
     "learns",
     "learns_for_length",
     "make_config",
     "method_info",
+    "methods_with",
     "naive_attention",
     "on_register",
     "option",
     "parameters_of_slice",
-    "rectangular_methods",
     "refuse_positional",
-    "refuse_second_gradient",
     "refuse_tracing",
     "register_method",
     "sharded_attention",
-    "unregister",
-    "unwrapped",
     "update_state",
 ]

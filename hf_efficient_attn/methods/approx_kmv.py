@@ -23,7 +23,6 @@ shape would be that of all pairs, or would cut off buckets and lose the guarante
 separate problem on its valid tokens, and they are solved one after the other.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,10 +33,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.kernel import products
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.exact import exact_form
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import without_padding
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import dense_attention, exact_attention
@@ -105,7 +103,7 @@ def _gaussian(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
     """The keys that are computed for queries of one head. All keys are computed for the other queries."""
-    if head.scale == 0.0 or 0 < len(head.key) <= config.num_samples:
+    if head.scale == 0.0 or len(head.key) <= config.num_samples:
         return
     queries, keys, _ = _gaussian(head)
     if config.num_samples:
@@ -163,38 +161,30 @@ def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     return dense_attention(query[None], key[None], value[None], weights.log()[None], scale=head.scale)[0]
 
 
-def _by_head(
-    form: Callable[[ApproxKMVConfig, _Head], Tensor],
-    config: ApproxKMVConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-) -> Tensor:
-    """Compute one form for each head of each sequence on its valid tokens: (B, H, Nq, Dv)."""
-    (batch, num_heads, q_len, _), kv_len, key_mask = query.shape, key.shape[2], options.key_mask
+def _each_head(
+    form: Callable[[ApproxKMVConfig, _Head], Tensor], config: ApproxKMVConfig, num_heads: int, options: AttentionOptions
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One form for each head of sequences without padding, query (BH, Nq, D), ...: (BH, Nq, Dv)."""
     seed, first = seed_value(options.seed), head_slice(options.seed, num_heads).first
-    every, out = torch.arange(max(q_len, kv_len), device=query.device), []
-    for b in range(batch):
-        own = every[:kv_len] if key_mask is None else key_mask[b].nonzero().squeeze(1)
-        # In self-attention a masked token has no query either, and its output is 0.
-        rows = own if q_len == kv_len else every[:q_len]
-        for h in range(num_heads):
-            tensors = query[b, h, rows], key[b, h, own], value[b, h, own]
-            of_head = value.new_zeros(q_len, value.shape[3]) + 0.0 * tensors[2].sum()
-            if len(own) and len(rows):
-                head = _Head(*tensors, options.scale, options.dropout_p, seed + _SEED_STEP * (first + h))
-                of_head = of_head.index_copy(0, rows, form(config, head))
-            out.append(of_head)
-    result: Tensor = torch.stack(out).unflatten(0, (batch, num_heads))
-    return result
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seeds = (seed + _SEED_STEP * (first + h % num_heads) for h in range(len(query)))
+        heads = zip(query, key, value, seeds, strict=True)
+        given = options.scale, options.dropout_p
+        return torch.stack([form(config, _Head(q, k, v, *given, own)) for q, k, v, own in heads])
+
+    return of_one_length
 
 
 def forward(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    if key.shape[2] <= config.num_samples:
-        return exact_form(query, key, value, options)
-    return _by_head(_forward_head, config, query, key, value, options)
+    form = _each_head(_forward_head, config, query.shape[1], options)
+    return without_padding(form, query, key, value, options, config.num_samples)
 
 
-register_method(ApproxKMVConfig, forward=forward, naive=functools.partial(_by_head, _naive_head))
+def naive(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Readable form: the draws of `forward` as a dense matrix of weights."""
+    return without_padding(_each_head(_naive_head, config, query.shape[1], options), query, key, value, options)
+
+
+register_method(ApproxKMVConfig, forward=forward, naive=naive)

@@ -3,7 +3,7 @@
 - Up to the length at which nearfar pays on this machine (`hf-efficient-attn crossover`), attention is exact.
 - In longer sequences the error of each head is bounded from the exact rows of some queries that the weights were not
   fitted to (`hf_efficient_attn.ops.row_error`). A head whose bound exceeds `max_error` has more columns or stays exact.
-  `hf_efficient_attn.methods._shared.error_bound` describes which heads are attempted.
+  `hf_efficient_attn.ops.row_error` describes which heads are attempted.
 - These decisions depend on the data of a call. They are made in the bidirectional form when no gradient is wanted.
   With a gradient or dropout, and in the causal form, in which later tokens would decide about earlier ones, every head
   has `columns` columns, or all of them are exact (`static_form`). `hea.calibrate` chooses both for each layer.
@@ -19,16 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
-from hf_efficient_attn.methods._shared.error_bound import COST_POWER, Forms, Limit, attend_within_bound
-from hf_efficient_attn.methods._shared.error_bound import worthwhile_length as worthwhile
-from hf_efficient_attn.methods._shared.exact import exact_form
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.lengths import without_padding
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
+from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
+from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
+from hf_efficient_attn.ops.row_error import COST_POWER, Forms, attend_within_bound
+from hf_efficient_attn.ops.row_error import worthwhile_length as worthwhile
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
@@ -109,41 +105,19 @@ def _approximation(columns: int) -> MethodConfig:
     return make_config(AutoAttentionConfig.switches_to).with_budget(columns)
 
 
-def forward(
+def _decide(
     config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-) -> Tensor:
-    """Fast form; see `register_method`."""
-    length = config.columns
-    if key.shape[2] > length:
-        length = config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
-    is_static = _is_static(config, query, key, value, options)
-    if key.shape[2] <= length or (is_static and config.max_error and config.static_form == "exact"):
-        return exact_form(query, key, value, options)
-    if options.is_causal:
-        return get_method(config.switches_to).forward(_approximation(config.columns), query, key, value, options)
-
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        forms = _forms(config, options)
-        if key.shape[1] <= length:
-            return forms.exact(query, key, value)
-        if is_static:
-            return forms.approximate(query, key, value, config.columns)
-        return _bounded(config, (query, key, value), length, len(query) // num_heads, options)[0]
-
-    num_heads = query.shape[1]
-    out = without_padding(of_one_length, flatten_heads(query, key, value, options.key_mask))
-    return unflatten_heads(out, query.shape)
-
-
-def _is_static(
-    config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-) -> bool:
-    """Whether all heads have the same form, whatever the data."""
+) -> tuple[int, bool]:
+    """Up to how many keys attention is exact, and whether all heads have the same form, whatever the data."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return needs_grad or not config.max_error or options.is_causal or options.dropout_p > 0.0
+    is_static = needs_grad or not config.max_error or options.is_causal or options.dropout_p > 0.0
+    kv_len = key.shape[2]
+    if kv_len <= config.columns or (is_static and config.max_error and config.static_form == "exact"):
+        return kv_len, is_static
+    return config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device), is_static
 
 
-def _forms(config: AutoAttentionConfig, options: AttentionOptions) -> Forms:
+def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) -> Forms:
     """How heads (BH, N, .) are computed. As sequences they all have the same random numbers."""
     options = options._replace(key_mask=None)
 
@@ -153,44 +127,55 @@ def _forms(config: AutoAttentionConfig, options: AttentionOptions) -> Forms:
         return form(_approximation(columns), query, key, value, options)[:, 0]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return exact_form(query[None], key[None], value[None], options)[0]
+        return exactly(query[None], key[None], value[None], options)[0]
 
-    return Forms(approximate, exact, getattr(_approximation(config.columns), "num_probes", 0))
+    num_probes = getattr(_approximation(config.columns), "num_probes", 0)
+    return Forms(approximate, exact, num_probes, config.max_error, config.columns, length)
 
 
-def _bounded(
-    config: AutoAttentionConfig, heads: tuple[Tensor, ...], length: int, batch: int, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """The output (BH, Nq, Dv) within the error bound, and the columns of every head (BH,); 0 for an exact one."""
-    limit = Limit(config.max_error, config.columns, length, batch)
-    query, key, value = heads
-    return attend_within_bound((query, key, value), limit, _forms(config, options), options.scale, options.seed)
+def forward(
+    config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Fast form; see `register_method`."""
+    (length, is_static), num_heads = _decide(config, query, key, value, options), query.shape[1]
+    if key.shape[2] <= length:
+        return exactly(query, key, value, options)
+    if options.is_causal:  # the number of later tokens must not matter
+        return get_method(config.switches_to).forward(_approximation(config.columns), query, key, value, options)
+    forms = _forms(config, length, options)
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape[1] <= length:
+            return forms.exact(query, key, value)
+        if is_static:
+            return forms.approximate(query, key, value, config.columns)
+        heads, batch = (query, key, value), len(query) // num_heads
+        return attend_within_bound(heads, forms, batch, options.scale, options.seed)[0]
+
+    return without_padding(of_one_length, query, key, value, options)
 
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: dense matrices, with the decisions of `forward` about each sequence and head."""
-    length = config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
-    is_static = _is_static(config, query, key, value, options)
-    dense, same = get_method(config.switches_to).naive, query.shape[2] == key.shape[2]
-    out = value.new_zeros(*query.shape[:3], value.shape[3])
-    for b in range(query.shape[0]):
-        own, valid = options, torch.ones_like(key[b, 0, :, 0], dtype=torch.bool)
-        if options.is_causal:  # the number of later tokens must not matter
-            own = options._replace(key_mask=None if options.key_mask is None else options.key_mask[b : b + 1])
-        elif options.key_mask is not None:
-            own, valid = options._replace(key_mask=None), options.key_mask[b]
-        rows = valid if same else torch.ones_like(query[b, 0, :, 0], dtype=torch.bool)
-        q, k, v = query[b : b + 1, :, rows], key[b : b + 1, :, valid], value[b : b + 1, :, valid]
-        counts = [config.columns] * query.shape[1]
-        if k.shape[2] <= length or (is_static and config.max_error and config.static_form == "exact"):
-            counts = [k.shape[2]] * query.shape[1]  # as many columns as keys
+    (length, is_static), num_heads = _decide(config, query, key, value, options), query.shape[1]
+    dense, forms = get_method(config.switches_to).naive, _forms(config, length, options)
+    if options.is_causal:
+        kv_len = key.shape[2]  # as many columns as keys are exact
+        return dense(_approximation(kv_len if kv_len <= length else config.columns), query, key, value, options)
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads, counts = (query, key, value), [config.columns] * len(query)
+        if key.shape[1] <= length:
+            counts = [0] * len(query)
         elif not is_static:
-            counts = _bounded(config, (q[0], k[0], v[0]), length, 1, own)[1].tolist()
-        for h, count in enumerate(counts if k.shape[2] else []):
-            form = _approximation(count or k.shape[2])
-            some = slice(h, h + 1)
-            out[b : b + 1, some, rows] = dense(form, q[:, some], k[:, some], v[:, some], own)
-    return out
+            batch = len(query) // num_heads
+            counts = attend_within_bound(heads, forms, batch, options.scale, options.seed)[1].tolist()
+        outs, given = [], options._replace(key_mask=None)
+        for count, q, k, v in zip(counts, query[:, None, None], key[:, None, None], value[:, None, None], strict=True):
+            outs.append(dense(_approximation(count or key.shape[1]), q, k, v, given))
+        return torch.cat(outs, 1)[0]
+
+    return without_padding(of_one_length, query, key, value, options)
 
 
 register_method(AutoAttentionConfig, forward=forward, naive=naive, decode=decode_exactly)

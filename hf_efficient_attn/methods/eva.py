@@ -36,16 +36,14 @@ The computation is in `hf_efficient_attn.ops.chunks` and, for the causal form, i
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_heads
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention
 from hf_efficient_attn.ops.chunks_causal import (
@@ -56,10 +54,6 @@ from hf_efficient_attn.ops.chunks_causal import (
 )
 
 _MAPS = ("proposal_query", "proposal_key")
-
-# bool (B, Nq), the queries that count and have an output; None if all do. "keys": the key mask if there are as many
-# queries as keys, as in self-attention, otherwise None.
-QueryMask: TypeAlias = Tensor | Literal["keys"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,28 +126,25 @@ def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[T
 
 
 def _call(
-    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, query_mask: QueryMask
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
 ) -> tuple[Heads, Masks, Draw]:
     """The tensors and masks of the forms, and what draws the numbers of the chunks."""
     maps = _maps(config, query, options)
-    same_tokens = isinstance(query_mask, str) and query.shape[2] == key.shape[2]
-    if isinstance(query_mask, str):
-        query_mask = options.key_mask if same_tokens else None
+    same_tokens = not of_queries and query.shape[2] == key.shape[2]
+    query_mask = options.key_mask if same_tokens else (*of_queries, None)[0]
     drawn = None if config.proposal == "mean" else options.seed
     draw = functools.partial(chunk_noise, query.shape, accumulation_dtype(query.dtype), query.device, drawn)
     return Heads(query, key, value, *maps), Masks(options.key_mask, query_mask, same_tokens), draw
 
 
 def forward(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    query_mask: QueryMask = "keys",
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
 ) -> Tensor:
-    """Fast form; see `register_method`. FLuRKA, whose keys are not tokens, also gives the mask of the queries."""
-    heads, masks, draw = _call(config, query, key, value, options, query_mask)
+    """Fast form; see `register_method`.
+
+    FLuRKA, whose keys are not tokens, also gives the mask of the queries that count, bool (B, Nq) or None.
+    """
+    heads, masks, draw = _call(config, query, key, value, options, *of_queries)
     excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
     heads = heads if excluded is None else heads._replace(query=query.masked_fill(excluded, 0.0))
     attention = interval_attention if options.is_causal else window_attention
@@ -164,15 +155,10 @@ def forward(
 
 
 def naive(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    query_mask: QueryMask = "keys",
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
 ) -> Tensor:
     """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
-    call, sizes = _call(config, query, key, value, options, query_mask), (config.window_size, config.num_landmarks)
+    call, sizes = _call(config, query, key, value, options, *of_queries), (config.window_size, config.num_landmarks)
     cut = interval_chunks if options.is_causal else window_chunks
     return summary_attention_naive(*call, lambda position: cut(position, *sizes), options.scale).to(value.dtype)
 

@@ -5,7 +5,7 @@ never computed. `hf_efficient_attn.methods.eva` gives the sums that they have in
 each key of the window and one for each chunk of the other keys, all in one softmax. In terms of Eq. 2:
 
 - E1 K and E2 V, with W_K and W_V applied before or after them, are computed by `forward` and `forward_hidden_states` of
-  `hf_efficient_attn.methods._shared.flurka`.
+  `hf_efficient_attn.methods._shared.projections`.
 - phi(Q) (phi(E1 K)^T E2 V) is the attention of EVA for N queries and P keys.
 
 The contracted keys are not tokens and have no queries of their own. Since a table starts from means of P segments,
@@ -17,7 +17,7 @@ modules describe the departures from the papers.
 from dataclasses import dataclass, replace
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
+from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
 
 
 @dataclass(frozen=True, kw_only=True)

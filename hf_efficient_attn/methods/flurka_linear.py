@@ -1,13 +1,13 @@
 """FLuRKA with the kernel of the linear transformer: keys and values contracted to P tokens, features elu(x) + 1.
 
 Gupta et al. 2023, Eq. 2, with phi of Katharopoulos et al. 2020 and with their normalisation, phi(q) . sum_j phi(k_j)
-over the contracted keys. `hf_efficient_attn.methods._shared.flurka` describes the departures from the paper.
+over the contracted keys. `hf_efficient_attn.methods._shared.projections` describes the departures from the paper.
 """
 
 from dataclasses import dataclass
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
+from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
 from hf_efficient_attn.ops.features import LEARNED
 from hf_efficient_attn.ops.features import NAMES as MAPS
 from hf_efficient_attn.ops.projections import NAMES as TABLES

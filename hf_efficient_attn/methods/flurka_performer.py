@@ -2,13 +2,13 @@
 
 Gupta et al. 2023, Eq. 2, with phi of Choromanski et al. 2021 and with their normalisation, phi(q) . sum_j phi(k_j) over
 the contracted keys. With more and more features the output converges to that of the Linformer.
-`hf_efficient_attn.methods._shared.flurka` describes the departures from the paper.
+`hf_efficient_attn.methods._shared.projections` describes the departures from the paper.
 """
 
 from dataclasses import dataclass, replace
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.flurka import FlurkaConfig, register_flurka
+from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
 from hf_efficient_attn.ops.features import LEARNED
 from hf_efficient_attn.ops.features import NAMES as MAPS
 from hf_efficient_attn.ops.projections import NAMES as TABLES

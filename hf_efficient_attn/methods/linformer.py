@@ -23,10 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, ShardedForm, option
 from hf_efficient_attn.methods._shared.projections import ProjectionConfig, initial_parameters, tables
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.projections import STARTS_FROM, naive_contraction, projection_attention
 from hf_efficient_attn.ops.shards import Shards
 

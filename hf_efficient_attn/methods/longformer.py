@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, ShardedForm, option
 from hf_efficient_attn.methods._shared.heads import exactly
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, ShardedForm
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.exact import WindowCall, dense_attention, window_attention, window_bias, window_decode
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.tracing import exporting_to_onnx

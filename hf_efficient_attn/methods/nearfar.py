@@ -11,20 +11,22 @@ those of the bidirectional form.
 """
 
 import dataclasses
-import itertools
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.causal_coreset import decode_exactly, forward_causal, naive_causal
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.lengths import without_padding
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
+from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.ops.coreset_causal import (
+    CausalCoresetOptions,
+    causal_coreset_attention,
+    causal_coreset_naive,
+    split_columns,
+)
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
-from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention, weighted_coreset_naive
 
 
@@ -87,39 +89,34 @@ def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> Corese
     )
 
 
+def _causal_options(config: NearFarConfig, options: AttentionOptions) -> CausalCoresetOptions:
+    return CausalCoresetOptions(**split_columns(config.exact_length), seed=options.seed)
+
+
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    if options.is_causal:
-        return forward_causal(config.exact_length, query, key, value, options)
-    heads, (scale, dropout_p) = flatten_heads(query, key, value, options.key_mask), (options.scale, options.dropout_p)
-    if key.shape[2] <= config.exact_length:
-        return unflatten_heads(exact_attention(*heads, is_causal=False, scale=scale, dropout_p=dropout_p), query.shape)
-    coreset = _coreset_options(config, options)
-
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if key.shape[1] <= config.exact_length:
-            return exact_attention(query, key, value, is_causal=False, scale=scale, dropout_p=dropout_p)
-        return weighted_coreset_attention(query, key, value, coreset)
-
-    out = without_padding(of_one_length, heads)
-    return unflatten_heads(out, query.shape)
+    if not options.is_causal:
+        form = functools.partial(weighted_coreset_attention, options=_coreset_options(config, options))
+        return without_padding(form, query, key, value, options, config.exact_length)
+    chosen, scale = _causal_options(config, options), options.scale
+    form = functools.partial(causal_coreset_attention, options=chosen, scale=scale, dropout_p=options.dropout_p)
+    return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
 
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form."""
+    scale, coreset = options.scale, _coreset_options(config, options)
     if options.is_causal:
-        return naive_causal(config.exact_length, query, key, value, options)
-    coreset, same = _coreset_options(config, options), query.shape[2] == key.shape[2]
-    out = value.new_zeros(*query.shape[:3], value.shape[3])
-    for b, h in itertools.product(*map(range, query.shape[:2])):
-        valid = torch.ones_like(key[b, h, :, 0], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
-        rows = valid if same else slice(None)
-        q, k, v = query[b, h, rows], key[b, h, valid], value[b, h, valid]
-        if len(k) > config.exact_length:
-            out[b, h, rows] = weighted_coreset_naive(q, k, v, coreset).to(value.dtype)
-        elif len(k):
-            out[b, h, rows] = ((options.scale * q.double() @ k.double().T).softmax(1) @ v.double()).to(value.dtype)
-    return out
+        form = functools.partial(causal_coreset_naive, options=_causal_options(config, options), scale=scale)
+        return by_heads(form, query, key, value, options, moves_valid_first=True)
+
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape[1] <= config.exact_length:
+            return (scale * query.double() @ key.double().mT).softmax(2) @ value.double()
+        heads = zip(query, key, value, strict=True)
+        return torch.stack([weighted_coreset_naive(*head, coreset) for head in heads])
+
+    return without_padding(of_one_length, query, key, value, options)
 
 
 register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)

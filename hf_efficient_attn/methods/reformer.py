@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import dense_attention, mask_bias
 from hf_efficient_attn.ops.hashing import Rounds, dense_pairs, plan_rounds, rounds_attention
@@ -58,13 +57,6 @@ class ReformerConfig(MethodConfig):
         "other key. This is a different attention, for training.",
     )
     seed: int = option(0, "Seed of the hashes. In training they are drawn again in every call.", minimum=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.shared_query_key, bool):
-            raise UnsupportedAttentionError(
-                f"{self.method}: shared_query_key={self.shared_query_key!r} must be True or False"
-            )
 
     @property
     def exact_length(self) -> int:

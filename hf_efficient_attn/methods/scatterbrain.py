@@ -26,11 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.methods._shared.sampled_keys import check_num_hashes
+from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import favor
 from hf_efficient_attn.ops.linear import log_weights_naive
@@ -57,17 +56,13 @@ class ScatterbrainConfig(MethodConfig):
     num_features: int = option(
         128, "Random features for the rest. They cost as much as this number of keys.", minimum=1, carried=True
     )
-    num_hashes: int = option(7, "Random hyperplanes of the hash of near_field='lsh'.", minimum=1)
+    num_hashes: int = option(7, "Random hyperplanes of the hash of near_field='lsh'.", minimum=1, maximum=MAX_HASHES)
     near_field: str = option(
         "window",
         "'window': the neighbours by position. 'lsh': blocks of an angular hash (the causal form uses the window).",
         choices=("window", "lsh"),
     )
     seed: int = option(0, "Seed of the features and of the hash.", minimum=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_num_hashes(self.method, self.num_hashes)
 
     @property
     def exact_length(self) -> int:

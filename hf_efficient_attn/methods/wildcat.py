@@ -27,17 +27,13 @@ the numerator.
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import flatten_heads, unflatten_heads
-from hf_efficient_attn.methods._shared.lengths import without_padding
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
+from hf_efficient_attn.methods._shared.heads import without_padding
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.coreset import LEAST_DENOMINATOR, RIDGE, attend_to_coreset, kernel_scale_of
-from hf_efficient_attn.ops.exact import exact_attention
+from hf_efficient_attn.ops.coreset import attend_to_coreset, coreset_naive, kernel_scale_of
 from hf_efficient_attn.ops.thinning import choose_pivots
 from hf_efficient_attn.ops.tokens import even_positions, take
 
@@ -76,72 +72,44 @@ class WildCatConfig(MethodConfig):
         return replace(self, num_samples=self.check_budget(columns), num_candidates=min(4 * columns, 2**31 - 1))
 
 
+def _choose(
+    config: WildCatConfig, query: Tensor, key: Tensor, num_heads: int, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """The keys of the coreset (BH, m, D) for centered keys (BH, n, D), and the factor (BH, 1, 1) of the kernel."""
+    num_candidates = min(key.shape[1], max(config.num_samples, config.num_candidates))
+    candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))
+    factor = kernel_scale_of(query, candidates, options.scale)
+    batch = len(key) // num_heads
+    pivots = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, seed=options.seed, batch=batch)
+    return take(candidates, pivots.candidate), factor
+
+
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    scale, dropout_p, num_heads = options.scale, options.dropout_p, query.shape[1]
-    heads = flatten_heads(query, key, value, options.key_mask)
-    if key.shape[2] <= config.num_samples:
-        return unflatten_heads(exact_attention(*heads, is_causal=False, scale=scale, dropout_p=dropout_p), query.shape)
+    num_heads, scale, dropout_p = query.shape[1], options.scale, options.dropout_p
 
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if key.shape[1] <= config.num_samples:
-            return exact_attention(query, key, value, is_causal=False, scale=scale, dropout_p=dropout_p)
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
         key = key - key.mean(1, keepdim=True)
-        position = even_positions(key.shape[1], _num_candidates(config, key.shape[1]), key.device)
-        candidates = key.index_select(1, position)
-        kernel_scale = kernel_scale_of(query, candidates, scale)
-        points = candidates * kernel_scale.sqrt()
-        batch = len(key) // num_heads
-        pivot = choose_pivots(points, None, config.num_samples, seed=options.seed, batch=batch).candidate
-        keys = take(candidates, pivot)
-        return attend_to_coreset(query, key, value, keys, kernel_scale, scale=scale, dropout_p=dropout_p)
+        keys, factor = _choose(config, query, key, num_heads, options)
+        return attend_to_coreset(query, key, value, keys, factor, scale=scale, dropout_p=dropout_p)
 
-    out = without_padding(of_one_length, heads)
-    return unflatten_heads(out, query.shape)
-
-
-def _num_candidates(config: WildCatConfig, kv_len: int) -> int:
-    return min(kv_len, max(config.num_samples, config.num_candidates))
+    return without_padding(form, query, key, value, options, config.num_samples)
 
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Readable form: one batch row at a time without its padding, with dense weights of all keys."""
-    outs, count, scale = [], config.num_samples, options.scale
-    for b in range(query.shape[0]):
-        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
-        queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
-        num_keys = keys.shape[1]
-        if num_keys <= count:
-            outs.append((scale * queries @ keys.mT).softmax(-1) @ values)
-            continue
-        keys = keys - keys.mean(1, keepdim=True)
-        position = even_positions(num_keys, _num_candidates(config, num_keys), key.device)
-        candidates = keys[:, position]
-        own_queries = queries[:, valid] if query.shape[2] == key.shape[2] else queries
-        root = kernel_scale_of(own_queries, candidates, scale).sqrt()
-        pivot = choose_pivots(candidates * root, None, count, seed=options.seed, batch=1).candidate
-        coreset = take(candidates, pivot)
-        points, half_norm = root * coreset, 0.5 * (root * coreset).square().sum(2, keepdim=True)
-        # exp(<x, y> - |x|^2 / 2), as multiples of the largest one. The missing factors are part of the logits below.
-        exponents = points @ (root * keys).mT - half_norm
-        kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
-        kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
-        weights = torch.linalg.solve(
-            kernel + RIDGE * torch.eye(count, dtype=kernel.dtype, device=kernel.device), kernel_rows
-        )
-        low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-        middle, half = (low + high) / 2, (high - low) / 2
-        # Relative to the middle of the range, which is the output if the denominator is not positive.
-        numerators, ones = weights @ (values - middle), weights.sum(2, keepdim=True)
-        size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
-        logits = scale * queries @ coreset.mT - half_norm.mT
-        basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
-        denominator = basis @ ones
-        positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
-        ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
-        outs.append(middle + torch.maximum(torch.minimum(ratio, half), -half))
-    return torch.stack(outs).to(value.dtype)
+    """Readable form, with dense weights of all keys."""
+    num_heads, count, scale = query.shape[1], config.num_samples, options.scale
+
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = query.double(), key.double(), value.double()
+        if key.shape[1] <= count:
+            return (scale * query @ key.mT).softmax(-1) @ value
+        key = key - key.mean(1, keepdim=True)
+        coreset, factor = _choose(config, query, key, num_heads, options)
+        return coreset_naive(query, key, value, coreset, factor, scale=scale)
+
+    return without_padding(form, query, key, value, options)
 
 
 register_method(WildCatConfig, forward=forward, naive=naive)

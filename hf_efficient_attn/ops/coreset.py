@@ -30,7 +30,7 @@ from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, sa
 from hf_efficient_attn.ops.sampling import candidate_positions
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.thinning import choose_pivots
-from hf_efficient_attn.ops.tokens import constant, slice_size, sliced, take
+from hf_efficient_attn.ops.tokens import constant, integers, slice_size, sliced, take
 
 # A slice of distances may be this multiple of what `sliced` is meant for, 12 MiB on a CPU: with twice as much they take
 # 1.3 times as long.
@@ -67,7 +67,7 @@ def nearest(points: Tensor, landmarks: Tensor, penalty: Tensor | None = None) ->
     a quarter of the time of `argmax`.
     """
     integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
-    bits, index = (1 << (count - 1).bit_length()) - 1, constant(_integers_of, count, integer, device=points.device)
+    bits, index = (1 << (count - 1).bit_length()) - 1, integers(count, points.device).to(integer)
     offset = 0.5 * landmarks.square().sum(2, keepdim=True)
     offset = offset if penalty is None else offset + penalty
 
@@ -81,19 +81,11 @@ def nearest(points: Tensor, landmarks: Tensor, penalty: Tensor | None = None) ->
     return sliced(some_heads, points, landmarks.mT, offset.mT, size=size).view(integer).bitwise_and(bits).long()
 
 
-def _integers_of(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=dtype, device=device)
-
-
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     """The sums of the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
-    first = constant(_first_of_heads, len(x), count, device=x.device)
+    first = integers(len(x), x.device).unsqueeze(1) * count
     sums = x.new_zeros(len(x) * count, x.shape[2])
     return sums.index_add(0, (cluster + first).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
-
-
-def _first_of_heads(batch_heads: int, count: int, device: torch.device) -> Tensor:
-    return (torch.arange(batch_heads, device=device) * count).unsqueeze(1)
 
 
 def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Tensor:
@@ -379,3 +371,27 @@ def _members(x: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
     closeness = landmark @ x.mT - 0.5 * (landmark * landmark).sum(2, keepdim=True)
     nearest = closeness.masked_fill(~selected.unsqueeze(2), -torch.inf).argmax(1, keepdim=True)
     return torch.zeros_like(closeness).scatter_(1, nearest, 1.0)
+
+
+def coreset_naive(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, scale: float
+) -> Tensor:
+    """The readable form of `attend_to_coreset` for float64 inputs, with dense weights of all keys."""
+    root = kernel_scale.sqrt()
+    points, half_norm = root * keys, 0.5 * (root * keys).square().sum(2, keepdim=True)
+    # exp(<x, y> - |x|^2 / 2), as multiples of the largest one. The missing factors are part of the logits below.
+    exponents = points @ (root * key).mT - half_norm
+    kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
+    kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
+    weights = torch.linalg.solve(kernel + RIDGE * torch.eye(keys.shape[1], device=kernel.device), kernel_rows)
+    low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
+    middle, half = (low + high) / 2, (high - low) / 2
+    # Relative to the middle of the range, which is the output if the denominator is not positive.
+    numerators, ones = weights @ (value - middle), weights.sum(2, keepdim=True)
+    size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
+    logits = scale * query @ keys.mT - half_norm.mT
+    basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
+    denominator = basis @ ones
+    positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
+    ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
+    return middle + torch.maximum(torch.minimum(ratio, half), -half)

@@ -15,8 +15,23 @@ On unseen texts and pictures (MiniLM, GPT-2 and DeiT with 512 to 8,192 tokens; f
 bound of a layer was below its mean error in 4 of 7,056 layers with 64 rows, and in as many with 128. The bound of a
 head was below its error in 1.2 and 1.1 %. The median of bound / error of a layer was 1.41 and 1.26. Errors of rank 1
 that differ much between rows, of which a sample shows the least, are missed more often.
+
+`attend_within_bound` chooses which heads of a call to approximate, and with how many columns, so that the bound of each
+stays below a limit.
+
+Costs are relative to exact attention of the same head. An attempt costs the approximation and the exact rows that bound
+its error. If the bound exceeds the limit, exact attention is added. So an attempt pays if the probability P that it
+succeeds is above its cost. P is that of a normal distribution of the logarithm of the bound: at first around the error
+of a small copy of the head (`screening_error`), and after an attempt around the bound that was found.
+Twice as many columns leave a share of sqrt(1/2) of it.
+
+The heads of a sequence are attempted in the order of P - cost, as long as the expected loss, the sum of (1 - P) cost,
+is within a budget: a small share of exact attention, plus what earlier attempts have saved. So hardly any time is lost
+in a sequence in which all heads turn out to need exact attention. Nothing depends on other sequences or earlier calls.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,19 +41,32 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
 from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
-from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.sampling import stratified_ranks
 from hf_efficient_attn.ops.shards import Seed
-from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, take, uniform
+from hf_efficient_attn.ops.tokens import constant, even_positions, take, uniform
 from hf_efficient_attn.ops.weighted_coreset import LEAST_DENOMINATOR, RIDGE
 
 _STREAM = 31
 # Squarings of a Gram matrix: the leading eigenvector is that of 2**6 steps of the power method.
 _SQUARINGS = 6
-# Rows of causal attention that are computed at a time, with the keys up to the last of them.
-_CAUSAL_ROWS = 16
 # Sizes of the copy of a head, and steps of Lloyd's algorithm.
 NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, _NUM_STEPS = 256, 64, 32, 2
+# Rows that bound the error.
+NUM_ROWS = 64
+# The bound with c columns is about this multiple of the error of the copy times sqrt(landmarks of the copy / c), and
+# the standard deviations of its logarithm, before and after an attempt. Measured on MiniLM with 4,096 tokens.
+_COPY_FACTOR, _COPY_SPREAD, _SPREAD = 1.1, 0.65, 0.3
+# The cost of c columns grows with this power of c. It falls with the same power of the length beyond that at which the
+# approximation costs as much as exact attention. The power would be 1 if the time were in proportion to the length, and
+# 2 if it were constant, as that of choosing landmarks is. With 3,072, 4,096 and 8,192 tokens the cost is .51, .31, .11.
+COST_POWER = 1.5
+# An approximation must cost at most this share of exact attention. With more, the heads that stay exact leave little to
+# gain.
+_LARGEST_COST = 0.75
+# Share of exact attention that may be lost.
+_LOSS = 0.02
+# A head has at most this many columns, unless it begins with more.
+_MAX_COLUMNS = 1024
 
 
 class Rows(NamedTuple):
@@ -116,56 +144,6 @@ def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: Seed, d
 def _even_rows(batch_heads: int, q_len: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
     """One query of each of `count` strata: int64 (BH, p)."""
     return stratified_ranks(count, q_len, _offsets_of_rows(batch_heads, count, num_heads, seed, device))
-
-
-def exact_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Rows,
-    key_mask: Tensor | None = None,
-    *,
-    is_causal: bool,
-    scale: float,
-    table: Tensor | None = None,
-) -> Tensor:
-    """The exact output of the sampled queries, softmax(scale * query[rows] key^T) value.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        rows: the result of `sample_rows`.
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-        is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
-        scale: factor of the scores.
-        table: (BH, 2R + 1), a bias by distance, as in `distance_bias`, or None.
-
-    Returns:
-        (BH, p, Dv); 0 for queries without a key.
-    """
-    (q_len, kv_len), count, device = (query.shape[1], key.shape[1]), rows.queries.shape[1], key.device
-    valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
-    queries, position = take(query, rows.queries)[:, None], rows.queries + (kv_len - q_len if is_causal else 0)
-    table = None if table is None else table.to(accumulation_dtype(query.dtype))
-    step, outs = _CAUSAL_ROWS if is_causal else count, []
-    for start in range(0, count, step):
-        end, last = min(start + step, count), kv_len
-        if is_causal and rows.valid is None:
-            # The last row of a block lies in the stratum end - 1, so that later keys can be left out.
-            last = max(1, kv_len - q_len + ceil_div(end * q_len, count))
-        bias = None if valid is None else valid[..., :last]
-        if is_causal or table is not None:
-            distance = torch.arange(last, device=device) - position[:, start:end, None]  # (BH, rows, keys)
-            own = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)
-            if table is not None:
-                largest = (table.shape[1] - 1) // 2
-                index = distance.clamp(-largest, largest) + largest
-                own = own + table.gather(1, index.flatten(1)).view(index.shape)
-            bias = own[:, None] if bias is None else own[:, None] + bias
-        block = queries[:, :, start:end], key[:, None, :last], value[:, None, :last]
-        outs.append(attend(*block, bias, scale=scale).out[:, 0])
-    return torch.cat(outs, 1)
 
 
 @torch.no_grad()
@@ -249,7 +227,7 @@ def held_back_bound(
     available = torch.ones(1, q_len, dtype=torch.bool, device=device).scatter(1, probe, False)
     rows = sample_rows(1, q_len, num_rows, available, num_heads=1, seed=seed, device=device)
     rows = Rows(*(x.expand(batch_heads, -1) if isinstance(x, Tensor) else x for x in rows))  # type: ignore[arg-type]
-    exact = exact_rows(query, key, value, rows, is_causal=False, scale=scale)
+    exact = attend(take(query, rows.queries)[:, None], key[:, None], value[:, None], scale=scale).out[:, 0]
     return row_error(take(approximate, rows.queries), exact, rows.valid, rows.population).bound
 
 
@@ -310,3 +288,97 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
     ratio = out[..., :-1] / torch.where(positive, out[..., -1:], 1.0)
     means = sums[..., :-1] / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
     return torch.where(positive, ratio, (scores.softmax(2) @ means).double()).to(query.dtype)
+
+
+class Forms(NamedTuple):
+    """How the heads of a call are computed, from query, key and value (BH, N, .), and what they must keep.
+
+    Attributes:
+        approximate: approximate(query, key, value, columns) returns the output (BH, Nq, Dv) of some heads.
+        exact: exact(query, key, value) returns their exact output.
+        num_probes: queries that the weights are fitted to, evenly spaced. They are not used for the bound.
+        max_error: the largest bound of a head's relative error in the operator norm.
+        columns: columns of a head's first attempt.
+        length: the number of keys from which on an approximation with these columns is worthwhile.
+    """
+
+    approximate: Callable[..., Tensor]
+    exact: Callable[..., Tensor]
+    num_probes: int
+    max_error: float
+    columns: int
+    length: int
+
+
+def worthwhile_length(crossover: int) -> int:
+    """The length from which on an approximation costs little enough, from that at which it costs as much as exact."""
+    return math.ceil(crossover / math.pow(_LARGEST_COST, 1.0 / COST_POWER))
+
+
+def attend_within_bound(
+    heads: tuple[Tensor, Tensor, Tensor], forms: Forms, batch: int, scale: float, seed: Seed
+) -> tuple[Tensor, Tensor]:
+    """Attention of each head with as many columns as it needs, or exactly.
+
+    Args:
+        heads: query (BH, Nq, D), key (BH, Nk, D) and value (BH, Nk, Dv) of B sequences without padding.
+        forms: how heads are computed, and what they must keep.
+        batch: B.
+        scale: factor of the scores.
+        seed: of the rows that bound the error.
+
+    Returns:
+        The output (BH, Nq, Dv), and the columns of every head, int64 (BH,); 0 for an exact head.
+    """
+    (batch_heads, q_len, _), num_keys, device = heads[0].shape, heads[1].shape[1], heads[0].device
+    shape = (batch, batch_heads // batch)
+    levels = [forms.columns]
+    while 2 * levels[-1] <= min(_MAX_COLUMNS, num_keys // 2):
+        levels.append(2 * levels[-1])
+    columns = torch.tensor(levels, device=device)
+    growth = columns.double().view(-1, 1, 1) / forms.columns
+    cost = _LARGEST_COST * (forms.length / num_keys * growth) ** COST_POWER + NUM_ROWS / num_keys
+    cost = cost.expand(-1, *shape)
+    possible = torch.ones_like(cost, dtype=torch.bool)
+    log_bound, spread = _first_guess(heads, forms.columns, scale).view(shape), torch.full_like(cost[0], _COPY_SPREAD)
+    budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
+    out = heads[2].new_empty(batch_heads, q_len, heads[2].shape[2])
+    columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
+    while True:
+        probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + 0.5 * growth.log()) / spread)
+        gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)
+        risk = ((1.0 - probability) * cost).gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
+        order = gain.argsort(dim=1, descending=True, stable=True)
+        within = risk.gather(1, order).cumsum(1) <= budget
+        chosen = (gain > 0) & within.gather(1, order.argsort(1))
+        if not bool(chosen.any()):
+            break
+        for number, count in enumerate(levels):
+            some = (chosen & (level == number)).flatten().nonzero()[:, 0]
+            if not len(some):
+                continue
+            q, k, v = (x.index_select(0, some) for x in heads)
+            part = forms.approximate(q, k, v, count)
+            sizes = {"num_probes": forms.num_probes, "num_rows": NUM_ROWS}
+            bound = held_back_bound(q, k, v, part, **sizes, scale=scale, seed=seed)
+            good = bound <= forms.max_error
+            out[some[good]], columns_of[some[good]] = part[good], count
+            log_bound.view(-1)[some] = bound.double().log() + 0.5 * math.log(count / forms.columns)
+            spread.view(-1)[some] = _SPREAD
+        spent, done = cost.gather(0, level.unsqueeze(0))[0], (columns_of > 0).view(shape)
+        budget += torch.where(chosen, done.double() - spent, 0.0).sum(1, keepdim=True)
+        possible = possible & ~done & ~(chosen & (columns.view(-1, 1, 1) <= columns[level]))
+    rest = (columns_of == 0).nonzero()[:, 0]
+    if len(rest):
+        out[rest] = forms.exact(*(x.index_select(0, rest) for x in heads))
+    return out, columns_of
+
+
+def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: float) -> Tensor:
+    """The logarithm of the bound that is expected of each head: float64 (BH,)."""
+    # In a sequence that is hardly longer than its copy, an attempt costs less than the copy tells.
+    if heads[1].shape[1] <= 2 * NUM_KEYS:
+        return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
+    error = screening_error(*heads, scale=scale).double()
+    log_bound: Tensor = (error * _COPY_FACTOR * (NUM_LANDMARKS / columns) ** 0.5).log()
+    return log_bound

@@ -35,10 +35,11 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.crossover_file import processor_name
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import check_picture, replacing
-from hf_efficient_attn.methods import MethodConfig, crossover
+from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.inputs import minilm_activations
 
@@ -278,7 +279,7 @@ def tradeoff(
         wanted = points(parse_methods(method or METHODS, setting), parse_lengths(budget) or BUDGETS)
         about = {
             "tokens": tokens, "heads": heads, "width": width, "threads": threads, "rounds": rounds,
-            "cpu": crossover.processor_name(), "torch": torch.__version__,
+            "cpu": processor_name(), "torch": torch.__version__,
         }  # fmt: skip
         result = {"about": about, "rows": earlier(measurements, about) if resume else []}
         done = {row["method"] for row in result["rows"]}

@@ -3,43 +3,45 @@
 A method deals with none of these; `register_method` states what it is given.
 """
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.methods._shared.arguments import Arguments, check_call, check_names, check_types
-from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.methods._shared.arguments import check_names, no_tensor, refuse
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
 from hf_efficient_attn.methods._shared.graph import call_in_graph
-from hf_efficient_attn.methods._shared.learned_shapes import parameters_of_slice
-from hf_efficient_attn.methods._shared.registry import (
-    AttentionForward,
-    AttentionOptions,
-    get_method,
-    make_config,
-)
+from hf_efficient_attn.methods._shared.learned import parameters_of_slice
+from hf_efficient_attn.methods._shared.registry import get_method, make_config, methods_with
 from hf_efficient_attn.ops import tracing
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
-from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice, Seed, Shards, over_heads
-from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient, replaced_in_graphs
+from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
-# Bytes of a number -> integers of the same size.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Parameters(NamedTuple):
-    """The learned parameters that the user gave: all of them, or None, and some of them by name."""
+class Arguments(NamedTuple):
+    """The arguments of a call besides the tensors, as the user gave them; see `attention`.
 
-    complete: Mapping[str, Tensor] | None
-    some: Mapping[str, Tensor]
+    Attributes:
+        some_parameters: learned parameters that were given by name, if `parameters` is None.
+    """
 
-
-_NO_PARAMETERS = Parameters(None, {})
+    attention_mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = 0
+    parameters: Mapping[str, Tensor] | None = None
+    distance_bias: Tensor | None = None
+    heads: HeadSlice | None = None
+    some_parameters: Mapping[str, Tensor] = {}
 
 
 def attention(
@@ -92,96 +94,12 @@ def attention(
             the mask is not (B, Nk); `is_causal` with a method that has no causal form; Nq != Nk with a method that has
             no rectangular form.
     """
-    arguments = Arguments(attention_mask, is_causal, scale, dropout_p, seed, distance_bias, heads)
-    config, some = _split_hyperparameters(method_or_config, hyperparameters)
-    check_types(config, (query, key, value), arguments, parameters)
-    given = Parameters(parameters, some)
-    if in_transform(query, key, value, arguments, given):
-        return _in_transform(config, query, key, value, arguments, given)
-    return refuse_second_gradient(_attention(config, query, key, value, arguments, given), config.method)
-
-
-def _attention(
-    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: Parameters
-) -> Tensor:
-    form = get_method(config.method).forward
-    if config.compute_dtype == "auto":
-        return compute(form, config, query, key, value, arguments, given)
-    query, key, value = cast_under_autocast(query, key, value)
-    dtype = value.dtype
-    query, key, value = cast_to_compute(config, query, key, value)
-    return compute(form, config, query, key, value, arguments, given).to(dtype)
-
-
-def _in_transform(
-    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, given: Parameters
-) -> Tensor:
-    """`_attention` inside a transform of `torch.func`."""
-    if arguments.seed is None:
-        arguments = arguments._replace(seed=draw_seed(query.device))
-    others = (arguments.distance_bias, arguments.seed, *(given.complete or {}).values(), *given.some.values())
-    return tracing.call_in_transform(
-        functools.partial(_attention, config),
-        (query, key, value, arguments, given),
-        config.method,
-        by_rows=not any(isinstance(x, Tensor) for x in others),
-        draws=arguments.dropout_p > 0.0,
-    )
-
-
-def sharded_attention(
-    config: MethodConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    shards: Shards,
-    is_causal: bool = False,
-    scale: float | None = None,
-    seed: int | Tensor = 0,
-    parameters: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """Attention of sequences whose tokens are divided over processes, which all make this call.
-
-    Up to rounding, the outputs of all processes in order are those of `attention` of all tokens.
-
-    Args:
-        config: the config of a method.
-        query: (B, H, n, D), of the tokens of this process.
-        key: (B, H_kv, n, D).
-        value: (B, H_kv, n, Dv).
-        shards: which tokens these are, and the mask of all tokens.
-        is_causal: query i attends to the keys up to its own position.
-        scale: the factor of the scores; 1/sqrt(D) by default.
-        seed: the same in all processes.
-        parameters: all learned parameters of all heads by name; None for the values that a conversion starts from.
-
-    Returns:
-        (B, H, n, Dv) in the dtype of `value`.
-    """
-    form = get_method(config.method).sharded
-    query, key, value = cast_under_autocast(query, key, value)
-    dtype = value.dtype
-    arguments = Arguments(shards.own_mask, is_causal, scale, 0.0, seed)
-    check_call(config, query, key, value, arguments)
-    if parameters is None:
-        parameters = all_parameters(config, {}, query, key, value)
-    query, key, value = cast_to_compute(config, query, key, value)
-    if form is not None and form.applies(config, shards.total, is_causal):
-        scale, seed = resolve(config, query, scale, seed)
-        key, value = zero_masked(key, value, shards.own_mask)
-        options = AttentionOptions(shards.own_mask, is_causal, scale, 0.0, seed, parameters)
-        with torch.autocast(query.device.type, enabled=False):
-            out = form.forward(config, query, key, value, options, shards).to(dtype)
-            return refuse_second_gradient(out, config.method)
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
-        own = parameters_of_slice(config, parameters, heads, query.shape[1])
-        given = arguments._replace(attention_mask=shards.key_mask, heads=heads)
-        return compute(get_method(config.method).forward, config, query, key, value, given, Parameters(own, {}))
-
-    out = over_heads(some_heads, query, key, value, shards).to(dtype)
-    return refuse_second_gradient(out, config.method)
+    arguments = Arguments(attention_mask, is_causal, scale, dropout_p, seed, parameters, distance_bias, heads)
+    config, arguments = _with_hyperparameters(method_or_config, arguments, hyperparameters)
+    check_types(config, (query, key, value), arguments)
+    if tracing.in_transform(query, key, value, arguments):
+        return _in_transform(config, query, key, value, arguments)
+    return tracing.refuse_second_gradient(_attention("forward", config, query, key, value, arguments), config.method)
 
 
 def naive_attention(
@@ -199,134 +117,233 @@ def naive_attention(
     **hyperparameters: Any,
 ) -> Tensor:
     """Compute the readable form of a method, with dense (Nq, Nk) matrices; see `attention` for the arguments."""
-    arguments = Arguments(attention_mask, is_causal, scale, 0.0, seed, distance_bias)
-    config, some = _split_hyperparameters(method_or_config, hyperparameters)
-    check_types(config, (query, key, value), arguments, parameters)
-    form = get_method(config.method).naive
-    return compute(form, config, query, key, value, arguments, Parameters(parameters, some))
+    arguments = Arguments(attention_mask, is_causal, scale, 0.0, seed, parameters, distance_bias)
+    config, arguments = _with_hyperparameters(method_or_config, arguments, hyperparameters)
+    check_types(config, (query, key, value), arguments)
+    return _attention("naive", dataclasses.replace(config, compute_dtype="auto"), query, key, value, arguments)
 
 
-def resolve(config: MethodConfig, x: Tensor, scale: float | None, seed: int | Tensor) -> tuple[float, int | Tensor]:
-    """The scale, by default 1/sqrt(D) for x (..., D), and the sum of the call's and the config's seed."""
-    return x.shape[-1] ** -0.5 if scale is None else float(scale), seed + getattr(config, "seed", 0)
-
-
-def _split_hyperparameters(
-    method_or_config: str | MethodConfig, hyperparameters: Mapping[str, Any]
-) -> tuple[MethodConfig, dict[str, Tensor]]:
-    """The config with the hyperparameters, and the tensors among them, which are learned parameters."""
+def _with_hyperparameters(
+    method_or_config: str | MethodConfig, arguments: Arguments, hyperparameters: Mapping[str, Any]
+) -> tuple[MethodConfig, Arguments]:
+    """The config with the hyperparameters, and the arguments with the learned parameters that are among them."""
+    config = make_config(method_or_config)
     if not hyperparameters:
-        return make_config(method_or_config), {}
-    check_names(make_config(method_or_config), hyperparameters)
-    some = {k: v for k, v in hyperparameters.items() if isinstance(v, Tensor)}
-    return make_config(method_or_config, **{k: v for k, v in hyperparameters.items() if k not in some}), some
+        return config, arguments
+    check_names(config, hyperparameters)
+    learned = {k: v for k, v in hyperparameters.items() if k in config.learned_parameters}
+    config = make_config(config, **{k: v for k, v in hyperparameters.items() if k not in learned})
+    return config, arguments._replace(some_parameters=learned)
 
 
-def compute(
-    form: AttentionForward[Any],
-    config: MethodConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arguments: Arguments,
-    given: Parameters = _NO_PARAMETERS,
+def _attention(
+    form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
 ) -> Tensor:
-    """Check a call, prepare its tensors, and compute one form of a method: (B, H, Nq, Dv)."""
-    device_type = query.device.type
-    is_autocast = torch.is_autocast_enabled(device_type)
-    if is_autocast:
-        query, key, value = cast_under_autocast(query, key, value)
+    query, key, value = cast_under_autocast(query, key, value)
+    return compute(form, config, *prepare(config, query, key, value, arguments)).to(value.dtype)
+
+
+def _in_transform(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
+    """`_attention` inside a transform of `torch.func`."""
+    if arguments.seed is None:
+        arguments = arguments._replace(seed=tracing.draw_seed(query.device))
+    learned = arguments.some_parameters if arguments.parameters is None else arguments.parameters
+    others = (arguments.distance_bias, arguments.seed, *learned.values())
+    return tracing.call_in_transform(
+        functools.partial(_attention, "forward", config),
+        (query, key, value, arguments),
+        config.method,
+        by_rows=not any(isinstance(x, Tensor) for x in others),
+        draws=arguments.dropout_p > 0.0,
+    )
+
+
+def prepare(
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
+) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
+    """Check a call, and make of its arguments what a method is given, with key heads that are not repeated."""
     check_call(config, query, key, value, arguments)
-    (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
-    if query.numel() == 0:
-        learned = (given.complete or given.some).values()
-        # The sums give every input a gradient, of zeros: DistributedDataParallel refuses parameters without one.
-        nothing = torch.stack([0.0 * x.sum(dtype=value.dtype) for x in (query, key, value, *learned)]).sum()
-        return value.new_zeros(batch, num_heads, q_len, value.shape[-1]) + nothing
-    key_mask, is_causal, scale, dropout_p, seed, distance_bias, slice_of_heads = arguments
-    scale, seed = resolve(config, query, scale, draw_seed(query.device) if seed is None else seed)
-    key, value = zero_masked(key, value, key_mask)
-    parameters = given.complete
+    mask, is_causal, scale, dropout_p, seed, parameters, bias, heads, _ = arguments
     if parameters is None:
-        parameters = all_parameters(config, given.some, query, key, value, slice_of_heads)
-    seed_of_heads: Seed = seed
-    if slice_of_heads is not None:
-        slice_of_heads.check(num_heads)
-        seed_of_heads = HeadSeed(seed, slice_of_heads)
-    options = AttentionOptions(key_mask, is_causal, scale, dropout_p, seed_of_heads, parameters, distance_bias)
-    # The number of keys before the first query.
-    offset = kv_len - q_len if is_causal else 0
-    method = get_method(config.method)
-    decode = method.decode
-    if decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:
-        form = decode
-    elif offset < 0:  # the first queries come before all keys
-        query = query[:, :, -offset:]
-    elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
-        query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
-    key, value = repeat_kv(query, key, value)
-    if in_graph() and form in (method.forward, decode):
-        form = functools.partial(call_in_graph, "forward" if form is method.forward else "decode")
-    if is_autocast:
-        with torch.autocast(device_type, enabled=False):
-            out = form(config, query, key, value, options)
-    else:  # without the context, which takes as long as the other checks of a call together
-        out = form(config, query, key, value, options)
-    if offset < 0:
-        return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)
-    return out[:, :, out.shape[2] - q_len :] if offset else out
+        parameters = _all_parameters(config, query, key, value, arguments)
+    scale = (query.shape[3] or 1) ** -0.5 if scale is None else float(scale)
+    seed = (tracing.draw_seed(query.device) if seed is None else seed) + getattr(config, "seed", 0)
+    if heads is not None:
+        heads.check(query.shape[1])
+    options = AttentionOptions(
+        mask, is_causal, scale, dropout_p, seed if heads is None else HeadSeed(seed, heads), parameters, bias
+    )
+    if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
+        query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
+    return query, *zero_masked(key, value, mask), options
 
 
-def all_parameters(
-    config: MethodConfig,
-    some: Mapping[str, Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    heads: HeadSlice | None = None,
+def _all_parameters(
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
 ) -> Mapping[str, Tensor]:
-    """All learned parameters of a method: those that were given, and the initial values of the others."""
-    method = get_method(config.method)
-    known = method.info.learned_parameters
-    for name in some:
-        if name not in known:
-            raise UnsupportedAttentionError(
-                f"{config.method}: {unknown_name('learned parameter', name, known)}"
-                if known
-                else f"{config.method}: {name!r} is a tensor, but the method has no learned parameters"
-            )
-    if method.initial_parameters is None or len(some) == len(known):
+    """The learned parameters that were given, and the initial values of the others."""
+    initial_parameters, some = get_method(config.method).initial_parameters, arguments.some_parameters
+    if initial_parameters is None or len(some) == len(config.learned_parameters) or query.numel() == 0:
         return some
-    (num_heads, num_kv_heads), total = (x.shape[1] for x in (query, key)), heads.total if heads else query.shape[1]
-    initial = method.initial_parameters(
+    (_, num_heads, q_len, head_dim), (num_kv_heads, kv_len), heads = query.shape, key.shape[1:3], arguments.heads
+    total = num_heads if heads is None else heads.total
+    initial = initial_parameters(
         config,
         num_heads=total,
         num_kv_heads=max(1, total * num_kv_heads // num_heads),
-        head_dim=query.shape[3],
+        head_dim=head_dim,
         value_dim=value.shape[3],
-        max_length=max(query.shape[2], key.shape[2]),
+        max_length=max(q_len, kv_len),
     )
     initial = initial if heads is None else parameters_of_slice(config, initial, heads, num_heads)
     return {**{name: x.to(query.device) for name, x in initial.items()}, **some}
 
 
-def _fill_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`zero_masked` with a gradient."""
+def compute(
+    form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """The form "forward" or "naive" of a method for what `prepare` returns: (B, H, Nq, Dv)."""
+    (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
+    if query.numel() == 0:
+        tensors = (query, key, value, *options.parameters.values())
+        # The sums give every input a gradient, of zeros: DistributedDataParallel refuses parameters without one.
+        nothing = torch.stack([0.0 * x.sum(dtype=value.dtype) for x in tensors]).sum()
+        return value.new_zeros(batch, num_heads, q_len, value.shape[3]) + nothing
+    method = get_method(config.method)
+    # The number of keys before the first query.
+    offset = kv_len - q_len if options.is_causal else 0
+    if method.decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:
+        form = "decode"
+    elif offset < 0:  # the first queries come before all keys
+        query = query[:, :, -offset:]
+    elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
+        query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
+    key, value = repeat_kv(query, key, value)
+    with outside_autocast(query.device):
+        if tracing.in_graph() and form != "naive":
+            out = call_in_graph(form, config, query, key, value, options)
+        else:
+            out = getattr(method, form)(config, query, key, value, options)
+    if offset < 0:
+        return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)
+    return out[:, :, out.shape[2] - q_len :] if offset else out
+
+
+def check_types(config: MethodConfig, tensors: Iterable[object], arguments: Arguments) -> None:
+    """Refuse arguments of a call that do not have the types of its signature; `tensors` are query, key and value."""
+    # A user's values may have other types than the annotated ones.
+    values: dict[str, Any] = arguments._asdict()
+    given = dict(zip(("query", "key", "value"), tensors, strict=True))
+    given |= {name: values[name] for name in ("attention_mask", "distance_bias") if values[name] is not None}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            refuse(no_tensor(name, x), config)
+    if not isinstance(values["is_causal"], bool):
+        refuse(f"is_causal must be True or False, not {shown(values['is_causal'])}", config)
+    if values["scale"] is not None and not _is_number(values["scale"]):
+        refuse(f"scale must be a number, or None for 1/sqrt(head_dim), not {shown(values['scale'])}", config)
+    if not _is_number(values["dropout_p"]):
+        refuse(f"dropout_p must be a number, not {shown(values['dropout_p'])}", config)
+    if values["parameters"] is not None and not isinstance(values["parameters"], Mapping):
+        refuse(f"parameters must be a dictionary of tensors by name, not {shown(values['parameters'])}", config)
+
+
+def _is_number(value: object) -> bool:
+    """Whether `float` takes it and it is no string. torch.compile traces the first test only."""
+    return isinstance(value, (int, float, Tensor)) or hasattr(value, "__float__")
+
+
+def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> None:
+    """Refuse everything that can be wrong with a call before any work is done."""
+    refuse_tracing(config)
+    # Each attribute of a tensor is read once, because that takes most of the time of a call of few tokens.
+    mask, shapes = arguments.attention_mask, (query.shape, key.shape, value.shape)
+    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
+        refuse(
+            f"query, key and value must have the shape (batch, num_heads, length, head_dim); got {_names(shapes)}",
+            config,
+        )
+    (batch, num_heads, q_len, head_dim), (*of_key, key_dim), (*of_value, _) = shapes
+    kv_batch, num_kv_heads, kv_len = of_key
+    if of_key != of_value or batch != kv_batch or head_dim != key_dim:
+        refuse(f"these shapes do not fit together: {_names(shapes)}", config)
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        refuse(f"the number of key heads, {num_kv_heads}, must divide the number of query heads, {num_heads}", config)
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype or not dtype.is_floating_point:
+        refuse(
+            f"query, key and value must have the same floating-point dtype; got {dtype}, {key.dtype}, {value.dtype}",
+            config,
+        )
+    if mask is not None:
+        expected = (batch, kv_len)
+        if mask.ndim == 4:
+            refuse(
+                "a 4-D attention mask is not supported, because no (q_len, kv_len) mask is ever built here. Give a "
+                f"bool mask of shape {expected} (True = attend) and is_causal, or use attention 'sdpa'",
+                config,
+            )
+        if tuple(mask.shape) != expected or mask.dtype != torch.bool:
+            refuse(
+                f"attention_mask must be bool {expected}, True = attend; got {mask.dtype} {tuple(mask.shape)}", config
+            )
+    if arguments.is_causal and not config.causal:
+        refuse(f"it has no causal form. Methods that have one: {', '.join(methods_with('causal'))}", config)
+    if q_len != kv_len and config.needs_square and not arguments.is_causal:
+        refuse(f"it needs as many queries as keys; got {q_len} and {kv_len}", config)
+    bias = arguments.distance_bias
+    if bias is not None:
+        if not config.adds_distance_bias:
+            refuse(
+                "it cannot add a bias by distance to its scores, because it does not compute the scores of all pairs. "
+                f"Methods that can: {', '.join(methods_with('adds_distance_bias'))}",
+                config,
+            )
+        if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] % 2 == 0:
+            refuse(f"distance_bias must be ({num_heads}, 2R + 1); got {tuple(bias.shape)}", config)
+    if not 0.0 <= arguments.dropout_p < 1.0:
+        refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1", config)
+    if arguments.seed is not None and not isinstance(arguments.seed, (int, Tensor)):
+        refuse(f"seed must be an integer or None, not {type(arguments.seed).__name__}", config)
+
+
+def _names(shapes: Iterable[torch.Size]) -> str:
+    """The shapes of query, key and value for messages."""
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(("query", "key", "value"), shapes, strict=True))
+
+
+def refuse_tracing(config: MethodConfig) -> None:
+    """Refuse a call that `torch.jit.trace` or `torch.onnx.export` records if the graph would fail or be wrong.
+
+    Raises:
+        UnsupportedAttentionError: the method is not `exportable` to ONNX, or the tracer replaces lengths by numbers.
+    """
+    is_onnx = tracing.exporting_to_onnx()
+    if is_onnx and not config.exportable:
+        raise UnsupportedAttentionError(
+            f"{config.method} cannot be exported to ONNX: its sorting, sampling or lengths have no form there. Convert "
+            f"the model to {' or '.join(methods_with('exportable'))}, or back to exact attention with "
+            "hea.convert(model, 'sdpa'), before the export"
+        )
+    if tracing.in_graph() or not torch.jit.is_tracing():
+        return
+    if is_onnx:
+        raise UnsupportedAttentionError(
+            f"{config.method}: torch.onnx.export with dynamo=False gives a graph for the length of the example only: "
+            "leave dynamo=False out"
+        )
+    raise UnsupportedAttentionError(
+        f"{config.method}: torch.jit.trace gives a graph for the length and the values of the example only: use "
+        f"torch.compile or torch.export, or torch.onnx.export with {' or '.join(methods_with('exportable'))}"
+    )
+
+
+def zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
     if key_mask is None:
         return key, value
     masked = ~key_mask[:, None, :, None]
     return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
-
-
-@replaced_in_graphs(_fill_masked)
-def zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
-    if key_mask is None or (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)):
-        return _fill_masked(key, value, key_mask)
-    # `masked_fill` is not vectorized on CPUs: for two tensors it takes up to a fifth of the time of exact attention.
-    integer = _INTEGERS[key.element_size()]
-    bits = key_mask.to(integer).neg_()[:, None, :, None]  # all bits where the mask is True
-    return (key.view(integer) & bits).view(key.dtype), (value.view(integer) & bits).view(value.dtype)
 
 
 def repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,10 +363,7 @@ def cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def cast_to_compute(config: MethodConfig, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast float32 tensors to the config's `compute_dtype`, if the device multiplies it fast."""
-    if config.compute_dtype == "auto" or not multiplies_bfloat16(tensors[0].device):
-        return tensors
-    if any(x.dtype != torch.float32 for x in tensors):
-        return tensors
-    return tuple(x.bfloat16() for x in tensors)
+def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context without autocast. To enter PyTorch's own takes as long as the checks of a call."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()

@@ -1,11 +1,14 @@
-"""The base class of every method's configuration: hyperparameters with their checks, and facts about the method."""
+"""What a method declares, its hyperparameters and facts, and what its forms are given."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
+from hf_efficient_attn.ops.shards import Seed
 
 ConfigT = TypeVar("ConfigT", bound="MethodConfig")
 
@@ -18,6 +21,7 @@ def option(
     help: str,
     *,
     minimum: int | None = None,
+    maximum: int | None = None,
     choices: tuple[str, ...] | None = None,
     carried: bool = False,
 ) -> Any:
@@ -28,11 +32,12 @@ def option(
         help: one or two sentences for the command line and for the documentation of the functional form.
         minimum: the smallest allowed integer, or number if the default is a float. None: the value is not checked to be
             one.
+        maximum: the largest allowed number, if there is a minimum. None: below 2**31.
         choices: the allowed strings. None: the value is not checked to be one of them.
         carried: True if the hyperparameter determines the shape or the values of learned or random parameters. Training
             that moves a model from one method to another keeps the value of such a hyperparameter.
     """
-    metadata = {"help": help, "minimum": minimum, "choices": choices, "carried": carried}
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "carried": carried}
     return field(default=default, metadata=metadata)
 
 
@@ -113,26 +118,24 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            value, minimum, choices = (
-                getattr(self, spec.name),
-                spec.metadata.get("minimum"),
-                spec.metadata.get("choices"),
-            )
+            value, checks = getattr(self, spec.name), spec.metadata
+            minimum, maximum, choices = checks.get("minimum"), checks.get("maximum"), checks.get("choices")
             setting = f"{self.method}: {spec.name}={value!r}"
             if choices is not None and (not isinstance(value, str) or value not in choices):
                 raise UnsupportedAttentionError(
                     f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}"
                 )
-            if minimum is not None and isinstance(spec.default, float):
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise UnsupportedAttentionError(f"{setting} must be a number, not {type(value).__name__}")
-                if not minimum <= value < _LIMIT:
-                    raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
-            elif minimum is not None:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise UnsupportedAttentionError(f"{setting} must be an integer, not {type(value).__name__}")
-                if not minimum <= value < _LIMIT:
-                    raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
+            if isinstance(spec.default, bool) and not isinstance(value, bool):
+                raise UnsupportedAttentionError(f"{setting} must be True or False")
+            if minimum is None:
+                continue
+            kind, types = ("a number", (int, float)) if isinstance(spec.default, float) else ("an integer", (int,))
+            if isinstance(value, bool) or not isinstance(value, types):
+                raise UnsupportedAttentionError(f"{setting} must be {kind}, not {type(value).__name__}")
+            if not minimum <= value < _LIMIT:
+                raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
+            if maximum is not None and value > maximum:
+                raise UnsupportedAttentionError(f"{setting} must be at most {maximum}")
 
     @classmethod
     def hyperparameters(cls) -> tuple[str, ...]:
@@ -223,3 +226,85 @@ class MethodConfig:
                 f"{cls.method}: a budget of {columns!r} columns is not possible; give an integer of {minimum} or more"
             )
         return columns
+
+
+class AttentionOptions(NamedTuple):
+    """The arguments of a call to a method besides query, key and value.
+
+    Attributes:
+        key_mask: bool (B, Nk), True for the keys to attend to; None if there is no padding. In a call to a method, key
+            and value are 0 wherever the mask is False.
+        is_causal: query i attends to the keys 0 to i only; Nq = Nk.
+        scale: the factor of the scores q . k.
+        dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
+        seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.tokens`: an integer or a scalar tensor,
+            and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
+        parameters: the learned parameters by name; empty for a method that learns none. Those of heads are the ones of
+            the heads of the call.
+        distance_bias: (H, 2R + 1), what is added to the scores of each head by the position of the key minus that of
+            the query, from -R to R; beyond, it is that of -R or R. None for none. Only methods whose config says
+            `adds_distance_bias` get one.
+    """
+
+    key_mask: Tensor | None
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    seed: Seed
+    parameters: Mapping[str, Tensor]
+    distance_bias: Tensor | None = None
+
+
+class HiddenProjections(NamedTuple):
+    """The affine maps of a layer from hidden states (B, N, W) to keys and to values, each (B, N, H * D)."""
+
+    to_key: Callable[[Tensor], Tensor]
+    to_value: Callable[[Tensor], Tensor]
+
+
+# forward(config, query, key, value, options) with query (B, H, Nq, D), key (B, H, Nk, D) and value (B, H, Nk, Dv)
+# returns the output (B, H, Nq, Dv).
+AttentionForward: TypeAlias = Callable[[ConfigT, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+# A state is a named tuple of tensors (B, H_kv, ...).
+State: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Recurrence(Generic[ConfigT]):
+    """The operations of a causal method that can represent all past keys and values by a state of constant size.
+
+    A state is a named tuple of tensors (B, H_kv, ...), float32, or float64 if the input is float64. All calls on one
+    state, and the call on the whole sequence that they reproduce, must use the same scale and the same seed.
+
+    Attributes:
+        update: update(config, state, key, value, options) returns the state after the tokens of key (B, H_kv, N, D) and
+            value (B, H_kv, N, Dv). `state` is None before the first tokens.
+        query: query(config, state, query, options) returns the attention of query (B, H, N, D) to all tokens of the
+            state, (B, H, N, Dv). Here the state has H heads.
+        forward: forward(config, query, key, value, options, initial_state) returns (B, H, N, Dv). Query i attends to
+            all tokens of the initial state and to the keys 0 to i. Here the state has H heads.
+    """
+
+    update: Callable[..., State]
+    query: Callable[..., Tensor]
+    forward: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ShardedForm(Generic[ConfigT]):
+    """Attention of a sequence whose tokens are divided over processes, in which only summaries of the keys travel.
+
+    Its output and its gradients are those of `forward` on the whole sequence, up to rounding. A method without it is
+    computed from all tokens of some heads in each process, which have to be sent there and back.
+
+    Attributes:
+        forward: forward(config, query, key, value, options, shards) returns the output (B, H, n, Dv) for the query
+            (B, H, n, D) of the n tokens of this process, whose keys (B, H_kv, n, D) and values (B, H_kv, n, Dv) are not
+            repeated. `options.key_mask` is that of these tokens, and `shards` (`hf_efficient_attn.ops.shards`)
+            says which they are. All processes must call the same collectives.
+        applies: applies(config, length, is_causal) says whether the form computes sequences of so many tokens in all
+            processes together with these hyperparameters.
+    """
+
+    forward: Callable[..., Tensor]
+    applies: Callable[[ConfigT, int, bool], bool]

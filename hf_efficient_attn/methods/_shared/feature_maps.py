@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, Recurrence, ShardedForm
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
 from hf_efficient_attn.ops.near_features import (
@@ -88,22 +87,17 @@ def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> Featur
                     f"feature map, {', '.join(map(repr, LEARNED))}, or give no {name}"
                 )
         return call
-    rows = head_dim + (feature_map == "t2r")
-    for name, own in zip(NAMES, call.maps, strict=True):
-        wanted = (rows, num_features)
-        if own is None or own.ndim != 3 or num_heads % max(1, own.shape[0]) or own.shape[1:] != wanted:
+    shape = (head_dim + (feature_map == "t2r"), num_features)
+    wanted = {NAMES[0]: shape, NAMES[1]: shape} | ({LOG_WEIGHT: ()} if config.window_size else {})
+    for name, size in wanted.items():
+        own = given.get(name)
+        if own is None or own.ndim != 1 + len(size) or own.shape[1:] != size or num_heads % max(1, own.shape[0]):
             raise UnsupportedAttentionError(
                 f"{config.method}: {name} {None if own is None else tuple(own.shape)} does not match feature_map="
-                f"{feature_map!r}, num_features={num_features} and {num_heads} heads with head_dim={head_dim}: give "
-                f"a tensor (num_heads, {rows}, {num_features}), with the number of key heads in grouped-query attention"
+                f"{feature_map!r}, head_dim={head_dim}, num_features={num_features} and {num_heads} heads: give a "
+                f"tensor ({', '.join(map(str, ('num_heads', *size)))}), with the number of key heads in grouped-query "
+                f"attention{', or set window_size=0' if name == LOG_WEIGHT else ''}"
             )
-    weight = given.get(LOG_WEIGHT)
-    if config.window_size and (weight is None or weight.ndim != 1 or num_heads % max(1, weight.shape[0])):
-        raise UnsupportedAttentionError(
-            f"{config.method}: {LOG_WEIGHT} {None if weight is None else tuple(weight.shape)} does not match "
-            f"window_size={config.window_size} and {num_heads} heads: give a tensor (num_heads,), with the number of "
-            "key heads in grouped-query attention, or set window_size=0"
-        )
     return call
 
 

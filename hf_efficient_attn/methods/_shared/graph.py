@@ -3,46 +3,28 @@
 The operator runs the eager form. So a graph gives the outputs and gradients of an ordinary call, a form may branch on
 values and loop over slices, and nothing else in the package has to know that it is compiled. For its gradient the
 operator computes the form again. Graphs for ONNX contain the form itself, of methods that allow this.
+
+Arguments of the operator:
+
+- tensors: query, key, value, the learned parameters and, if there is one, the bias by distance. They have gradients.
+- others: the seed, an int64 scalar; the key mask, bool (B, Nk), if there is one; with dropout its seed.
+- text: form, config, names of the learned parameters, `HeadSlice` of the seed, whether there is a mask, is_causal,
+  scale, dropout_p, as Python code.
+- needs_grad: whether a gradient may be wanted, which a form may decide by.
 """
 
 import ast
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig
-from hf_efficient_attn.methods._shared.registry import AttentionOptions, get_method, make_config
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
+from hf_efficient_attn.methods._shared.registry import get_method, make_config
 from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice, Seed, seed_value
 from hf_efficient_attn.ops.tracing import draw_seed, with_draws_of
-
-
-class _Call(NamedTuple):
-    """The arguments of the operator after query, key and value.
-
-    Attributes:
-        key_mask: bool (B, Nk), or None.
-        bias: the bias by distance, or None.
-        seed: int64, a scalar.
-        draws: int64, the seed of dropout, a scalar; None without dropout.
-        learned: the learned parameters.
-        text: form, config, names of the learned parameters and `HeadSlice` of the seed, as Python code.
-        is_causal: see `AttentionOptions`.
-        numbers: scale and dropout_p.
-        needs_grad: whether a gradient may be wanted, which a form may decide by.
-    """
-
-    key_mask: Tensor | None
-    bias: Tensor | None
-    seed: Tensor
-    draws: Tensor | None
-    learned: list[Tensor]
-    text: str
-    is_causal: bool
-    numbers: list[float]
-    needs_grad: bool = True
 
 
 def call_in_graph(
@@ -50,27 +32,20 @@ def call_in_graph(
 ) -> Tensor:
     """The form "forward" or "decode" of the config's method by the operator, with the arguments of the form."""
     mask, is_causal, scale, dropout_p, seed, parameters, bias = options
-    tensors = (query, key, value, *parameters.values(), *([] if bias is None else [bias]))
-    call = _Call(
-        mask,
-        bias,
-        torch.as_tensor(seed_value(seed), device=query.device),
-        draw_seed(query.device) if dropout_p else None,
-        list(parameters.values()),
-        _as_text(form, config, parameters, seed),
-        is_causal,
-        [float(scale), float(dropout_p)],
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
-    )
-    out: Tensor = torch.ops.hf_efficient_attn.attention(query, key, value, *call)
-    return out
-
-
-def _as_text(form: str, config: MethodConfig, names: Iterable[str], seed: Seed) -> str:
-    """Python code, formed in a way that all versions of PyTorch can trace."""
+    tensors = [query, key, value, *parameters.values(), *([] if bias is None else [bias])]
+    # Python code, formed in a way that all versions of PyTorch can trace.
     values = "".join([f"{name!r}: {_constant(value)!r}, " for name, value in config.to_dict().items()])
     heads = [int(x) for x in seed.heads] if isinstance(seed, HeadSeed) else []
-    return f"({form!r}, {{{values}}}, {list(names)!r}, {heads!r})"
+    more = (
+        f"{list(parameters)!r}, {heads!r}, {mask is not None!r}, {is_causal!r}, {float(scale)!r}, {float(dropout_p)!r}"
+    )
+    others = [torch.as_tensor(seed_value(seed), device=query.device), *([] if mask is None else [mask])]
+    if dropout_p:
+        others.append(draw_seed(query.device))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    text = f"({form!r}, {{{values}}}, {more})"
+    out: Tensor = torch.ops.hf_efficient_attn.attention(tensors, others, text, needs_grad)
+    return out
 
 
 def _constant(value: Any) -> Any:
@@ -82,24 +57,19 @@ def _constant(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
     """The eager form."""
-    form, values, names, heads = ast.literal_eval(call.text)
-    method, seed = get_method(values.pop("method")), int(call.seed)
-    seed_of_heads: Seed = HeadSeed(seed, HeadSlice(*heads)) if heads else seed
-    parameters = dict(zip(names, call.learned, strict=True))
-    scale, dropout_p = call.numbers
-    options = AttentionOptions(call.key_mask, call.is_causal, scale, dropout_p, seed_of_heads, parameters, call.bias)
-    with torch.autocast(query.device.type, enabled=False), with_draws_of(call.draws, query.device):
+    form, values, names, heads, has_mask, is_causal, scale, dropout_p = ast.literal_eval(text)
+    seed, mask, draws = others[0], others[1] if has_mask else None, others[-1] if dropout_p else None
+    query, key, value, *learned = tensors
+    method, number = get_method(values.pop("method")), int(seed)
+    seed_of_heads: Seed = HeadSeed(number, HeadSlice(*heads)) if heads else number
+    bias = learned.pop() if len(learned) > len(names) else None
+    parameters = dict(zip(names, learned, strict=True))
+    options = AttentionOptions(mask, is_causal, scale, dropout_p, seed_of_heads, parameters, bias)
+    with torch.autocast(query.device.type, enabled=False), with_draws_of(draws, query.device):
         out: Tensor = getattr(method, form)(make_config(method.info.name, **values), query, key, value, options)
     return out
-
-
-def _leaves(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor, _Call]:
-    """The arguments, detached, with a gradient."""
-    query, key, value, *learned = (x.detach().requires_grad_() for x in (query, key, value, *call.learned))
-    bias = None if call.bias is None else call.bias.detach().requires_grad_()
-    return query, key, value, call._replace(learned=learned, bias=bias)
 
 
 @contextlib.contextmanager
@@ -113,81 +83,50 @@ def _autograd() -> Iterator[None]:
         yield
 
 
+def _leaves(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in tensors]
+
+
 @torch.library.custom_op("hf_efficient_attn::attention", mutates_args=())
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor,
-    draws: Tensor | None,
-    learned: list[Tensor],
-    text: str,
-    is_causal: bool,
-    numbers: list[float],
-    needs_grad: bool,
-) -> Tensor:
+def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_grad: bool) -> Tensor:
     """Attention (B, H, Nq, Dv) of a method."""
-    call = _Call(key_mask, bias, seed, draws, learned, text, is_causal, numbers, needs_grad)
     if not needs_grad:
-        out = _run(query, key, value, call).contiguous()
-        return out.clone() if any(out.data_ptr() == x.data_ptr() for x in (query, key, value)) else out
+        out = _run(tensors, others, text).contiguous()
+        return out.clone() if any(out.data_ptr() == x.data_ptr() for x in tensors) else out
     with _autograd():  # the form that the gradient is of
-        return _run(*_leaves(query, key, value, call)).detach().contiguous()
+        return _run(_leaves(tensors), others, text).detach().contiguous()
 
 
 @_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return value.new_empty(*query.shape[:3], value.shape[3])
+def _(tensors: list[Tensor], *_: object) -> Tensor:
+    return tensors[2].new_empty(*tensors[0].shape[:3], tensors[2].shape[3])
 
 
 @torch.library.custom_op("hf_efficient_attn::attention_backward", mutates_args=())
-def _attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor,
-    draws: Tensor | None,
-    learned: list[Tensor],
-    text: str,
-    is_causal: bool,
-    numbers: list[float],
-) -> list[Tensor]:
-    """The gradients of query, key, value, the learned parameters and the bias."""
-    call = _Call(key_mask, bias, seed, draws, learned, text, is_causal, numbers)
+def _attention_backward(grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str) -> list[Tensor]:
+    """The gradients of the tensors."""
     with _autograd():
-        leaves = _leaves(query, key, value, call)
-        out = _run(*leaves)
-        wanted = _differentiable(*leaves)
-        grads = torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+        leaves = _leaves(tensors)
+        out = _run(leaves, others, text)
+        grads = torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
     return [x.contiguous() for x in grads]
 
 
 @_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> list[Tensor]:
-    call = _Call(*others)
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _differentiable(query, key, value, call)]
-
-
-def _differentiable(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> list[Tensor]:
-    return [query, key, value, *call.learned, *([] if call.bias is None else [call.bias])]
+def _(grad: Tensor, tensors: list[Tensor], *_: object) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, mask, bias, seed, draws, learned, *ctx.rest = inputs
-    ctx.save_for_backward(query, key, value, mask, bias, seed, draws, *learned)
+    tensors, others, ctx.text, _ = inputs
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *others)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    query, key, value, mask, bias, seed, draws, *learned = ctx.saved_tensors
-    tensors = query, key, value, mask, bias, seed, draws, learned
-    found = torch.ops.hf_efficient_attn.attention_backward(grad, *tensors, *ctx.rest[:-1])
-    of_bias = found.pop() if bias is not None else None
-    return *found[:3], None, of_bias, None, None, found[3:], *[None] * len(ctx.rest)
+    tensors, others = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    found = torch.ops.hf_efficient_attn.attention_backward(grad, tensors, others, ctx.text)
+    return found, [None] * len(others), None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)

@@ -1,57 +1,117 @@
 """Batch rows and heads as one dimension, which is how the primitives in `hf_efficient_attn.ops` take their inputs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
-
-
-class FlatHeads(NamedTuple):
-    """Query (BH, Nq, D), key (BH, Nk, D), value (BH, Nk, Dv) and key mask, bool (BH, Nk) or None; BH = B * H."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-
-
-def flatten_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> FlatHeads:
-    """Flatten (B, H, N, .) tensors to (B * H, N, .) and repeat the key mask (B, Nk) for every head."""
-    flat_mask = None if key_mask is None else key_mask.repeat_interleave(key.shape[1], 0)
-    return FlatHeads(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), flat_mask)
-
-
-def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:
-    """Inverse of `flatten_heads` for an output: (B * H, N, .) -> (B, H, N, .), for a shape that starts with B, H."""
-    out: Tensor = x.unflatten(0, shape[:2])
-    return out
+from hf_efficient_attn.ops.tokens import move_valid_first, restore_order, take, valid_first
 
 
 def by_heads(
-    form: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    form: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    exact_length: int = 0,
+    *,
+    moves_valid_first: bool = False,
+) -> Tensor:
+    """Attention (B, H, Nq, Dv) by a form of flat heads, or exactly to up to `exact_length` keys.
+
+    Args:
+        form: form(query, key, value, key_mask) returns (BH, Nq, Dv) for query (BH, Nq, D), key (BH, Nk, D), value
+            (BH, Nk, Dv) and the mask, bool (BH, Nk) or None. It gets no mask if valid tokens are moved to the front.
+        query: (B, H, Nq, D).
+        key: (B, H, Nk, D).
+        value: (B, H, Nk, Dv).
+        options: of the call.
+        exact_length: most keys of exact attention.
+        moves_valid_first: whether the form gets valid tokens in front of all others, for blocks that begin at the first
+            one. For self-attention only.
+    """
+    if key.shape[2] <= exact_length:
+        return exactly(query, key, value, options)
+    shape, (query, key, value, mask) = query.shape, _flatten(query, key, value, options.key_mask)
+    if not moves_valid_first:
+        return unflatten_heads(form(query, key, value, mask), shape)
+    query, key, value, order = move_valid_first(query, key, value, mask)
+    out = form(query, key, value).to(value.dtype)
+    return unflatten_heads(restore_order(out, order, mask), shape)
+
+
+def without_padding(
+    form: Callable[[Tensor, Tensor, Tensor], Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
     exact_length: int = 0,
 ) -> Tensor:
-    """A form of `FlatHeads`, or exact attention to up to `exact_length` keys, as (B, H, Nq, Dv)."""
-    if key.shape[2] <= exact_length:
-        return exactly(query, key, value, options)
-    return unflatten_heads(form(*flatten_heads(query, key, value, options.key_mask)), query.shape)
+    """`by_heads` with one call of a form for all sequences of the same number of valid tokens, 0 for padding.
+
+    So masked tokens take part in nothing, and a sequence has the same output in every batch. The mask of the keys is
+    that of the queries too if there are as many. The form need not compute sequences of up to `exact_length` keys.
+    """
+
+    def form_of_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if key.shape[1] <= exact_length:
+            return exact_attention(query, key, value, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
+        return form(query, key, value).to(value.dtype)
+
+    def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return form_of_length(query, key, value)
+        same, out = query.shape[1] == key.shape[1], value.new_zeros(*query.shape[:2], value.shape[2])
+        counts = mask.sum(1)
+        for count in counts.unique().tolist():
+            if count == 0:
+                continue
+            some = (counts == count).nonzero()[:, 0]
+            order = valid_first(mask[some])[:, :count]
+            own = [take(x[some], order) for x in (key, value)]
+            if same:
+                part = form_of_length(take(query[some], order), *own)
+                out = out.index_put((some[:, None], order), part)
+            else:
+                out = out.index_put((some,), form_of_length(query[some], *own))
+        return out
+
+    return by_heads(of_all_lengths, query, key, value, options, exact_length)
 
 
 def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Exact attention, by the same computation as the methods' own."""
-    flat, (scale, dropout_p) = flatten_heads(query, key, value, options.key_mask), (options.scale, options.dropout_p)
-    out = exact_attention(*flat, is_causal=options.is_causal, scale=scale, dropout_p=dropout_p)
-    return unflatten_heads(out, query.shape)
+    """Exact attention (B, H, Nq, Dv): PyTorch's own where it takes the mask and needs no memory for all pairs."""
+    mask, is_causal, scale, dropout_p = options[:4]
+    if dropout_p > 0.0 or (mask is not None and is_causal) or query.shape[3] != value.shape[3]:
+        flat = _flatten(query, key, value, mask)
+        out = exact_attention(*flat, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+        return unflatten_heads(out, query.shape)
+    if mask is None:
+        return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)
+    some = mask.any(1)
+    return out if bool(some.all()) else out.masked_fill(~some[:, None, None, None], 0.0)
 
 
 def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
     return exact_decode(query, key, value, options.key_mask, scale=options.scale, dropout_p=options.dropout_p)
+
+
+def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:
+    """(B * H, N, .) -> (B, H, N, .), for a shape that starts with B, H."""
+    out: Tensor = x.unflatten(0, shape[:2])
+    return out
+
+
+def _flatten(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Flatten (B, H, N, .) tensors to (B * H, N, .) and repeat the key mask (B, Nk) for every head."""
+    flat_mask = None if key_mask is None else key_mask.repeat_interleave(key.shape[1], 0)
+    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), flat_mask

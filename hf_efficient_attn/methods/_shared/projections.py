@@ -1,13 +1,40 @@
-"""What the Linformer and the FLuRKA methods share: learned tables that contract a sequence to P tokens."""
+"""What the Linformer and the FLuRKA methods share: learned tables that contract a sequence to P tokens.
+
+FLuRKA (Gupta et al. 2023) is low-rank contraction of the tokens, then kernel attention.
+Eq. 2: phi(Q W_Q) (phi((E1 K) W_K)^T ((E2 V) W_V)), normalised as in the kernel's own method, which is called for the
+attention to the P contracted keys. E1 and E2 are P x M, for sequences of up to M tokens, the same for all heads. In
+`forward`, keys and values are projected already, and E1 and E2 are applied to them: (E1 K) W_K = E1 (K W_K), and a bias
+b_K of the projection becomes (E1 1) b_K^T. FLuRKA defines its own attention and never switches by length.
+
+Departures from the paper, in which all sequences have M tokens:
+
+- `hf_efficient_attn.ops.projections` describes how the tables are applied to padded and to shorter input.
+- A contracted key that has no weight at any valid token, in E1 or in E2, is left out of the kernel's sums.
+- Conversion starts from means of P segments and not from a Gaussian, as for the Linformer, so a checkpoint that is not
+  trained further attends to averages of keys and values.
+
+There is no causal form, because a contracted key contains tokens of the future.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
-from hf_efficient_attn.ops.projections import NAMES, projection_tables, start_tables
+from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option
+from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
+from hf_efficient_attn.ops.attend import sum_dtype
+from hf_efficient_attn.ops.projections import (
+    NAMES,
+    STARTS_FROM,
+    contract_hidden_states,
+    contractions,
+    naive_contraction,
+    projected_key_mask,
+    projection_tables,
+    start_tables,
+)
 
 ConfigT = TypeVar("ConfigT", bound="ProjectionConfig")
 
@@ -59,3 +86,119 @@ def initial_parameters(
 def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> list[Tensor]:
     """The tables (P, M) of keys and of values for `kv_len` tokens. They are the same if only the first one is given."""
     return projection_tables(config.method, config.projection_dim, kv_len, dict(options.parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlurkaConfig(ProjectionConfig):
+    """Hyperparameters of the contraction.
+
+    `kernel` is the method that attends to the contracted keys, and `kernel_fields` are its hyperparameters, which the
+    config has under the same names. `averages_queries` tells whether it needs the mask of the queries.
+    """
+
+    paper = "Gupta, Guo, Yuan, Zhou, Mendis 2023"
+    paper_url = "https://arxiv.org/abs/2306.15799"
+    year = 2023
+    near = "none"
+    streams = (51, 52)
+    kernel = ""
+    kernel_fields = tuple[str, ...]()  # an annotation would make it a hyperparameter
+    averages_queries = False
+
+    def kernel_config(self) -> MethodConfig:
+        """The config of the kernel's method."""
+        return make_config(self.kernel, **{name: getattr(self, name) for name in self.kernel_fields})
+
+
+def _attend(
+    config: FlurkaConfig,
+    form: str,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: AttentionOptions,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """A form of the kernel's method, with the masks of the queries (B, Nq) and of the contracted keys (B, P)."""
+    parameters = {name: x for name, x in options.parameters.items() if name not in NAMES}
+    options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
+    more = (query_mask,) if config.averages_queries else ()
+    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *more)
+    return out
+
+
+def _query_mask(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
+    """With as many queries as keys, as in self-attention, the key mask (B, Nk) is also the mask of the queries."""
+    return options.key_mask if query.shape[2] == key.shape[2] else None
+
+
+def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Fast form; see `register_method`."""
+    kv_len, mask = key.shape[2], _query_mask(query, key, options)
+    both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
+    keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, len(key))
+    return _attend(config, "forward", query, keys, values, options, mask, key_mask).to(value.dtype)
+
+
+def forward_hidden_states(
+    config: FlurkaConfig,
+    query: Tensor,
+    hidden_states: Tensor,
+    projections: HiddenProjections,
+    options: AttentionOptions,
+) -> Tensor:
+    """Eq. 2 as in the paper: the hidden states are contracted before they are projected to keys and values.
+
+    The output is, up to rounding, that of `forward` for the projected hidden states, but only P tokens are projected
+    and not N.
+
+    Args:
+        config: the hyperparameters.
+        query: (B, H, N, D), of the same tokens.
+        hidden_states: (B, N, W), the input of the projections, 0 for masked tokens.
+        projections: affine maps (B, P, W) -> (B, P, H * D).
+        options: as for `forward`.
+
+    Returns:
+        (B, H, N, D) in the dtype of `query`.
+    """
+    device, kv_len = query.device.type, hidden_states.shape[1]
+    with torch.autocast(device, enabled=False):
+        both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
+    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])
+    key_mask = projected_key_mask(both, len(hidden_states))
+    with torch.autocast(device, enabled=False):
+        out = _attend(config, "forward", query, keys, values, options, options.key_mask, key_mask)
+        return out.to(query.dtype)
+
+
+def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Readable form: one batch row at a time without its padding, by the kernel's readable form."""
+    masks, outs = _query_mask(query, key, options), []
+    contracted = naive_contraction(tables(config, key.shape[2], options), key, value, options.key_mask)
+    for b, (keys, values) in enumerate(contracted):
+        own, mask = query[b : b + 1].double(), None if masks is None else masks[b : b + 1]
+        outs.append(_attend(config, "naive", own, keys[None], values[None], options, mask))
+    return torch.cat(outs).to(value.dtype)
+
+
+def _initial_parameters(config: FlurkaConfig, *, num_heads: int, num_kv_heads: int, **sizes: int) -> dict[str, Tensor]:
+    """The tables, and the learned parameters of the kernel."""
+    parameters = initial_parameters(config, num_heads=num_heads, **sizes)
+    of_kernel = get_method(config.kernel).initial_parameters
+    if of_kernel is not None:
+        parameters |= of_kernel(config.kernel_config(), num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
+    return parameters
+
+
+def register_flurka(config_class: type[FlurkaConfig]) -> None:
+    """Register the FLuRKA method with these hyperparameters."""
+    register_method(
+        config_class,
+        forward=forward,
+        naive=naive,
+        initial_parameters=_initial_parameters,
+        starts_from=STARTS_FROM,
+        forward_hidden_states=forward_hidden_states,
+    )

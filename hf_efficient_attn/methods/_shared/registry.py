@@ -1,98 +1,37 @@
-"""The registry of methods: what a method consists of, how it is registered, and how it is found by its name."""
+"""The registry of methods: how a method is registered, with the checks, and how it is found by its name."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
-from hf_efficient_attn.methods._shared.config import ConfigT, MethodConfig
-from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
+from hf_efficient_attn.methods._shared.config import (
+    AttentionForward,
+    ConfigT,
+    MethodConfig,
+    Recurrence,
+    ShardedForm,
+)
 
-
-class AttentionOptions(NamedTuple):
-    """The arguments of a call to a method besides query, key and value.
-
-    Attributes:
-        key_mask: bool (B, Nk), True for the keys to attend to; None if there is no padding. In a call to a method, key
-            and value are 0 wherever the mask is False.
-        is_causal: query i attends to the keys 0 to i only; Nq = Nk.
-        scale: the factor of the scores q . k.
-        dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
-        seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.tokens`: an integer or a scalar tensor,
-            and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
-        parameters: the learned parameters by name; empty for a method that learns none. Those of heads are the ones of
-            the heads of the call.
-        distance_bias: (H, 2R + 1), what is added to the scores of each head by the position of the key minus that of
-            the query, from -R to R; beyond, it is that of -R or R. None for none. Only methods whose config says
-            `adds_distance_bias` get one.
-    """
-
-    key_mask: Tensor | None
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    seed: Seed
-    parameters: Mapping[str, Tensor]
-    distance_bias: Tensor | None = None
-
-
-class HiddenProjections(NamedTuple):
-    """The affine maps of a layer from hidden states (B, N, W) to keys and to values, each (B, N, H * D)."""
-
-    to_key: Callable[[Tensor], Tensor]
-    to_value: Callable[[Tensor], Tensor]
-
-
-# forward(config, query, key, value, options) with query (B, H, Nq, D), key (B, H, Nk, D) and value (B, H, Nk, Dv)
-# returns the output (B, H, Nq, Dv).
-AttentionForward: TypeAlias = Callable[[ConfigT, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-Listener: TypeAlias = Callable[[str], None]
-# A state is a named tuple of tensors (B, H_kv, ...).
-State: TypeAlias = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Recurrence(Generic[ConfigT]):
-    """The operations of a causal method that can represent all past keys and values by a state of constant size.
-
-    A state is a named tuple of tensors (B, H_kv, ...), float32, or float64 if the input is float64. All calls on one
-    state, and the call on the whole sequence that they reproduce, must use the same scale and the same seed.
-
-    Attributes:
-        update: update(config, state, key, value, options) returns the state after the tokens of key (B, H_kv, N, D) and
-            value (B, H_kv, N, Dv). `state` is None before the first tokens.
-        query: query(config, state, query, options) returns the attention of query (B, H, N, D) to all tokens of the
-            state, (B, H, N, Dv). Here the state has H heads.
-        forward: forward(config, query, key, value, options, initial_state) returns (B, H, N, Dv). Query i attends to
-            all tokens of the initial state and to the keys 0 to i. Here the state has H heads.
-    """
-
-    update: Callable[..., State]
-    query: Callable[..., Tensor]
-    forward: Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class ShardedForm(Generic[ConfigT]):
-    """Attention of a sequence whose tokens are divided over processes, in which only summaries of the keys travel.
-
-    Its output and its gradients are those of `forward` on the whole sequence, up to rounding. A method without it is
-    computed from all tokens of some heads in each process, which have to be sent there and back.
-
-    Attributes:
-        forward: forward(config, query, key, value, options, shards) returns the output (B, H, n, Dv) for the query
-            (B, H, n, D) of the n tokens of this process, whose keys (B, H_kv, n, D) and values (B, H_kv, n, Dv) are not
-            repeated. `options.key_mask` is that of these tokens, and `shards` (`hf_efficient_attn.ops.shards`)
-            says which they are. All processes must call the same collectives.
-        applies: applies(config, length, is_causal) says whether the form computes sequences of so many tokens in all
-            processes together with these hyperparameters.
-    """
-
-    forward: Callable[..., Tensor]
-    applies: Callable[[ConfigT, int, bool], bool]
+# Transformers interprets these parts of the name of an attention implementation.
+_RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
+_FACTS = ("method", "title", "paper", "year", "causal", "rectangular", "summary")
+# Arguments of `attention` and keys of `config.efficient_attention`.
+_TAKEN = (
+    "method",
+    "layers",
+    "version",
+    "attention_mask",
+    "is_causal",
+    "scale",
+    "dropout_p",
+    "parameters",
+    "distance_bias",
+)
 
 
 @dataclass(frozen=True)
@@ -145,40 +84,144 @@ class Method:
     forward_hidden_states: Callable[..., Tensor] | None
     sharded: ShardedForm[Any] | None = None
 
-    @property
-    def mixes_queries(self) -> bool:
-        """Whether the output of one query depends on other queries; see `MethodConfig`."""
-        return self.info.config_class.mixes_queries
-
 
 _REGISTRY: dict[str, Method] = {}
-_LISTENERS: list[Listener] = []
+_LISTENERS: list[Callable[[str], None]] = []
 
 _EXACT = ("sdpa", "eager")
 
 
-def add_method(method: Method, replace: bool) -> None:
-    """Add an entry, or replace the one of the same name, and tell all listeners.
+def register_method(
+    config_class: type[ConfigT],
+    *,
+    forward: AttentionForward[ConfigT],
+    naive: AttentionForward[ConfigT],
+    decode: AttentionForward[ConfigT] | None = None,
+    initial_parameters: Callable[..., dict[str, Tensor]] | None = None,
+    starts_from: Mapping[str, str] | None = None,
+    recurrence: Recurrence[ConfigT] | None = None,
+    forward_hidden_states: Callable[..., Tensor] | None = None,
+    sharded: ShardedForm[ConfigT] | None = None,
+    replace: bool = False,
+) -> None:
+    """Add a method, of this package or from a user's own file, under the name `config_class.method`.
+
+    From then on the method is available in the functional form, in Transformers as an `attn_implementation` and in
+    saved configs. Every command takes the file that registers it::
+
+        hf-efficient-attn info first_keys --import my_method.py
+
+    Args:
+        config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
+            all with defaults, sets the facts about the method as class attributes, and defines `with_budget`.
+        forward: the fast form. forward(config, query, key, value, options) returns the output (B, H, Nq, Dv) for query
+            (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv) and `AttentionOptions`. The inputs have been checked,
+            keys and values have as many heads as the queries, and they are 0 wherever `options.key_mask` is False.
+        naive: the readable form with dense (Nq, Nk) matrices. It has the same signature, and tests compare the two. A
+            method that is dense itself may give the same function twice.
+        decode: causal attention of the last few queries (B, H, Nq, D) to the keys of all positions, with the same
+            signature. Without it, decoding one token costs as much as the whole sequence.
+        initial_parameters: for a method with learned parameters, initial_parameters(config, *, num_heads, head_dim,
+            value_dim, max_length) returns the values that a conversion starts from: float32 tensors of one layer by
+            their names, for sequences of up to `max_length` tokens. It may also take `num_kv_heads`, the number of key
+            heads.
+        starts_from: for a learned parameter, the name of the parameter that it is initialised with when a model is
+            switched from a method that has the latter but not the former.
+        recurrence: the operations of a causal method that can decode from a state of constant size.
+        forward_hidden_states: for a method that is cheaper to compute from hidden states than from keys and values,
+            forward_hidden_states(config, query, hidden_states, projections, options) returns the same output up to
+            rounding. `hidden_states` (B, N, W) is 0 wherever `options.key_mask` is False, and `projections` is a
+            `HiddenProjections`.
+        sharded: the form for a sequence that several processes share (`hea.sequence_parallel`).
+        replace: replace a method that has the same name, for example when a notebook cell runs again.
 
     Raises:
-        UnsupportedAttentionError: there is an entry of this name, and it may not be replaced.
+        UnsupportedAttentionError: the name is taken or not allowed, a fact is missing, or the config class and the
+            functions do not fit together.
+
+    A complete example is in the guide "A method in your own file".
     """
-    name = method.info.name
+    _check(config_class, forward, naive, initial_parameters, recurrence)
+    name, facts = config_class.method, (f.name for f in dataclasses.fields(MethodInfo))
     if name in _REGISTRY and not replace:
         raise UnsupportedAttentionError(
             f"a method named {name!r} is registered already: choose another name, or pass replace=True to replace it"
         )
-    _REGISTRY[name] = method
+    others: dict[str, Any] = {"name": name, "recurrent": recurrence is not None, "config_class": config_class}
+    _REGISTRY[name] = Method(
+        info=MethodInfo(**{fact: others[fact] if fact in others else getattr(config_class, fact) for fact in facts}),
+        default=config_class(),
+        forward=forward,
+        naive=naive,
+        decode=decode,
+        initial_parameters=None if initial_parameters is None else _sized(initial_parameters),
+        starts_from=starts_from or {},
+        recurrence=recurrence,
+        forward_hidden_states=forward_hidden_states,
+        sharded=sharded,
+    )
     for listener in _LISTENERS:
         listener(name)
 
 
-def unregister(name: str) -> None:
-    """Remove a method. Only tests need this, after they have registered a method of their own."""
-    del _REGISTRY[name]
+def _sized(initial_parameters: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """The function with `num_kv_heads` as a further argument, by default the number of heads, even if it takes none."""
+    takes = inspect.signature(initial_parameters).parameters.values()
+    if any(x.name == "num_kv_heads" or x.kind is x.VAR_KEYWORD for x in takes):
+        return lambda config, **sizes: initial_parameters(config, **{"num_kv_heads": sizes["num_heads"], **sizes})
+    return lambda config, num_kv_heads=0, **sizes: initial_parameters(config, **sizes)
 
 
-def on_register(listener: Listener) -> Listener:
+def _check(
+    config_class: type[MethodConfig],
+    forward: object,
+    naive: object,
+    initial_parameters: object,
+    recurrence: object,
+) -> None:
+    """Check what would otherwise fail only when the new method is used."""
+    if not (isinstance(config_class, type) and issubclass(config_class, MethodConfig)):
+        raise UnsupportedAttentionError(
+            f"the first argument of register_method must be a subclass of MethodConfig; got {shown(config_class)}"
+        )
+
+    def refuse(problem: str) -> NoReturn:
+        raise UnsupportedAttentionError(f"{config_class.__name__}: {problem}")
+
+    missing = [fact for fact in _FACTS if not hasattr(config_class, fact) or getattr(config_class, fact) in ("", None)]
+    if missing:
+        refuse(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
+    name = config_class.method
+    for part in _RESERVED:
+        if part in name:
+            refuse(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
+    if not name.isidentifier() or name == "eager":
+        refuse(f"method={name!r} must be a Python identifier other than 'eager'")
+    if any(isinstance(value, dataclasses.Field) for value in vars(config_class).values()):
+        refuse("decorate the class with @dataclass(frozen=True, kw_only=True)")
+    for spec in dataclasses.fields(config_class):
+        if spec.name in _TAKEN:
+            refuse(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
+        if spec.default is dataclasses.MISSING:
+            refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
+    if "seed" not in config_class.hyperparameters():
+        refuse("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
+    if config_class.with_budget is MethodConfig.with_budget:
+        refuse("define with_budget(self, columns)")
+    for form in (forward, naive):
+        if not callable(form):
+            refuse("a method needs a forward and a naive form; naive=forward is allowed")
+        try:
+            inspect.signature(form).bind(*("config", "query", "key", "value", "options"))
+        except TypeError as error:
+            refuse(f"{form!r} must accept (config, query, key, value, options): {error}")
+    if bool(config_class.learned_parameters) != (initial_parameters is not None):
+        refuse("learned_parameters and initial_parameters must be given together")
+    if recurrence is not None and not config_class.causal:
+        refuse("a method with a recurrence must be causal")
+
+
+def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:
     """Call `listener` with the name of every method: of those that are registered now, and of each later one.
 
     A name is passed again when its method is replaced. Usable as a decorator.
@@ -194,24 +237,9 @@ def available_methods() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
-def causal_methods() -> list[str]:
-    """The names of the methods that have a causal form."""
-    return [name for name, method in _REGISTRY.items() if method.info.causal]
-
-
-def rectangular_methods() -> list[str]:
-    """The names of the methods for which the number of keys may differ from the number of queries."""
-    return [name for name, method in _REGISTRY.items() if method.info.rectangular]
-
-
-def exportable_methods() -> list[str]:
-    """The names of the methods that `torch.onnx.export` can export."""
-    return [name for name, method in _REGISTRY.items() if method.info.config_class.exportable]
-
-
-def distance_bias_methods() -> list[str]:
-    """The names of the methods that, with their default hyperparameters, can add a bias by distance to the scores."""
-    return [name for name, method in _REGISTRY.items() if method.default.adds_distance_bias]
+def methods_with(fact: str) -> list[str]:
+    """The names of the methods for which a fact holds, such as "causal", with their default hyperparameters."""
+    return [name for name, method in _REGISTRY.items() if getattr(method.default, fact)]
 
 
 def get_method(name: str) -> Method:
@@ -266,12 +294,7 @@ def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) ->
     Raises:
         UnsupportedAttentionError: the method or a hyperparameter is unknown, or a value is not allowed.
     """
-    if isinstance(method_or_config, MethodConfig):
-        if not hyperparameters:
-            return method_or_config
-        return dataclasses.replace(method_or_config, **method_or_config.check_hyperparameters(hyperparameters))
-    method = get_method(method_or_config)
+    config = method_or_config if isinstance(method_or_config, MethodConfig) else get_method(method_or_config).default
     if not hyperparameters:
-        return method.default
-    config_class = method.info.config_class
-    return config_class(**config_class.check_hyperparameters(hyperparameters))
+        return config
+    return dataclasses.replace(config, **config.check_hyperparameters(hyperparameters))

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel.densities import softmax_column_norms
-from hf_efficient_attn.methods._shared.config import MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
-from hf_efficient_attn.methods._shared.registration import register_method
-from hf_efficient_attn.methods._shared.registry import AttentionOptions
+from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
 from hf_efficient_attn.ops.exact import dense_attention, dense_softmax
 from hf_efficient_attn.ops.near_far import NearFieldOptions, dense_log_weights
 from hf_efficient_attn.ops.sampling import SamplingOptions
-from hf_efficient_attn.ops.tokens import move_valid_first, restore_order
+
+# Bits of a hash code.
+MAX_HASHES = 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SampledKeysConfig(MethodConfig):
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_samples: int = option(256, "Keys sampled from the rest: the far field. 0 omits the far field.", minimum=0)
     num_hashes: int = option(
-        7, "Random hyperplanes of the hash. Its cells determine the order of the tokens.", minimum=1
+        7, "Random hyperplanes of the hash. Its cells determine the order of the tokens.", minimum=1, maximum=MAX_HASHES
     )
     near_field: str = option(
         "auto",
@@ -61,10 +61,6 @@ class SampledKeysConfig(MethodConfig):
     num_probes = 1
     score_groups = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_num_hashes(self.method, self.num_hashes)
-
     @property
     def exact_length(self) -> int:
         """The budget: the keys of both fields."""
@@ -77,14 +73,6 @@ class SampledKeysConfig(MethodConfig):
         """
         near = max(1, self.check_budget(columns) // 4)
         return dataclasses.replace(self, block_size=near, num_samples=columns - near)
-
-
-def check_num_hashes(method: str, num_hashes: int) -> None:
-    """Raise an error if a hash has too many bits for a 64-bit code."""
-    if num_hashes > 62:
-        raise UnsupportedAttentionError(
-            f"{method}: num_hashes={num_hashes} must be at most 62, the bits of a hash code"
-        )
 
 
 def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> SamplingOptions:
@@ -118,38 +106,36 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
     sampling, scale, dropout_p = _sampling_options(config, query, options), options.scale, options.dropout_p
     budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if not options.is_causal:
             near, far = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
             return near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
-        query, key, value, order = move_valid_first(query, key, value, key_mask)
         plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
-        out = causal.causal_near_far_attention(
+        return causal.causal_near_far_attention(
             query, key, value, plans, block_size=size, num_exact=budget, scale=scale, dropout_p=dropout_p
         )
-        return restore_order(out, order, key_mask)
 
-    return by_heads(form, query, key, value, options, budget)
+    return by_heads(form, query, key, value, options, budget, moves_valid_first=options.is_causal)
 
 
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
     sampling, (q_len, kv_len) = _sampling_options(config, query, options), (query.shape[2], key.shape[2])
     budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
-    if kv_len <= budget:
-        mask = None if options.key_mask is None else options.key_mask[:, None]
-        return dense_softmax(query.double() @ key.double().mT * options.scale, value, mask, options.is_causal)
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        if not options.is_causal:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        if kv_len <= budget:
+            return dense_softmax(query.double() @ key.double().mT * options.scale, value, key_mask, options.is_causal)
+        if options.is_causal:
+            plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
+            weights = dense_causal_log_weights(plans, q_len, size, budget, query)
+        else:
             plan = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
-            return dense_attention(query, key, value, dense_log_weights(*plan, q_len, kv_len), scale=options.scale)
-        query, key, value, order = move_valid_first(query, key, value, key_mask)
-        plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
-        weights = dense_causal_log_weights(plans, q_len, size, budget, query)
-        return restore_order(dense_attention(query, key, value, weights, scale=options.scale), order, key_mask)
+            weights = dense_log_weights(*plan, q_len, kv_len)
+        return dense_attention(query, key, value, weights, scale=options.scale)
 
-    return by_heads(form, query, key, value, options)
+    moves = options.is_causal and kv_len > budget
+    return by_heads(form, query, key, value, options, moves_valid_first=moves)
 
 
 def _causal_sizes(config: SampledKeysConfig) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import MethodConfig
@@ -11,24 +12,30 @@ from hf_efficient_attn.ops.shards import HeadSlice
 
 
 @functools.lru_cache(maxsize=256)
+def _shapes(config: MethodConfig, num_heads: int = 1, max_length: int = 1) -> dict[str, torch.Size]:
+    """The shapes of the learned parameters of a layer with these sizes and a head_dim of 1, by name."""
+    initial, sizes = get_method(config.method).initial_parameters, {"head_dim": 1, "value_dim": 1}
+    found = {} if initial is None else initial(config, num_heads=num_heads, max_length=max_length, **sizes)
+    return {name: x.shape for name, x in found.items()}
+
+
+@on_register
+def _forget(name: str) -> None:
+    """A method that is registered again may learn something else with the same hyperparameters."""
+    _shapes.cache_clear()
+
+
 def learns(config: MethodConfig) -> bool:
     """Whether a method with these hyperparameters has learned parameters."""
-    initial = get_method(config.method).initial_parameters
-    return initial is not None and bool(initial(config, num_heads=1, head_dim=1, value_dim=1, max_length=1))
+    return bool(_shapes(config))
 
 
-@functools.lru_cache(maxsize=256)
 def learns_for_length(config: MethodConfig) -> bool:
     """Whether a method with these hyperparameters has learned parameters whose shapes depend on the longest sequence.
 
     Those are tables that contract tokens. Feature maps belong to heads, and fit sequences of any length.
     """
-    initial = get_method(config.method).initial_parameters
-    if initial is None:
-        return False
-    sizes = {"num_heads": 1, "head_dim": 1, "value_dim": 1}
-    short, long = (initial(config, **sizes, max_length=length) for length in (1, 2))
-    return {name: x.shape for name, x in short.items()} != {name: x.shape for name, x in long.items()}
+    return _shapes(config) != _shapes(config, max_length=2)
 
 
 def parameters_of_slice(
@@ -42,27 +49,10 @@ def parameters_of_slice(
         heads: the number of the first head and of all query heads.
         num_heads: how many query heads.
     """
-    own = dict(parameters)
-    for name in parameters_of_heads(config):
-        if name in own:
+    own, one = dict(parameters), _shapes(config)
+    for name, shape in _shapes(config, num_heads=2).items():
+        if name in own and shape and shape[0] == 2 * one[name][0]:  # the first dimension is that of the heads
             count = own[name].shape[0]
             last = -(-(heads.first + num_heads) * count // heads.total)
             own[name] = own[name][heads.first * count // heads.total : last]
     return own
-
-
-@functools.lru_cache(maxsize=256)
-def parameters_of_heads(config: MethodConfig) -> tuple[str, ...]:
-    """The learned parameters whose first dimension is that of the heads, of queries or of keys."""
-    initial, sizes = get_method(config.method).initial_parameters, {"head_dim": 1, "value_dim": 1, "max_length": 1}
-    if initial is None:
-        return ()
-    one, two = (initial(config, num_heads=n, num_kv_heads=n, **sizes) for n in (1, 2))
-    return tuple(name for name, x in two.items() if x.ndim and x.shape[0] == 2 * one[name].shape[0])
-
-
-@on_register
-def _forget(name: str) -> None:
-    """A method that is registered again may learn something else with the same hyperparameters."""
-    for function in (learns, learns_for_length, parameters_of_heads):
-        function.cache_clear()

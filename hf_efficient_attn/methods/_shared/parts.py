@@ -1,0 +1,109 @@
+"""Calls with a part of a sequence: the tokens after those of a state, and the tokens of one of several processes."""
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_efficient_attn.methods._shared.call import (
+    Arguments,
+    cast_under_autocast,
+    compute,
+    outside_autocast,
+    prepare,
+    repeat_kv,
+)
+from hf_efficient_attn.methods._shared.config import MethodConfig, Recurrence, State
+from hf_efficient_attn.methods._shared.learned import parameters_of_slice
+from hf_efficient_attn.methods._shared.registry import get_method
+from hf_efficient_attn.ops.shards import HeadSlice, Shards, over_heads
+from hf_efficient_attn.ops.tracing import refuse_second_gradient
+
+
+def update_state(config: MethodConfig, state: State | None, key: Tensor, value: Tensor, **arguments: Any) -> State:
+    """Add tokens, key (B, H_kv, N, D) and value (B, H_kv, N, Dv), to a state; see `attention_with_state`."""
+    key, value = cast_under_autocast(key, value)
+    _, key, value, options = prepare(config, key, key, value, Arguments(is_causal=True, **arguments))
+    with outside_autocast(key.device):
+        return _recurrence(config).update(config, state, key, value, options)
+
+
+def attention_with_state(
+    config: MethodConfig, state: State | None, query: Tensor, key: Tensor, value: Tensor, **arguments: Any
+) -> tuple[Tensor, State]:
+    """Causal attention of new tokens to the tokens of a state and to each other.
+
+    Up to rounding, the output is the end of the causal `attention` of all tokens together.
+
+    Args:
+        config: the config of a method with a recurrence.
+        state: the state that `update_state` or an earlier call returned; None if there are no earlier tokens.
+        query: (B, H, N, D), the queries of the new tokens.
+        key: (B, H_kv, N, D), their keys.
+        value: (B, H_kv, N, Dv), their values.
+        **arguments: attention_mask (B, N), of the new tokens only, and scale, dropout_p, seed and parameters as for
+            `attention`. The seed must be the same in all calls for one state.
+
+    Returns:
+        The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
+    """
+    query, key, value = cast_under_autocast(query, key, value)
+    dtype, given = value.dtype, Arguments(is_causal=True, **arguments)
+    query, key, value, options = prepare(config, query, key, value, given)
+    recurrence, (batch, num_heads, q_len, _), num_kv_heads = _recurrence(config), query.shape, key.shape[1]
+    with outside_autocast(query.device):
+        new_state = recurrence.update(config, state, key, value, options)
+        if state is None:
+            out = compute("forward", config, query, key, value, options)
+        elif q_len == 1:
+            # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), are
+            # passed as if they were several queries of one head.
+            grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)
+            out = recurrence.query(config, new_state, grouped_query, options).reshape(batch, num_heads, 1, -1)
+        else:
+            if num_heads != num_kv_heads:
+                state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
+            out = recurrence.forward(config, query, *repeat_kv(query, key, value), options, state)
+    return refuse_second_gradient(out.to(dtype), config.method), new_state
+
+
+def _recurrence(config: MethodConfig) -> Recurrence[Any]:
+    recurrence = get_method(config.method).recurrence
+    assert recurrence is not None
+    return recurrence
+
+
+def sharded_attention(
+    config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, *, shards: Shards, **arguments: Any
+) -> Tensor:
+    """Attention of sequences whose tokens are divided over processes, which all make this call.
+
+    Up to rounding, the outputs of all processes in order are those of `attention` of all tokens.
+
+    Args:
+        config: the config of a method.
+        query: (B, H, n, D), of the tokens of this process.
+        key: (B, H_kv, n, D).
+        value: (B, H_kv, n, Dv).
+        shards: which tokens these are, and the mask of all tokens.
+        **arguments: is_causal, scale, parameters (of all heads) and seed, the same in all processes, as for
+            `attention`.
+
+    Returns:
+        (B, H, n, Dv) in the dtype of `value`.
+    """
+    query, key, value = cast_under_autocast(query, key, value)
+    dtype, given = value.dtype, Arguments(shards.own_mask, **arguments)
+    query, key, value, options = prepare(config, query, key, value, given)
+    form = get_method(config.method).sharded
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
+        own = parameters_of_slice(config, options.parameters, heads, query.shape[1])
+        of_all = given._replace(attention_mask=shards.key_mask, parameters=own, heads=heads)
+        return compute("forward", config, *prepare(config, query, key, value, of_all))
+
+    if form is not None and form.applies(config, shards.total, options.is_causal):
+        with outside_autocast(query.device):
+            out = form.forward(config, query, key, value, options, shards)
+    else:
+        out = over_heads(some_heads, query, key, value, shards)
+    return refuse_second_gradient(out.to(dtype), config.method)
