@@ -134,3 +134,27 @@ def test_a_slice_draws_the_same_in_the_backward_pass():
     out = tokens.sliced(lambda x: torch.nn.functional.dropout(x, 0.5), x, size=2, draws=True)
     out.sum().backward()
     assert torch.equal(x.grad, out.detach())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_backward_pass_of_a_slice_calls_no_kernel_again(checkpointed, monkeypatch):
+    """Unless gradient checkpointing computes the whole call again, which must keep nothing."""
+    calls, kernel = [], attend_module._forward
+    monkeypatch.setattr(attend_module, "_forward", lambda *inputs: calls.append(0) or kernel(*inputs))
+    tensors = [numbers(4, 1, 20, 6, seed=seed).requires_grad_() for seed in range(3)]
+
+    def two_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        first, second = (attend(query, key[..., half, :], value[..., half, :], scale=0.5)
+                         for half in (slice(10), slice(10, 20)))  # fmt: skip
+        return attend_module.merge(first, second).out
+
+    def call(*tensors: Tensor) -> Tensor:
+        return tokens.sliced(two_parts, *tensors, size=2)
+
+    expected = torch.autograd.grad(two_parts(*tensors).sin().sum(), tensors)
+    calls.clear()
+    out = torch.utils.checkpoint.checkpoint(call, *tensors, use_reentrant=False) if checkpointed else call(*tensors)
+    assert len(calls) == 4
+    for _ in range(2):  # also a second backward pass of the same graph
+        torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True), expected)
+        assert checkpointed or len(calls) == 4

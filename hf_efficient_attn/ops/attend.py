@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.tracing import exporting_to_onnx
+from hf_efficient_attn.ops.tracing import exporting_to_onnx, kept_results
 
 # exp(x) = 2^(x LOG2_E): on the CPU powers of two take a fraction of the time of those of e.
 LOG2_E = 1.0 / math.log(2.0)
@@ -176,7 +176,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward((query, key, value, bias), scale)
+        out, lse = kept_results(lambda: _forward((query, key, value, bias), scale))
         ctx.save_for_backward(query, key, value, bias, out, lse)
         ctx.scale = scale
         ctx.set_materialize_grads(False)  # without a gradient of the lse less is to compute

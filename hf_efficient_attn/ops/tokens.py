@@ -4,7 +4,7 @@ Some heads or blocks are a slice (`sliced`). It is as large as the device is ser
 stay in the caches, and their memory is reused by the next slice instead of being returned to the system; on an
 accelerator it is as large as a limit of memory allows, so that there is usually one. The size of a slice changes
 rounding only. With a gradient a slice is computed again in the backward pass (`torch.utils.checkpoint`), so that the
-memory of a training step is that of one slice, plus inputs and results.
+memory of a training step is that of one slice, plus inputs and results, those of kernels included.
 
 Tensors that depend on nothing but numbers, such as an index, are kept for the next call (`constant`), so they must not
 be modified. So are the random numbers of an integer seed (`uniform`, `normal`). They are hashes of a counter instead of
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_efficient_attn.ops.attend import attend, triton_applies
 from hf_efficient_attn.ops.shards import Seed, head_slice, seed_value
-from hf_efficient_attn.ops.tracing import exporting_to_onnx, replaced_in_graphs
+from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs
 
 # Numbers of the largest temporary of a slice: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
 CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
@@ -89,7 +89,7 @@ def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, .
     if not torch.is_grad_enabled():
         return function(*tensors)
     out: Tensor = checkpoint(
-        function, *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
+        keeping_results(function), *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
     )
     return out
 

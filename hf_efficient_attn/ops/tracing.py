@@ -10,6 +10,7 @@ and forward-mode derivatives are refused.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -259,3 +260,40 @@ def _gradient_of(part: _Part) -> _Part:
             return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
 
     return _Part(gradients, part.name, part.by_rows, part.draws, is_gradient=True)
+
+
+# In each thread, the results of kernels in the function of `keeping_results` that it computes: a list in its first
+# call, an iterator in later ones.
+_kept = threading.local()
+
+
+def keeping_results(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that is called again for its gradient, and calls no kernel again: `attend` keeps their results.
+
+    Without this a training step of kdeformer takes 1.27 times as long (AMD EPYC, 4,096 tokens, one thread). Where hooks
+    decide what autograd saves, as those of gradient checkpointing do, nothing is kept.
+    """
+    results: list[tuple[Tensor, ...]] = []
+    if is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return function
+
+    def call(*tensors: Tensor | None) -> Tensor:
+        before, _kept.results = getattr(_kept, "results", None), iter(tuple(results)) if results else results
+        try:
+            return function(*tensors)
+        finally:
+            _kept.results = before
+
+    return call
+
+
+def kept_results(kernel: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The results of a kernel, or those that were kept of an earlier call."""
+    results = getattr(_kept, "results", None)
+    if results is None:
+        return kernel()
+    if not isinstance(results, list):
+        return tuple(x.detach() for x in next(results))
+    found = kernel()
+    results.append(tuple(x.detach() for x in found))  # without the graph, of which the list is a part
+    return found
