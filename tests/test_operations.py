@@ -151,12 +151,8 @@ def test_a_method_that_hashes_sorts_and_moves():
         ),
         # The state of the keys, and its product with each query, with 8 columns for the sums of weights.
         (hea.LinearConfig(), lambda n, d, dv: n * d * dv + n * d * (dv + 8)),
-        # Features of queries and keys, and of one key for their number; the state of the keys, and its product with
-        # each query.
-        (
-            hea.PerformerConfig(num_features=32),
-            lambda n, d, dv: (2 * n + 1) * 32 * d + n * 32 * (dv + 1) + n * 32 * (dv + 8),
-        ),
+        # The directions attend to the keys, and the queries to the directions.
+        (hea.PerformerConfig(num_features=32), lambda n, d, dv: 2 * n * 32 * 2 * max(d, dv)),
         # Projected keys and values; attention to them.
         (hea.LinformerConfig(projection_dim=12), lambda n, d, dv: 12 * n * (d + dv) + n * 12 * 2 * max(d, dv)),
     ],
