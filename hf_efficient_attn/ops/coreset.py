@@ -383,7 +383,8 @@ def coreset_naive(
     exponents = points @ (root * key).mT - half_norm
     kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
     kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
-    weights = torch.linalg.solve(kernel + RIDGE * torch.eye(keys.shape[1]).to(kernel), kernel_rows)
+    identity = torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device)
+    weights = torch.linalg.solve(kernel + RIDGE * identity, kernel_rows)
     low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     # Relative to the middle of the range, which is the output if the denominator is not positive.
