@@ -50,7 +50,8 @@ def exact_attention(
         (BH, Nq, Dv); 0 for queries without a key.
     """
     (batch_heads, q_len, head_dim), kv_len = query.shape, key.shape[1]
-    is_plain = key_mask is None and dropout_p == 0.0 and head_dim == value.shape[2]
+    # PyTorch's causal kernel multiplies the -inf of later keys with the scale, which must therefore be positive.
+    is_plain = key_mask is None and dropout_p == 0.0 and head_dim == value.shape[2] and scale > 0.0
     if is_causal and is_plain and query.dtype != torch.float64:
         # One kernel. There is none for float64 on an accelerator, where the plain form holds all pairs.
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))

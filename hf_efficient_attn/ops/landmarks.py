@@ -335,7 +335,7 @@ def landmark_naive(
                 product = middle @ z
                 z = z @ (13 * one - product @ (15 * one - product @ (7 * one - product))) / 4
             out = softmax(queries, mean_keys) @ z @ softmax(mean_queries, keys) @ values
-        if kernel is not None:
+        if kernel is not None and keys.shape[1]:
             size = kernel.shape[1]
             windows = pad(values, (0, 0, size // 2, size // 2)).unfold(1, size, 1)
             out = out.index_add(1, valid.nonzero()[:, 0], (windows * kernel.double()[:, None, None]).sum(-1))

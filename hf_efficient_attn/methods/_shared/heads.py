@@ -68,6 +68,8 @@ def without_padding(
             return form_of_length(query, key, value)
         same, out = query.shape[1] == key.shape[1], value.new_zeros(*query.shape[:2], value.shape[2])
         counts = mask.sum(1)
+        if not bool(counts.any()):
+            return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
         for count in counts.unique().tolist():
             if count == 0:
                 continue
@@ -87,7 +89,8 @@ def without_padding(
 def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Exact attention (B, H, Nq, Dv): PyTorch's own where it takes the mask and needs no memory for all pairs."""
     mask, is_causal, scale, dropout_p = options[:4]
-    if dropout_p > 0.0 or (mask is not None and is_causal) or query.shape[3] != value.shape[3]:
+    # PyTorch's causal kernel gives NaN unless the scale is positive.
+    if dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)
         out = exact_attention(*flat, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
         return unflatten_heads(out, query.shape)
