@@ -94,8 +94,8 @@ class Contraction(NamedTuple):
     valid: Tensor
 
     def project(self, x: Tensor) -> Tensor:
-        """E x: (B, H, N, D) -> (B, H, P, D) in the dtype of the table. x must be 0 at masked tokens."""
-        return self.scale(self.project_some(x)).to(self.table.dtype)
+        """E x: (B, H, N, D) -> (B, H, P, D) in the accumulation dtype. x must be 0 at masked tokens."""
+        return self.scale(self.project_some(x))
 
     def scale(self, projected: Tensor) -> Tensor:
         """Multiply the rows of products (B, H, P, D) with their factors."""
