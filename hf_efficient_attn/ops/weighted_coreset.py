@@ -328,14 +328,15 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
     ref = torch.maximum(scores.amax(1), logits.amax(1)).detach()[:, None]
     exact, basis = (scores - ref).exp() * near, (logits - ref).exp()
     counted = (basis @ of_key) * near
-    unfitted = basis @ (of_key @ targets) + (exact - counted) @ targets
-    size = basis @ (of_key @ targets)[:, -1:].abs() + (exact + counted).sum(1, keepdim=True)
+    weights = fitted_weights = of_key @ targets
+    unfitted = basis @ weights + (exact - counted) @ targets
+    size = basis @ weights[:, -1:].abs() + (exact + counted).sum(1, keepdim=True)
     sums, by_means = unfitted, False
     if options.num_probes:
         lse, target = scores[probe].logsumexp(1, keepdim=True), scores[probe].softmax(1) @ targets
         rows = (logits[probe] - lse).clamp(max=MAX_LOGIT).exp()
         near_rows = ((scores[probe] - lse).exp() - rows @ of_key) * near[probe]
-        missing = target - rows @ (of_key @ targets) - near_rows @ targets
+        missing = target - rows @ weights - near_rows @ targets
         # Ridge regression, and what each probe misses if the others are fitted: its leave-one-out residual.
         strength = rows.square().sum() / (options.num_landmarks + options.block_size)
         solve = torch.linalg.inv(system + rows.T @ rows / strength) @ rows.T / strength
@@ -343,8 +344,11 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
         left = (missing - rows @ fit) / (1.0 - (rows @ solve).diagonal())[:, None]
         fitted = (target - left)[:, :-1] / (1.0 - left[:, -1:]).clamp(min=LEAST_LEFT)
         errors = [(x - target[:, :-1]).square().sum() for x in (means[probe], fitted)]
-        by_means, sums = bool(errors[0] < BETTER * errors[1]), unfitted + basis @ fit
-    positive = (unfitted[:, -1:] > LEAST_DENOMINATOR * size) & (not by_means)
+        by_means, sums, fitted_weights = bool(errors[0] < BETTER * errors[1]), unfitted + basis @ fit, weights + fit
+    # What a denominator is compared with: the largest weight of each landmark, or the near key that counts most.
+    largest = torch.cat((weights, fitted_weights), 1).detach().abs().amax(1, keepdim=True)
+    largest = torch.maximum(basis @ largest.maximum(LEAST_SIZE * largest.max()), exact.amax(1, keepdim=True))
+    positive = (unfitted[:, -1:] > torch.maximum(LEAST_DENOMINATOR * size, LEAST_SUM * largest)) & (not by_means)
     ratio = sums[:, -1:] / torch.where(positive, unfitted[:, -1:], 1.0)
     safe = positive & (ratio > FIT_RANGE[0]) & (ratio < FIT_RANGE[1])
     out = torch.where(positive, unfitted[:, :-1] / torch.where(positive, unfitted[:, -1:], 1.0), means)
