@@ -236,8 +236,9 @@ def _file(rows):
         b"[" * 100000, _file([]), _file({}), _file({"float32": 700}), _file({"float32": [700]}),
         _file({"float32": [700, "700"]}), _file({"float32": [700, 0]}), _file({"float32": [700, True]}),
         _file({"float99": [700, 700]}), _file({"float32": [700, 10**12]}),
+        b" " * (1 << 20) + _file({"float32": [700, 700]}),
     ],
-    ids=range(17),
+    ids=range(18),
 )  # fmt: skip
 def test_a_damaged_file_is_named_once_and_replaced(content, cache):
     cache.parent.mkdir()

@@ -20,6 +20,8 @@ from hf_efficient_attn.methods import crossover
 from hf_efficient_attn.version import __version__
 
 _FORMAT = 1
+# The size of a file that is read at most: a damaged one cannot fill the memory.
+_MAX_BYTES = 1 << 20
 _COMMAND = "hf-efficient-attn crossover --renew"
 
 
@@ -98,7 +100,11 @@ def _is_pair(value: Any) -> bool:
 def _read(path: pathlib.Path) -> dict[str, Any]:
     """The machines in a file: name -> method -> row -> [small, large]. Empty if there is no file."""
     try:
-        values = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError("it is too large")
+        values = json.loads(content)
     except FileNotFoundError:
         return {}
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Coresets: a few weighted keys that stand for all keys. WildCat's, and one that grows as keys arrive over time.
+"""Coresets, a few weighted keys that stand for all keys: one for WildCat, and one that grows as keys arrive.
 
 Weights are Nystrom's (`regularized_solve`): with them the kernel exp(<x, y>) of the coreset's keys approximates that of
 all keys. `hf_efficient_attn.methods.wildcat` explains the quantities of WildCat (Schroeder, Mackey, ICML 2026).
@@ -53,7 +53,7 @@ _NUM_CANDIDATES = 1024
 _LARGEST_EXPONENT = 30.0
 # Nystrom weights of a head that are larger than this multiple of all its clusters together are rounding.
 _LARGEST_WEIGHT = 1e3
-# Denominators of Nystrom weights that are safe, as multiples of those of the clusters.
+# A Nystrom denominator is safe between these multiples of the denominator of the clusters.
 _SAFE = (0.5, 2.0)
 _SMALLEST_SCALE = 1e-9
 

@@ -122,9 +122,9 @@ def _growing_draws(count: int) -> list[int]:
 
 
 def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
-    """Standard Gumbel numbers (draws, C) for `draw_apart`, where those of a candidate do not depend on C.
+    """Standard Gumbel numbers (draws, C) for `draw_apart`. The numbers of a candidate do not depend on C.
 
-    Those of an integer seed are kept, so they must not be modified.
+    The numbers of an integer seed are kept, so they must not be modified.
     """
     shape = len(_growing_draws(count)), num_candidates, None
     return constant(gumbel, *shape, seed, like.dtype, device=like.device)[:, 0]

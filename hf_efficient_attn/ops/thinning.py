@@ -38,7 +38,7 @@ from hf_efficient_attn.ops.tokens import (
     valid_first,
 )
 
-# Streams of random numbers: the first of those of the draws, and that of halving.
+# Streams of random numbers: the draws begin at the first, and halving uses the second.
 _DRAWS, _HALVING = 5000, 60_000
 # The first draws are of this size. A draw does not see how similar its own pivots are, so early ones must be small.
 _FIRST_DRAW = 8

@@ -51,7 +51,7 @@ def parameters_of_slice(
     """
     own, one = dict(parameters), _shapes(config)
     for name, shape in _shapes(config, num_heads=2).items():
-        if name in own and shape and shape[0] == 2 * one[name][0]:  # the first dimension is that of the heads
+        if name in own and shape and shape[0] == 2 * one[name][0]:  # one row for each head
             count = own[name].shape[0]
             last = -(-(heads.first + num_heads) * count // heads.total)
             own[name] = own[name][heads.first * count // heads.total : last]

@@ -1,4 +1,4 @@
-"""Calls with a part of a sequence: the tokens after those of a state, and the tokens of one of several processes."""
+"""Attention of a part of a sequence: tokens that follow a recurrent state, or the tokens of one process."""
 
 from typing import Any
 
