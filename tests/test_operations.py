@@ -118,10 +118,10 @@ def test_counts_do_not_accumulate():
 
 
 def test_a_tiny_method_by_hand():
-    # The state of the keys and its product with each query, both with 8 columns for the sums of weights.
+    # The state of the keys and its product with each query, with 8 columns for the sums of weights.
     # elu(x) + 1 counts one exponential per element. One key is mapped for the number of features.
     found = count(lambda: hea.attention(hea.LinearConfig(), *tensors(96, 16, 10)))
-    assert found.products == 2 * 2 * 2 * 96 * 16 * 18
+    assert found.products == 2 * 2 * (96 * 16 * 10 + 96 * 16 * 18)
     assert found.exponentials == 2 * (2 * 96 + 1) * 16
     assert (found.sorting, found.gathers) == (0, 0)
 
@@ -149,8 +149,8 @@ def test_a_method_that_hashes_sorts_and_moves():
             hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh"),
             lambda n, d, dv: 2 * n * 7 * (d + 1) + n * 32 * 2 * max(d, dv),
         ),
-        # The state of the keys, and its product with each query, both with 8 columns for the sums of weights.
-        (hea.LinearConfig(), lambda n, d, dv: 2 * n * d * (dv + 8)),
+        # The state of the keys, and its product with each query, with 8 columns for the sums of weights.
+        (hea.LinearConfig(), lambda n, d, dv: n * d * dv + n * d * (dv + 8)),
         # The directions attend to the keys, and the queries to the directions.
         (hea.PerformerConfig(num_features=32), lambda n, d, dv: 2 * n * 32 * 2 * max(d, dv)),
         # Projected keys and values; attention to them.
@@ -242,7 +242,7 @@ def test_table_is_printed_and_written(tmp_path, capsys):
     with rows.open(newline="") as file:
         exact, linear = csv.DictReader(file)
     assert (exact["method"], linear["method"]) == ("sdpa", "linear")
-    assert float(linear["fewer_products"]) == pytest.approx(4096 * 1024 * 320 / (64 * 264 * (1024 + 4096)))
+    assert float(linear["fewer_products"]) == pytest.approx(4096 * 1024 * 320 / (64 * (256 * 1024 + 264 * 4096)))
 
 
 def test_multiply_adds_as_two_in_the_table(capsys):

@@ -65,14 +65,16 @@ def update_state(
     """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state; None is that of no tokens."""
     acc_dtype = accumulation_dtype(value.dtype)
     phi, log_weight = features.of_key(key, key_mask)
-    # One product for the sums of values and of weights, so that they are rounded alike.
-    value = pad(value.to(phi.dtype), (0, _ONES), value=1.0)
+    value = value.to(phi.dtype)
     if log_weight is None:
-        log = phi.new_zeros(phi.shape[:-2], dtype=acc_dtype)
+        norm = phi.sum(-2, dtype=acc_dtype).unsqueeze(-1)
+        log = norm.new_zeros(norm.shape[:-2])
     else:
         log = log_weight.detach().amax(-1)
-        value = value * torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)
-    own = FeatureState((phi.mT @ value).to(acc_dtype), log)
+        weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)
+        norm, value = (phi.mT @ weight).to(acc_dtype), value * weight
+    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)
+    own = FeatureState(sums, log)
     return own if state is None else union(state, own)
 
 
