@@ -339,7 +339,7 @@ INSTANCES = [
         random=True,
         averages=False,
         splits_scale=True,
-        cost=_COST | {"num_candidates": 0},
+        cost=_COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0},
     ),
     Instance(
         "nearfar",
@@ -351,7 +351,7 @@ INSTANCES = [
         random=True,
         averages=False,
         splits_scale=True,
-        cost=_COST | {"num_candidates": 0},
+        cost=_COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0},
     ),
     Instance(
         "reformer",

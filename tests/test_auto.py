@@ -24,11 +24,10 @@ def rows(monkeypatch):
 
 
 def _mixed(length=700):
-    """Two heads that few landmarks approximate well, and two whose queries attend to single keys far away."""
+    """Two heads that few landmarks approximate well, and two whose queries attend to many keys that are all unlike."""
     query, key, value = (numbers(1, 4, length, 8, seed=i).float() for i in range(3))
-    centers = numbers(1, 2, 20, 8, seed=4).float()
-    key[:, :2] = centers[:, :, torch.arange(length) * 7 % 20] + 0.05 * key[:, :2]
-    query[:, 2:] = 4.0 * key[:, 2:, torch.randperm(length, generator=torch.Generator().manual_seed(0))]
+    centers = numbers(1, 2, 8, 8, seed=4).float()
+    key[:, :2] = centers[:, :, torch.arange(length) * 7 % 8] + 0.05 * key[:, :2]
     return query, key, value
 
 
@@ -66,9 +65,9 @@ def attempts(monkeypatch):
 def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
     query, key, value = _mixed()
     tensors = query[:, :2], key[:, :2] + 0.1 * key[:, 2:], value[:, :2]
-    errors = _errors(auto(*tensors, columns=16, crossover=20, max_error=0.15), tensors)
+    errors = _errors(auto(*tensors, columns=16, crossover=20, max_error=0.12), tensors)
     assert len({columns for _, columns in attempts}) > 1
-    assert all(1e-4 < error <= 0.15 for error in errors)
+    assert all(1e-4 < error <= 0.12 for error in errors)
 
 
 def test_heads_that_need_exact_attention_cost_next_to_no_attempts(attempts):

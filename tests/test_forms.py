@@ -74,8 +74,8 @@ def error_of(out: Tensor, mask: Tensor, tensors: tuple[Tensor, ...], is_causal: 
     return relative_error(out, exact.masked_fill(~outputs_that_count(mask, exact).unsqueeze(-1), 0.0))
 
 
-# Methods that hash tokens or draw keys by scores: after rounding a few hashes and draws are others.
-BY_SCORES = ("hyperattention", "kdeformer", "reformer")
+# Methods that hash tokens or choose keys by scores: after rounding a few hashes and keys are others.
+BY_SCORES = ("auto", "hyperattention", "kdeformer", "nearfar", "reformer")
 
 
 @each_form

@@ -204,7 +204,8 @@ def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
     else:
         out, lse = _EFFICIENT(query, key, value, None, True, 0.0, False, scale=scale)[:2]
         lse = lse[..., : query.shape[2]]  # its lse is padded
-    out, lse = out[..., :value_dim].reshape(*shape, value_dim).to(inputs[2].dtype), lse.reshape(shape)
+    out = out if out.shape[3] == value_dim else out[..., :value_dim]
+    out, lse = out.reshape(*shape, value_dim).to(inputs[2].dtype), lse.reshape(shape)
     if bias is None:
         return out, lse
     empty = bias.amax(-1) == -torch.inf
@@ -326,7 +327,7 @@ def _arranged(
     batch_heads, num_blocks = query.shape[:2]
     if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == bias.shape[2] == 1):
         return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, bias
-    key, value = key.expand(-1, num_blocks, -1, -1), value.expand(-1, num_blocks, -1, -1)
+    key, value = (x if x.shape[1] == num_blocks else x.expand(-1, num_blocks, -1, -1) for x in (key, value))
     as_batch = query.device.type == "cpu" and key.is_contiguous() and value.is_contiguous()
     if as_batch and (bias is None or bias.shape[:2] in ((1, 1), (batch_heads, num_blocks))):
         bias = None if bias is None else bias.flatten(0, 1).unsqueeze(1)

@@ -39,16 +39,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
-from hf_efficient_attn.ops.coreset import cluster_sums, nearest, regularized_solve, with_ones
+from hf_efficient_attn.ops.coreset import RIDGE, cluster_sums, nearest, regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
 from hf_efficient_attn.ops.sampling import stratified_ranks
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import constant, even_positions, take, uniform
-from hf_efficient_attn.ops.weighted_coreset import LEAST_DENOMINATOR, RIDGE
 
 _STREAM = 31
 # Squarings of a Gram matrix: the leading eigenvector is that of 2**6 steps of the power method.
 _SQUARINGS = 6
+# A denominator must be this share of the sum of the sizes of its terms.
+_LEAST_DENOMINATOR = 0.01
 # Sizes of the copy of a head, and steps of Lloyd's algorithm.
 NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, _NUM_STEPS = 256, 64, 32, 2
 # Rows that bound the error.
@@ -284,7 +285,7 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
     logits = scores.double() - own.unsqueeze(1)
     basis = (logits - logits.amax(2, keepdim=True)).exp()
     out, size = basis @ weights, basis @ weights[..., -1:].abs()
-    positive = out[..., -1:] > LEAST_DENOMINATOR * size
+    positive = out[..., -1:] > _LEAST_DENOMINATOR * size
     ratio = out[..., :-1] / torch.where(positive, out[..., -1:], 1.0)
     means = sums[..., :-1] / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
     return torch.where(positive, ratio, (scores.softmax(2) @ means).double()).to(query.dtype)

@@ -275,35 +275,32 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     """
     if x.requires_grad and torch.is_grad_enabled():
         # Along the first dimension with an expanded index both directions process whole tokens.
-        flat = _flat_index(index, x.shape[1]).unsqueeze(1).expand(-1, x.shape[2])
+        flat = flat_index(index, x.shape[1]).view(-1, 1).expand(-1, x.shape[2])
         return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
-    # `index_select` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
+    # `embedding` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
     # faster, because of its backward.
-    return _select(x, _flat_index(index, x.shape[1]), index.shape)
+    return torch.embedding(x.reshape(-1, x.shape[2]), flat_index(index, x.shape[1]))
 
 
 def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """`take` for two tensors (BH, N, D) and (BH, N, Dv) by the same index, with fewer operations."""
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return take(key, index), take(value, index)
-    flat = _flat_index(index, key.shape[1])
-    return _select(key, flat, index.shape), _select(value, flat, index.shape)
+    flat = flat_index(index, key.shape[1])
+    return torch.embedding(key.reshape(-1, key.shape[2]), flat), torch.embedding(
+        value.reshape(-1, value.shape[2]), flat
+    )
 
 
-def _flat_index(index: Tensor, length: int) -> Tensor:
-    """The index (BH, ...) in the tokens of all heads, one head after the other: (BH * ...,)."""
-    first = constant(_first_tokens, index.shape[0], length, device=index.device)
-    flat: Tensor = (index + first.view(-1, *[1] * (index.ndim - 1))).flatten()
+def flat_index(index: Tensor, length: int) -> Tensor:
+    """The index (BH, ...) in the tokens of all heads, one head after the other: (BH, ...)."""
+    flat: Tensor = index + constant(_first_tokens, index.shape[0], length, index.ndim, device=index.device)
     return flat
 
 
-def _select(x: Tensor, flat: Tensor, shape: torch.Size) -> Tensor:
-    return x.reshape(-1, x.shape[2]).index_select(0, flat).view(*shape, x.shape[2])
-
-
-def _first_tokens(batch_heads: int, length: int, device: torch.device) -> Tensor:
+def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device) -> Tensor:
     """The index of the first token of each head, if the tokens of all heads follow one another."""
-    return torch.arange(batch_heads, device=device) * length
+    return (torch.arange(batch_heads, device=device) * length).view(-1, *[1] * (ndim - 1))
 
 
 def inverse(order: Tensor) -> Tensor:

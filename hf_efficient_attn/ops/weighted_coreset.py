@@ -1,75 +1,59 @@
-"""Attention to weighted landmarks that represent all keys, and exactly to near keys where attention is local.
+"""Attention to landmarks that represent all keys, and exactly to near keys where landmarks are not enough.
 
-The softmax sum of a query q over the keys k_j is approximated through the features exp(scale <q, c_i>) of m landmarks:
+The weight exp(scale <q, k>) of a key is replaced by that of the nearest of m landmarks c:
 
-    sum_j exp(scale <q, k_j>) [v_j, 1]  ~  sum_i exp(scale <q, c_i> - g(c_i)) U_i,    U = sum_j w_j exp(g(k_j)) [v_j, 1]
+    exp(scale <q, k>)  ~  exp(scale <q, c> - g(c)) exp(g(k) - |x - y|^2 / 2)
 
-- exp(scale <q, k> - g(k)) is interpolated between landmarks, w_j = (K_cc + ridge I)^-1 K_cj, with the kernel
-  exp(-|x - y|^2 / 2) of x = t sqrt(scale) k. Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean
-  query q, so that what is interpolated varies little. With the first term alone these are Nystrom weights (WildCat,
-  Schroeder & Mackey 2026).
+for the points x = t sqrt(scale) k and y = t sqrt(scale) c of both. So a query attends to m landmarks, of which each has
+the sum of exp(g(k) - |x - y|^2 / 2) [v, 1] over its keys as value and as weight. All weights are positive, and so the
+output is a convex combination of values.
+
+- Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean query q, so that what is replaced varies
+  little.
 - A landmark is the weighted mean of a cluster of keys. Clusters begin with keys that are drawn far from each other
   (`draw_apart`), and some steps of Lloyd's algorithm follow. A key counts more where g is large, because it can have a
   large score.
-- U is fitted to the exact rows of a few probe queries: ridge regression in the metric of K_cc.
-- In heads whose attention is local, blocks of queries attend to near keys exactly, and what landmarks count for these
-  keys is subtracted (`hf_efficient_attn.ops.coreset_landmarks`).
-- Where the fit fails, queries attend to the means of the clusters, with the numbers of their keys as weights.
+- The exact rows of a few probe queries tell how much of the output of each head the landmarks miss. Heads that miss
+  much have near keys: groups of queries that are alike attend to the keys with the largest scores exactly, and what
+  landmarks count for these keys is subtracted (`hf_efficient_attn.ops.coreset_landmarks`).
 - What the outputs of the probes still miss is corrected by ridge regression, linear in the query. On activations of
-  BERT this lowers the error by 2 to 10 %.
+  BERT this lowers the error by a quarter.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.coreset import regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import (
-    DRAW_POWER,
     LEAST_LOG_WEIGHT,
     NUM_QUERIES,
     POWER,
-    ROWS_OF_SHARE,
-    TEMPERATURE,
     TILT,
-    Candidates,
     CoresetOptions,
     Landmarks,
-    NearField,
+    Represented,
     Rows,
-    choose_candidates,
-    draw_apart,
+    choose_landmarks,
     exact_rows,
-    gumbel_numbers,
-    local_heads,
-    make_landmarks,
+    find_near_keys,
+    group_queries,
     middle_positions,
-    near_block_q,
-    near_field,
-    near_index,
+    represent,
 )
-from hf_efficient_attn.ops.tokens import even_positions, slice_size, sliced, take
+from hf_efficient_attn.ops.tokens import even_positions, integers, slice_size, sliced, take
 
-# Relative to the unit diagonal of K_cc.
-RIDGE = 1e-3
-# A denominator must be this share of the sum of its terms' sizes, and a fitted one within these multiples of the
-# unfitted one. Otherwise the query gets weights of the next safer kind.
-LEAST_DENOMINATOR, FIT_RANGE = 0.01, (0.6, 1.6)
-# The same relative to the sum of the exponentials. The gradient divides by the square.
-LEAST_SUM = 1e-10
-# A head attends to the means of its clusters if their squared error on the probes is below this share of that of the
-# fitted weights, whose denominators count as `LEAST_LEFT` at least.
-BETTER, LEAST_LEFT = 0.5, 0.1
-# Smallest size of the weights of a landmark, as a share of the largest; and of the squares of the probes' features.
-LEAST_SIZE, LEAST_GRAM = 1e-15, 1e-20
-# Largest exponent of a landmark in the row of a probe. A landmark that counts far more than all keys says nothing.
-MAX_LOGIT = 20.0
-# The ridge and the largest feature of the linear correction, and what is added to the variance of a feature.
-LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE = 30.0, 4.0, 1e-12
-# Queries and values of a slice may be this multiple of what `sliced` is meant for: 32 MiB on a CPU. Many small
-# operations then take as long as few large ones.
+# Without the near keys, what is left of the weights of the landmarks must be this share of them, or there is rounding
+# left only. Then a query attends to its near keys.
+LEAST_SHARE = 1e-3
+# The ridge and the largest feature of the linear correction, and what is added to the variance of a feature. A probe
+# counts less if it misses more than `MAX_MISSING` times the median.
+LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE, MAX_MISSING = 30.0, 4.0, 1e-12, 3.0
+# Numbers of a slice may be this multiple of what `sliced` is meant for: 32 MiB on a CPU. Many small operations take
+# longer than few large ones.
 _LARGER_SLICES = 8
 
 
@@ -80,315 +64,216 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
         query: (BH, Nq, D).
         key: (BH, Nk, D), with more keys than landmarks and near keys together. None is padding.
         value: (BH, Nk, Dv).
-        options: how landmarks are chosen.
+        options: how landmarks and near keys are chosen.
 
     Returns:
         (BH, Nq, Dv) in the accumulation dtype.
     """
     query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
     key = key - key.mean(1, keepdim=True)
-    rows = exact_rows(query, key, value, options) if options.num_probes else None
-    local = local_heads(key, query.shape[1], rows, options)
-    candidates = choose_candidates(query, key, value, local, options)
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, local: Tensor | None, *rest: Tensor) -> Tensor:
-        chosen = Candidates(*rest[: len(candidates)])
-        own = None if rows is None else Rows(rows.position, *rest[len(candidates) :])
-        weighted = _weigh(key, value, make_landmarks(chosen, options), own, local, options)
-        out = _attend_safely(query, weighted, options)
-        return out if own is None else out + _linear_correction(query, out, own)
-
-    tensors = (query, key, value, local, *candidates, *(() if rows is None else rows[1:]))
-    size = slice_size(query.shape[1] * (query.shape[2] + value.shape[2]) // _LARGER_SLICES, key.device)
-    return sliced(some_heads, *tensors, size=size, draws=options.dropout_p > 0.0)
+    landmarks, keys, far, probes, heads = _start(query, key, value, options)
+    out = far.out
+    if heads is not None:
+        tensors = query, key, value, *far, landmarks.key, keys.landmark, keys.key_bias
+        if len(heads) < len(query):
+            some = [x.index_select(0, heads) for x in tensors]
+            out = out.index_copy(0, heads, _with_near_keys(*some, options=options))
+        else:
+            out = _with_near_keys(*tensors, options=options)
+    return out if probes is None else _corrected(query, out, probes)
 
 
-class Weighted(NamedTuple):
-    """Weighted landmarks: sum_i exp(scale <q, c_i> + bias_i) weights_i are the sums of a query.
+class Start(NamedTuple):
+    """What is known before near keys are found.
 
     Attributes:
-        landmarks: without their final bias.
-        bias: (BH, m).
-        fitted: (BH, m, Dv + 1), for the numerator and the denominator.
-        unfitted: the same without a fit.
-        near: near keys of some heads, or None.
-        heads: int64, the numbers of these heads, or None.
-        by_means: bool (BH, 1, 1), heads whose queries attend to the means of the clusters instead; None: no head.
+        landmarks, keys: the landmarks, and how they represent the keys.
+        far: attention to the landmarks, out (BH, Nq, Dv) and lse (BH, Nq, 1).
+        probes: None without probes.
+        heads: int64, the heads with near keys; None: no head.
     """
 
     landmarks: Landmarks
-    bias: Tensor
-    fitted: Tensor
-    unfitted: Tensor
-    near: NearField | None
+    keys: Represented
+    far: Partial
+    probes: "Probes | None"
     heads: Tensor | None
-    by_means: Tensor | None
 
 
-def _weigh(
-    key: Tensor, value: Tensor, landmarks: Landmarks, rows: Rows | None, local: Tensor | None, options: CoresetOptions
-) -> Weighted:
-    """The weights of the landmarks: those of the interpolation, or for near keys of the nearest landmark, and a fit."""
-    near = heads = by_means = None
-    if local is None:
-        sums, shift = _rows_of_landmarks(key, value, landmarks, options.scale)
-    else:
-        others, heads = (~local).nonzero()[:, 0], local.nonzero()[:, 0]
-        k, v, own = _of_heads((key, value, landmarks), others)
-        sums, shift = _rows_of_landmarks(k, v, own, options.scale)
-        near, *found = near_field(*_of_heads((key, value, landmarks), heads), options)
-        order = torch.cat((others, heads)).argsort()
-        sums, shift = (torch.cat(x).index_select(0, order) for x in zip((sums, shift), found, strict=True))
-    rights, bias = [sums], landmarks.bias + shift
-    if rows is not None:
-        logits = torch.baddbmm(
-            bias.unsqueeze(1) - rows.lse.unsqueeze(2), rows.query, landmarks.key.mT, alpha=options.scale
-        )
-        basis = (logits.clamp(max=MAX_LOGIT) * LOG2_E).exp2()
-        rights.append(basis.mT)
-    # One solve for all right sides.
-    solved = regularized_solve(landmarks.kernel, torch.cat(rights, 2), RIDGE)
-    fitted = unfitted = solved[..., : sums.shape[2]]
-    if local is not None:
-        fitted = unfitted = torch.where(local.view(-1, 1, 1), sums, unfitted)
-    if rows is not None:
-        exact = with_ones(rows.out)
-        missing = torch.baddbmm(exact, basis, unfitted, alpha=-1.0)
-        if near is not None and heads is not None:
-            of_near = near.sums_of_rows(*(x.index_select(0, heads) for x in (rows.query, rows.lse)))
-            missing = missing.index_add(0, heads, of_near, alpha=-1.0)
-        fit, left = _fit(basis, solved[..., sums.shape[2] :], missing)
-        fitted, by_means = unfitted + fit, _means_are_better(rows.query, exact, left, landmarks, options.scale)
-    return _scaled(Weighted(landmarks, bias, fitted, unfitted, near, heads, by_means))
+def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Start:
+    landmarks = choose_landmarks(query, key, options)
+    keys = represent(key, value, landmarks, options)
+    tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], keys.bias.view(len(key), 1, 1, -1)
+    out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)
+    far = Partial(out[:, 0], lse.mT)
+    probes = heads = None
+    if options.num_probes:
+        probes = _prepare(exact_rows(query, key, value, options))
+    if options.block_size and options.near_share < 1.0:
+        heads = integers(len(key), key.device)
+        if probes is not None and options.near_share > 0.0:
+            heads = (_missed_share(far.out, probes) > options.near_share).nonzero()[:, 0]
+            heads = heads if len(heads) else None
+    return Start(landmarks, keys, far, probes, heads)
 
 
-def _of_heads(tensors: tuple[Tensor, Tensor, Landmarks], heads: Tensor) -> tuple[Tensor, Tensor, Landmarks]:
-    """Key, value and landmarks of some heads."""
-    key, value, landmarks = tensors
-    some = Landmarks(*(x.index_select(0, heads) for x in landmarks))
-    return key.index_select(0, heads), value.index_select(0, heads), some
+class Probes(NamedTuple):
+    """P probe queries, and what the linear correction needs.
 
-
-def _rows_of_landmarks(key: Tensor, value: Tensor, landmarks: Landmarks, scale: float) -> tuple[Tensor, Tensor]:
-    """K_ck exp(g) [V, 1] relative to exp(shift), (BH, m, Dv + 1), and the shift (BH, 1): softmax rows of landmarks.
-
-    The exponent of a landmark and a key is <x, y> - |x|^2 / 2 + <tilt, k>.
+    Attributes:
+        position: int64 (P,).
+        out: their exact output, (BH, P, Dv).
+        size, middle: what features of queries are multiplied by, and what is added then: (BH, 1, D).
+        basis: features of the probes, and 1: (BH, P, D + 1).
+        solve: (BH, D + 1, P), from what the probes miss to the coefficients of the correction.
     """
-    rows = landmarks.key * (TEMPERATURE**2 * abs(scale)) + landmarks.tilt
-    out, lse = attend(rows[:, None], key[:, None], value[:, None], scale=1.0)
-    lse = lse[:, 0, :, None] - landmarks.half_norm
-    shift = lse.amax(1, keepdim=True)
-    return with_ones(out[:, 0]) * (lse - shift).exp(), shift[..., 0]
+
+    position: Tensor
+    out: Tensor
+    size: Tensor
+    middle: Tensor
+    basis: Tensor
+    solve: Tensor
 
 
-def _fit(basis: Tensor, smooth: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
-    """What to add to the weights (BH, m, Dv + 1), so that the probes miss less, and what each misses without itself.
-
-    Ridge regression in the metric of A = K_cc + ridge I, (A + B^T B / size)^-1 B^T missing / size, where B is the basis
-    (BH, P, m). By the identity of Woodbury this is A^-1 B^T (size I + B A^-1 B^T)^-1 missing, with the already known
-    `smooth` = A^-1 B^T (BH, m, P). What a probe misses if the others are fitted, (BH, P, Dv + 1), has a closed form:
-    (G^-1 missing)_i / (G^-1)_ii, where G is the matrix that is inverted (the leave-one-out residual of ridge
-    regression).
-    """
-    # Basis and right side are divided by the root, because squares of small numbers would be lost in the gradient.
-    root = (basis.square().sum((1, 2), keepdim=True) / basis.shape[2]).clamp(min=LEAST_GRAM).sqrt()
-    smooth = smooth / root
-    inverse = regularized_solve(torch.bmm(basis / root, smooth), None, 1.0)
-    solved = torch.bmm(inverse, missing / root)
-    with torch.no_grad():
-        left = root * solved / inverse.diagonal(dim1=1, dim2=2).unsqueeze(2)
-    return torch.bmm(smooth, solved), left
-
-
-@torch.no_grad()
-def _means_are_better(query: Tensor, exact: Tensor, left: Tensor, landmarks: Landmarks, scale: float) -> Tensor:
-    """Of which heads attention to the means of the clusters is clearly closer to the exact rows: bool (BH, 1, 1).
-
-    `left` (BH, P, Dv + 1) is what each row misses with weights that are fitted to the others.
-    """
-    fitted = (exact[..., :-1] - left[..., :-1]) / (1.0 - left[..., -1:]).clamp(min=LEAST_LEFT)
-    means = _by_means(query, landmarks, scale, 0.0)
-    exact = exact[..., :-1]
-    of_means, of_fitted = (torch.linalg.vector_norm(x - exact, dim=(1, 2), keepdim=True) for x in (means, fitted))
-    better: Tensor = of_means < BETTER**0.5 * of_fitted
-    return better
-
-
-def _by_means(query: Tensor, landmarks: Landmarks, scale: float, dropout_p: float) -> Tensor:
-    """Attention of queries (BH, Nq, D) to the means of the clusters."""
-    keys, values, bias = landmarks.key[:, None], landmarks.value[:, None], landmarks.log_count[:, None, None]
-    return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
-
-
-def _scaled(weighted: Weighted) -> Weighted:
-    """Move the size of the weights of each landmark, large or small, into its bias."""
-    fitted, unfitted = weighted.fitted, weighted.unfitted
-    size = torch.linalg.vector_norm(torch.cat((fitted, unfitted), 2).detach(), torch.inf, 2, keepdim=True)
-    size = size.clamp(min=torch.finfo(size.dtype).tiny).maximum(LEAST_SIZE * size.amax(1, keepdim=True))
-    bias = weighted.bias + size.squeeze(2).log()
-    return weighted._replace(bias=bias, fitted=fitted / size, unfitted=unfitted / size)
-
-
-def _far_sums(query: Tensor, weighted: Weighted, weights: Tensor, options: CoresetOptions) -> Partial:
-    """The sums over the landmarks, (BH, Nq, Dv + 3), relative to the exponential of lse (BH, Nq).
-
-    The last columns are the denominator, the unfitted denominator, and the sum of the sizes of its terms. Dropout does
-    not act on them.
-    """
-    total = weighted.unfitted[..., -1:]
-    values = torch.cat((weights, total, total.detach().abs()), 2)[:, None]
-    tensors, bias = (query[:, None], weighted.landmarks.key[:, None]), weighted.bias[:, None, None]
-    out, lse = (x[:, 0] for x in attend(*tensors, values, bias, scale=options.scale))
-    if options.dropout_p:
-        dropped = attend(*tensors, values[..., :-3], bias, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]
-        out = torch.cat((dropped, out[..., -3:]), 2)
-    return Partial(out, lse)
-
-
-def _attend_safely(query: Tensor, weighted: Weighted, options: CoresetOptions) -> Tensor:
-    """The output (BH, Nq, Dv) by fitted weights and, for queries where these are not safe, by others."""
-    sums, lse = _far_sums(query, weighted, weighted.fitted, options)
-    near, factor, of_near = weighted.heads, None, None
-    if weighted.near is not None and near is not None:
-        of_near, ref = weighted.near.sums_of_all(query.index_select(0, near), lse.index_select(0, near))
-        factor = (lse.index_select(0, near).unsqueeze(2) - ref).exp()
-        sums = sums.index_copy(0, near, torch.addcmul(of_near, sums.index_select(0, near), factor))
-    denominator, unfitted, size = sums[..., -3:].split(1, dim=2)
-    positive = unfitted > (LEAST_DENOMINATOR * size).clamp(min=LEAST_SUM)
-    positive = positive if weighted.by_means is None else positive & ~weighted.by_means
-    safe = positive & (denominator > FIT_RANGE[0] * unfitted) & (denominator < FIT_RANGE[1] * unfitted)
-    out = sums[..., :-3] / torch.where(safe, denominator, 1.0)
-    unsafe = (~safe).sum((1, 2)).tolist()
-    if not any(unsafe):
-        return out
-    # Some queries of some heads: those of a head with the most come first, and others fill up.
-    heads = torch.tensor([i for i, number in enumerate(unsafe) if number], device=query.device)
-    index = safe.squeeze(2).index_select(0, heads).to(torch.int8).argsort(dim=1, stable=True)[:, : max(unsafe)]
-    some, kept, is_safe, is_positive = (take(x.index_select(0, heads), index) for x in (query, out, safe, positive))
-    own = weighted._replace(
-        landmarks=Landmarks(*(x.index_select(0, heads) for x in weighted.landmarks)),
-        bias=weighted.bias.index_select(0, heads),
-        unfitted=weighted.unfitted.index_select(0, heads),
-    )
-    second = _far_sums(some, own, own.unfitted, options).out
-    if near is not None and factor is not None and of_near is not None:
-        full = torch.ones_like(denominator).index_copy(0, near, factor)
-        further = torch.zeros_like(sums).index_copy(0, near, of_near)
-        full, further = (take(x.index_select(0, heads), index) for x in (full, further))
-        second = torch.addcmul(further, second, full)
-    second = second[..., :-3] / torch.where(is_positive, second[..., -3:-2], 1.0)
-    third = _by_means(some, own.landmarks, options.scale, options.dropout_p)
-    repaired = torch.where(is_safe, kept, torch.where(is_positive, second, third))
-    return out.index_put((heads.unsqueeze(1), index), repaired)
-
-
-def _linear_correction(query: Tensor, out: Tensor, rows: Rows) -> Tensor:
-    """What the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
+def _prepare(rows: Rows) -> Probes:
     variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)
     size = (variance + LEAST_VARIANCE).rsqrt()
     middle = -mean * size
+    basis = _features(rows.query, size, middle)
+    solve = regularized_solve(torch.bmm(basis.mT, basis), basis.mT, LINEAR_RIDGE)
+    return Probes(rows.position, rows.out, size, middle, basis, solve)
+
+
+def _features(query: Tensor, size: Tensor, middle: Tensor) -> Tensor:
+    """Standardized queries, and 1: (BH, N, D + 1)."""
     # Limited, so that nothing is extrapolated to a query that is unlike all probes.
-    features, basis = (torch.addcmul(middle, x, size).clamp(-MAX_FEATURE, MAX_FEATURE) for x in (query, rows.query))
-    basis, missing = with_ones(basis), rows.out - out.index_select(1, rows.position)
-    factor = regularized_solve(torch.bmm(basis.mT, basis), torch.bmm(basis.mT, missing), LINEAR_RIDGE)
-    return torch.bmm(features, factor[:, :-1]) + factor[:, -1:]
+    return with_ones(torch.addcmul(middle, query, size).clamp(-MAX_FEATURE, MAX_FEATURE))
+
+
+@torch.no_grad()
+def _missed_share(out: Tensor, probes: Probes) -> Tensor:
+    """What each probe misses after a correction by the others, as a share of the exact output of a head: (BH,).
+
+    This is the leave-one-out residual of ridge regression.
+    """
+    missing = probes.out - out.index_select(1, probes.position)
+    left = missing - torch.bmm(probes.basis, torch.bmm(probes.solve, missing))
+    left = left / (1.0 - (probes.basis * probes.solve.mT).sum(2, keepdim=True))
+    share: Tensor = torch.linalg.vector_norm(left, dim=(1, 2)) / torch.linalg.vector_norm(probes.out, dim=(1, 2))
+    return share
+
+
+def _corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
+    """Add what the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
+    missing = probes.out - out.index_select(1, probes.position)
+    factor = torch.bmm(probes.solve, missing * _weight_of_probes(missing))
+
+    def some_heads(query: Tensor, out: Tensor, size: Tensor, middle: Tensor, factor: Tensor) -> Tensor:
+        return torch.baddbmm(out, _features(query, size, middle), factor)
+
+    size = slice_size(query[0].numel() // _LARGER_SLICES, query.device)
+    return sliced(some_heads, query, out, probes.size, probes.middle, factor, size=size)
+
+
+@torch.no_grad()
+def _weight_of_probes(missing: Tensor) -> Tensor:
+    """1, and less for probes that miss much more than others, (..., P, 1) for (..., P, Dv); see Huber (1964)."""
+    size = torch.linalg.vector_norm(missing, dim=-1, keepdim=True)
+    limit = MAX_MISSING * size.median(-2, keepdim=True)[0]
+    weight: Tensor = (limit / size.clamp(min=LEAST_VARIANCE)).clamp(max=1.0)
+    return weight
+
+
+def _with_near_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, options: CoresetOptions) -> Tensor:
+    """The output (BH, Nq, Dv) where near keys take the place of what landmarks count for them.
+
+    `rest` is the output (BH, Nq, Dv) and lse (BH, Nq, 1) of attention to the landmarks, their keys (BH, m, D), and the
+    landmark and bias (BH, Nk) of each key.
+    """
+    groups, scale, dropout_p = group_queries(query, key, options), options.scale, options.dropout_p
+
+    def some_heads(groups: Tensor, slot: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+        out, lse, centers, landmark, key_bias = rest
+        queries = take(query, groups)  # (BH, G, b, D)
+        near = find_near_keys(queries, key, options)
+        own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (landmark, key_bias))
+        values = take(value, near)
+        exact = attend(queries, take(key, near), values, scale=scale, dropout_p=dropout_p)
+        counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+        parts = torch.cat((exact.out, counted.out, exact.lse.unsqueeze(3), counted.lse.unsqueeze(3)), 3)
+        exact_out, counted_out, *lses = take(parts.flatten(1, 2), slot).split((*value.shape[2:] * 2, 1, 1), 2)
+        return _replaced((out, lse), (counted_out, lses[1]), (exact_out, lses[0]))
+
+    # The near keys of all groups, and the scores of all keys for the means of the groups.
+    numel = groups.query.shape[1] * max(options.block_size * max(key.shape[2], value.shape[2]), key.shape[1])
+    size = slice_size(numel // _LARGER_SLICES, key.device)
+    return sliced(some_heads, *groups, query, key, value, *rest, size=size, draws=dropout_p > 0.0)
+
+
+def _replaced(far: tuple[Tensor, Tensor], counted: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> Tensor:
+    """Attention `far` without `counted`, a part of it, and with `exact`; each is out (BH, Nq, Dv), lse (BH, Nq, 1)."""
+    ref = torch.maximum(far[1], exact[1]).detach()
+    of_far, of_counted, of_exact = ((x[1] - ref).exp() for x in (far, counted, exact))
+    total = of_far - of_counted + of_exact
+    is_rounding = total <= LEAST_SHARE * of_far
+    sums = torch.addcmul(torch.addcmul(far[0] * of_far, counted[0], of_counted, value=-1.0), exact[0], of_exact)
+    return torch.where(is_rounding, exact[0], sums / total.masked_fill(is_rounding, 1.0))
 
 
 def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
-    """Attention (Nq, Dv) of one head, query (Nq, D), key (Nk, D) and value (Nk, Dv)."""
-    query, key, value = query.double(), (key - key.mean(0)).double(), value.double()
-    key, scale, m = key - key.mean(0), options.scale, options.num_landmarks
-    probe = middle_positions(len(query), options.num_probes, query.device)
-    scores = scale * query @ key.T
-    near = torch.zeros_like(scores)
-    if options.block_size and len(query) == len(key) and options.near_share < 1.0:
-        block = torch.arange(len(query), device=query.device) // near_block_q(options.block_size)
-        near = near.scatter(1, near_index(len(query), options.block_size, query.device)[block], 1.0)
-        some = probe[::ROWS_OF_SHARE]
-        if options.near_share and len(some) and (near * scores.softmax(1))[some].sum(1).mean() <= options.near_share:
-            near = torch.zeros_like(scores)
-    m = m if near.any() else m + options.block_size
-    x, tilt = key * (TEMPERATURE * abs(scale) ** 0.5), query[_spread(query)].mean(0) * (TILT * scale)
-    position = even_positions(len(key), min(len(key), options.num_candidates), key.device)
-    c, cluster = _landmarks(key[position], x[position], tilt, m, options)
-    members = torch.nn.functional.one_hot(cluster, m).double().T
-    count, y = members.sum(1), c * (TEMPERATURE * abs(scale) ** 0.5)
-    means = (scale * query @ c.T + count.log()).softmax(1) @ (members @ value[position] / count.clamp(min=1)[:, None])
+    """The readable form, with dense matrices of one head after another and the choices of the fast form.
 
-    g, targets = 0.5 * x.square().sum(1) + key @ tilt, torch.cat((value, torch.ones_like(value[:, :1])), 1)
-    system = _kernel(y, y) + RIDGE * torch.eye(m, dtype=y.dtype, device=y.device)
-    shift = g.max().detach()
-    of_key = _kernel(y, x) * (g - shift).exp()  # (m, Nk), weights of keys on landmarks
-    if near.any():
-        nearest = torch.nn.functional.one_hot(_distances(x, y).argmin(1), m).double().T
-        of_key = of_key * nearest
-    else:
-        of_key = torch.linalg.inv(system) @ of_key
-    logits = scale * query @ c.T - 0.5 * y.square().sum(1) - c @ tilt + shift
-    ref = torch.maximum(scores.amax(1), logits.amax(1)).detach()[:, None]
-    exact, basis = (scores - ref).exp() * near, (logits - ref).exp()
-    counted = (basis @ of_key) * near
-    weights = fitted_weights = of_key @ targets
-    unfitted = basis @ weights + (exact - counted) @ targets
-    size = basis @ weights[:, -1:].abs() + (exact + counted).sum(1, keepdim=True)
-    sums, by_means = unfitted, False
-    if options.num_probes:
-        lse, target = scores[probe].logsumexp(1, keepdim=True), scores[probe].softmax(1) @ targets
-        rows = (logits[probe] - lse).clamp(max=MAX_LOGIT).exp()
-        near_rows = ((scores[probe] - lse).exp() - rows @ of_key) * near[probe]
-        missing = target - rows @ weights - near_rows @ targets
-        # Ridge regression, and what each probe misses if the others are fitted: its leave-one-out residual.
-        strength = rows.square().sum() / (options.num_landmarks + options.block_size)
-        solve = torch.linalg.inv(system + rows.T @ rows / strength) @ rows.T / strength
-        fit = solve @ missing
-        left = (missing - rows @ fit) / (1.0 - (rows @ solve).diagonal())[:, None]
-        fitted = (target - left)[:, :-1] / (1.0 - left[:, -1:]).clamp(min=LEAST_LEFT)
-        errors = [(x - target[:, :-1]).square().sum() for x in (means[probe], fitted)]
-        by_means, sums, fitted_weights = bool(errors[0] < BETTER * errors[1]), unfitted + basis @ fit, weights + fit
-    # What a denominator is compared with: the largest weight of each landmark, or the near key that counts most.
-    largest = torch.cat((weights, fitted_weights), 1).detach().abs().amax(1, keepdim=True)
-    largest = torch.maximum(basis @ largest.maximum(LEAST_SIZE * largest.max()), exact.amax(1, keepdim=True))
-    positive = (unfitted[:, -1:] > torch.maximum(LEAST_DENOMINATOR * size, LEAST_SUM * largest)) & (not by_means)
-    ratio = sums[:, -1:] / torch.where(positive, unfitted[:, -1:], 1.0)
-    safe = positive & (ratio > FIT_RANGE[0]) & (ratio < FIT_RANGE[1])
-    out = torch.where(positive, unfitted[:, :-1] / torch.where(positive, unfitted[:, -1:], 1.0), means)
-    out = torch.where(safe, sums[:, :-1] / torch.where(safe, sums[:, -1:], 1.0), out)
-    return out + _correction(query, out, probe, scores[probe].softmax(1) @ value) if options.num_probes else out
+    What is chosen are the keys that clusters begin with, the clusters, the landmark of each key, the heads with near
+    keys, the groups of their queries and the near keys of each group.
+    """
+    dtype = accumulation_dtype(key.dtype)
+    with torch.no_grad():
+        q, k, v = (x.to(dtype) for x in (query, key, value))
+        k = k - k.mean(1, keepdim=True)
+        start = _start(q, k, v, options)
+        near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)
+        for head in [] if start.heads is None else start.heads.tolist():
+            own = q[head, None], k[head, None]
+            groups = group_queries(*own, options)
+            keys = find_near_keys(take(own[0], groups.query), own[1], options)[0]
+            group = groups.slot[0] // groups.query.shape[2]
+            near[head] = near[head].scatter(1, keys[group], True)
+    heads = zip(
+        query.double(), key.double(), value.double(), start.landmarks.choice, start.keys.landmark, near, strict=True
+    )
+    return torch.stack([_naive_head(head[:3], head[3:], options) for head in heads])
 
 
-def _spread(query: Tensor) -> Tensor:
-    return middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
+def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: CoresetOptions) -> Tensor:
+    (query, key, value), (choice, landmark, near) = tensors, chosen
+    key, scale, root, m = key - key.mean(0), options.scale, options.root, options.num_samples
+    spread = middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
+    tilt = query[spread].mean(0) * (TILT * scale)
 
-
-def _distances(x: Tensor, y: Tensor) -> Tensor:
-    return (x[:, None] - y).square().sum(2)
-
-
-def _kernel(x: Tensor, y: Tensor) -> Tensor:
-    return (-0.5 * _distances(x, y)).exp()
-
-
-def _landmarks(key: Tensor, x: Tensor, tilt: Tensor, count: int, options: CoresetOptions) -> tuple[Tensor, Tensor]:
-    """Landmarks (m, D) from candidates (C, D), and the cluster of each candidate."""
-    root, tilted = TEMPERATURE * abs(options.scale) ** 0.5, 2.0 * key @ tilt
-    numbers = gumbel_numbers(count, len(key), options.seed, key)
-    c = first = key[draw_apart(x[None], DRAW_POWER, numbers, count, tilted[None])[0]]
-    weight = POWER * (x.square().sum(1) + tilted)
-    weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
-    cluster = _distances(x, c * root).argmin(1)
-    for step in range(options.num_refinements):
-        cluster = cluster if step == 0 else _distances(x, c * root).argmin(1)
-        members = torch.nn.functional.one_hot(cluster, count).double().T * weight
+    candidates = key[even_positions(len(key), min(len(key), options.num_candidates), key.device)]
+    c = candidates[choice[:m]]
+    if options.num_refinements:
+        weight = POWER * ((candidates * root).square().sum(1) + 2.0 * candidates @ tilt)
+        weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
+        members = torch.nn.functional.one_hot(choice[m:], m).double().T * weight
         total = members.sum(1, keepdim=True)
-        c = torch.where(total > 0, members @ key / torch.where(total > 0, total, 1.0), first)
-    return c, cluster
-
-
-def _correction(query: Tensor, out: Tensor, probe: Tensor, target: Tensor) -> Tensor:
-    """What the outputs of the probes miss, linear in the query."""
-    scaled = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
-    features = torch.cat((scaled.clamp(-MAX_FEATURE, MAX_FEATURE), torch.ones_like(query[:, :1])), 1)
-    ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=query.dtype, device=query.device)
-    system = features[probe].T @ features[probe] + ridge
-    fitted: Tensor = torch.linalg.inv(system) @ features[probe].T @ (target - out[probe])
-    return features @ fitted
+        c = torch.where(total > 0, members @ candidates / torch.where(total > 0, total, 1.0), c)
+    own = c[landmark]  # (Nk, D)
+    exact, replaced = scale * query @ key.T, scale * query @ own.T + ((key - own) * (tilt + root**2 * own)).sum(1)
+    scores = torch.where(near, exact, replaced)
+    out = scores.softmax(1) @ value
+    rounding = scores.logsumexp(1) - replaced.logsumexp(1) <= math.log(LEAST_SHARE)
+    only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ value
+    out = torch.where(rounding[:, None], only_near, out)
+    if not options.num_probes:
+        return out
+    # What the outputs of the probes miss, linear in the query.
+    probe = middle_positions(len(query), options.num_probes, query.device)
+    features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
+    features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))
+    basis, missing = features[probe], exact[probe].softmax(1) @ value - out[probe]
+    ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
+    solve = torch.linalg.inv(basis.T @ basis + ridge) @ basis.T
+    corrected: Tensor = out + features @ solve @ (missing * _weight_of_probes(missing))
+    return corrected
