@@ -176,7 +176,6 @@ def _corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
     return sliced(some_heads, query, out, probes.size, probes.middle, factor, size=size)
 
 
-@torch.no_grad()
 def _weight_of_probes(missing: Tensor) -> Tensor:
     """1, and less for probes that miss much more than others, (..., P, 1) for (..., P, Dv); see Huber (1964)."""
     size = torch.linalg.vector_norm(missing, dim=-1, keepdim=True)
