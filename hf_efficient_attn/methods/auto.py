@@ -1,9 +1,9 @@
 """auto (this package): exact attention where approximation does not pay or is not accurate enough, else nearfar.
 
 - Up to the length at which nearfar pays on this machine (`hf-efficient-attn crossover`), attention is exact.
-- In longer sequences the error of each head is bounded from the exact rows of some queries that the weights were not
-  fitted to (`hf_efficient_attn.ops.row_error`). A head whose bound exceeds `max_error` has more columns or stays exact.
-  `hf_efficient_attn.ops.row_error` describes which heads are attempted.
+- In longer sequences the error of each head is bounded from the exact rows of some queries that the output was not
+  corrected by. A head whose bound exceeds `max_error` has more columns or stays exact. Which heads are attempted
+  describes `hf_efficient_attn.ops.row_error`.
 - These decisions depend on the data of a call. They are made in the bidirectional form when no gradient is wanted.
   With a gradient or dropout, and in the causal form, in which later tokens would decide about earlier ones, every head
   has `columns` columns, or all of them are exact (`static_form`). `hea.calibrate` chooses both for each layer.
@@ -29,6 +29,9 @@ from hf_efficient_attn.ops.row_error import worthwhile_length as worthwhile
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
 _HEAD_DIM = 64
+# The share of its output that a head may miss without near keys (`near_share`), relative to the bound in the operator
+# norm. It is in the Frobenius norm, in which errors are larger.
+_NEAR_SHARE = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,8 @@ class AutoAttentionConfig(MethodConfig):
     rectangular = True
     decodes_exactly = True
     summary = "exact attention where it is faster or an error bound asks for it, else nearfar"
-    near = "a window, or all keys"
-    far = "landmarks with fitted weights, or none"
+    near = "as `nearfar`, or all keys"
+    far = "as `nearfar`, or none"
     default_rank = 1
     default_for = ("compare", "demo")
     switches_to = "nearfar"
@@ -100,9 +103,10 @@ class AutoAttentionConfig(MethodConfig):
         return dataclasses.replace(self, max_error=max_error, static_form="columns" if accepted else "exact")
 
 
-def _approximation(columns: int) -> MethodConfig:
-    """The method that approximates, with a budget."""
-    return make_config(AutoAttentionConfig.switches_to).with_budget(columns)
+def _approximation(config: AutoAttentionConfig, columns: int) -> MethodConfig:
+    """The method that approximates, with a budget. Near keys are for heads that would exceed the bound without them."""
+    near_share = min(1.0, _NEAR_SHARE * config.max_error)
+    return make_config(make_config(config.switches_to).with_budget(columns), near_share=near_share)
 
 
 def _decide(
@@ -124,12 +128,12 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) 
     def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
         form = get_method(config.switches_to).forward
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        return form(_approximation(columns), query, key, value, options)[:, 0]
+        return form(_approximation(config, columns), query, key, value, options)[:, 0]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]
 
-    num_probes = getattr(_approximation(config.columns), "num_probes", 0)
+    num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
     return Forms(approximate, exact, num_probes, config.max_error, config.columns, length)
 
 
@@ -141,7 +145,9 @@ def forward(
     if key.shape[2] <= length:
         return exactly(query, key, value, options)
     if options.is_causal:  # the number of later tokens must not matter
-        return get_method(config.switches_to).forward(_approximation(config.columns), query, key, value, options)
+        return get_method(config.switches_to).forward(
+            _approximation(config, config.columns), query, key, value, options
+        )
     forms = _forms(config, length, options)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -161,7 +167,7 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
     dense, forms = get_method(config.switches_to).naive, _forms(config, length, options)
     if options.is_causal:
         kv_len = key.shape[2]  # as many columns as keys are exact
-        return dense(_approximation(kv_len if kv_len <= length else config.columns), query, key, value, options)
+        return dense(_approximation(config, kv_len if kv_len <= length else config.columns), query, key, value, options)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads, counts = (query, key, value), [config.columns] * len(query)
@@ -172,7 +178,7 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
             counts = attend_within_bound(heads, forms, batch, options.scale, options.seed)[1].tolist()
         outs, given = [], options._replace(key_mask=None)
         for count, q, k, v in zip(counts, query[:, None, None], key[:, None, None], value[:, None, None], strict=True):
-            outs.append(dense(_approximation(count or key.shape[1]), q, k, v, given))
+            outs.append(dense(_approximation(config, count or key.shape[1]), q, k, v, given))
         return torch.cat(outs, 1)[0]
 
     return without_padding(of_one_length, query, key, value, options)

@@ -6,8 +6,7 @@ with the largest scores exactly. On activations of BERT (MiniLM) with 512 tokens
 (`python -m recipes.benchmarks.error`).
 
 `hf_efficient_attn.ops.coreset_causal` describes the causal form, in which nothing is chosen, averaged or fitted from
-later tokens. It depends on the whole budget, block_size + num_samples, and on the seed. The other hyperparameters are
-those of the bidirectional form.
+later tokens. It depends on the whole budget, block_size + num_samples, and on the seed.
 """
 
 import dataclasses
@@ -68,10 +67,7 @@ class NearFarConfig(MethodConfig):
         return self.block_size + self.num_samples
 
     def with_budget(self, columns: int) -> "NearFarConfig":
-        """Spend five eighths of the budget on near keys, in all heads, and the rest on landmarks.
-
-        With more near keys there are more groups of queries.
-        """
+        """Spend five eighths of the budget on near keys, in all heads, and the rest on landmarks."""
         near = 5 * self.check_budget(columns) // 8
         return dataclasses.replace(
             self,
@@ -89,17 +85,14 @@ def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> Corese
     return CoresetOptions(**own, scale=options.scale, dropout_p=options.dropout_p)
 
 
-def _causal_options(config: NearFarConfig, options: AttentionOptions) -> CausalCoresetOptions:
-    return CausalCoresetOptions(**split_columns(config.exact_length), seed=options.seed)
-
-
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     if not options.is_causal:
         form = functools.partial(weighted_coreset_attention, options=_coreset_options(config, options))
         return without_padding(form, query, key, value, options, config.exact_length)
-    chosen, scale = _causal_options(config, options), options.scale
-    form = functools.partial(causal_coreset_attention, options=chosen, scale=scale, dropout_p=options.dropout_p)
+    chosen = CausalCoresetOptions(**split_columns(config.exact_length), seed=options.seed)
+    given = {"options": chosen, "scale": options.scale, "dropout_p": options.dropout_p}
+    form = functools.partial(causal_coreset_attention, **given)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
 
@@ -107,7 +100,8 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     """Readable form."""
     scale, coreset = options.scale, _coreset_options(config, options)
     if options.is_causal:
-        form = functools.partial(causal_coreset_naive, options=_causal_options(config, options), scale=scale)
+        chosen = CausalCoresetOptions(**split_columns(config.exact_length), seed=options.seed)
+        form = functools.partial(causal_coreset_naive, options=chosen, scale=scale)
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

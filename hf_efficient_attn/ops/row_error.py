@@ -23,7 +23,7 @@ Costs are relative to exact attention of the same head. An attempt costs the app
 its error. If the bound exceeds the limit, exact attention is added. So an attempt pays if the probability P that it
 succeeds is above its cost. P is that of a normal distribution of the logarithm of the bound: at first around the error
 of a small copy of the head (`screening_error`), and after an attempt around the bound that was found.
-Twice as many columns leave a share of sqrt(1/2) of it.
+Twice as many columns leave .55 of it.
 
 The heads of a sequence are attempted in the order of P - cost, as long as the expected loss, the sum of (1 - P) cost,
 is within a budget: a small share of exact attention, plus what earlier attempts have saved. So hardly any time is lost
@@ -54,9 +54,9 @@ _LEAST_DENOMINATOR = 0.01
 NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, _NUM_STEPS = 256, 64, 32, 2
 # Rows that bound the error.
 NUM_ROWS = 64
-# The bound with c columns is about this multiple of the error of the copy times sqrt(landmarks of the copy / c), and
-# the standard deviations of its logarithm, before and after an attempt. Measured on MiniLM with 4,096 tokens.
-_COPY_FACTOR, _COPY_SPREAD, _SPREAD = 1.1, 0.65, 0.3
+# The bound with c columns is about this multiple of the error of the copy times (landmarks of the copy / c)^_GROWTH.
+# And the standard deviations of its logarithm, before and after an attempt. MiniLM with 4,096 and 8,192 tokens.
+_COPY_FACTOR, _GROWTH, _COPY_SPREAD, _SPREAD = 1.2, 0.85, 0.6, 0.4
 # The cost of c columns grows with this power of c. It falls with the same power of the length beyond that at which the
 # approximation costs as much as exact attention. The power would be 1 if the time were in proportion to the length, and
 # 2 if it were constant, as that of choosing landmarks is. With 3,072, 4,096 and 8,192 tokens the cost is .51, .31, .11.
@@ -346,7 +346,7 @@ def attend_within_bound(
     out = heads[2].new_empty(batch_heads, q_len, heads[2].shape[2])
     columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     while True:
-        probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + 0.5 * growth.log()) / spread)
+        probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + _GROWTH * growth.log()) / spread)
         gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)
         risk = ((1.0 - probability) * cost).gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
         order = gain.argsort(dim=1, descending=True, stable=True)
@@ -364,7 +364,7 @@ def attend_within_bound(
             bound = held_back_bound(q, k, v, part, **sizes, scale=scale, seed=seed)
             good = bound <= forms.max_error
             out[some[good]], columns_of[some[good]] = part[good], count
-            log_bound.view(-1)[some] = bound.double().log() + 0.5 * math.log(count / forms.columns)
+            log_bound.view(-1)[some] = bound.double().log() + _GROWTH * math.log(count / forms.columns)
             spread.view(-1)[some] = _SPREAD
         spent, done = cost.gather(0, level.unsqueeze(0))[0], (columns_of > 0).view(shape)
         budget += torch.where(chosen, done.double() - spent, 0.0).sum(1, keepdim=True)
@@ -381,5 +381,5 @@ def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: floa
     if heads[1].shape[1] <= 2 * NUM_KEYS:
         return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
     error = screening_error(*heads, scale=scale).double()
-    log_bound: Tensor = (error * _COPY_FACTOR * (NUM_LANDMARKS / columns) ** 0.5).log()
+    log_bound: Tensor = (error * _COPY_FACTOR * (NUM_LANDMARKS / columns) ** _GROWTH).log()
     return log_bound
