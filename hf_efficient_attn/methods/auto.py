@@ -4,13 +4,11 @@
 - In longer sequences the error of each head is bounded from the exact rows of some queries that the output was not
   corrected by. A head whose bound exceeds `max_error` has more columns or stays exact. Which heads are attempted
   describes `hf_efficient_attn.ops.row_error`.
-- These decisions depend on the data of a call. They are made in the bidirectional form when no gradient is wanted.
-  With a gradient or dropout, and in the causal form, in which later tokens would decide about earlier ones, every head
-  has `columns` columns, or all of them are exact (`static_form`). `hea.calibrate` chooses both for each layer.
+- These decisions depend on the data of a call. With a gradient or dropout, and in the causal form, in which later
+  tokens would decide about earlier ones, every head has `columns` columns, or all are exact (`static_form`).
 
-The crossover is that of one sequence, and each sequence of a padded batch is judged by its own number of tokens, so
-that outputs do not depend on the batch. In the causal form, in which the number of later tokens must not matter, it is
-the padded length.
+The crossover is that of one sequence, and each sequence of a padded batch is judged by its own number of tokens. In the
+causal form, in which the number of later tokens must not matter, it is the padded length.
 """
 
 import dataclasses
@@ -29,6 +27,8 @@ from hf_efficient_attn.ops.row_error import worthwhile_length as worthwhile
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
 _HEAD_DIM = 64
+# The cost of `_approximation` for each column, relative to nearfar with its default hyperparameters.
+_COST = 1.25 / 256
 # The share of its output that a head may miss without near keys (`near_share`), relative to the bound in the operator
 # norm. It is in the Frobenius norm, in which errors are larger.
 _NEAR_SHARE = 1.5
@@ -84,7 +84,7 @@ class AutoAttentionConfig(MethodConfig):
             dtype=dtype,
             is_causal=is_causal,
             device=device,
-            relative_cost=self.columns / AutoAttentionConfig.columns * (_HEAD_DIM / head_dim) ** (0.5 / COST_POWER),
+            relative_cost=_COST * self.columns * (_HEAD_DIM / head_dim) ** (0.5 / COST_POWER),
         )
         if self.max_error and not is_causal:
             length = worthwhile(length)
@@ -104,9 +104,14 @@ class AutoAttentionConfig(MethodConfig):
 
 
 def _approximation(config: AutoAttentionConfig, columns: int) -> MethodConfig:
-    """The method that approximates, with a budget. Near keys are for heads that would exceed the bound without them."""
+    """The bidirectional method: in whole models further landmarks and probes gain more than they cost."""
+    further = {"num_samples": columns, "num_probes": 384, "num_candidates": max(4096, 8 * columns)}
     near_share = min(1.0, _NEAR_SHARE * config.max_error)
-    return make_config(make_config(config.switches_to).with_budget(columns), near_share=near_share)
+    return make_config(_with_budget(columns), **further, near_share=near_share)
+
+
+def _with_budget(columns: int) -> MethodConfig:
+    return make_config(AutoAttentionConfig.switches_to).with_budget(columns)
 
 
 def _decide(
@@ -166,8 +171,8 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
     (length, is_static), num_heads = _decide(config, query, key, value, options), query.shape[1]
     dense, forms = get_method(config.switches_to).naive, _forms(config, length, options)
     if options.is_causal:
-        kv_len = key.shape[2]  # as many columns as keys are exact
-        return dense(_approximation(config, kv_len if kv_len <= length else config.columns), query, key, value, options)
+        count = key.shape[2] if key.shape[2] <= length else config.columns  # as many columns as keys are exact
+        return dense(_with_budget(count), query, key, value, options)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads, counts = (query, key, value), [config.columns] * len(query)

@@ -69,14 +69,9 @@ class NearFarConfig(MethodConfig):
     def with_budget(self, columns: int) -> "NearFarConfig":
         """Spend five eighths of the budget on near keys, in all heads, and the rest on landmarks."""
         near = 5 * self.check_budget(columns) // 8
-        return dataclasses.replace(
-            self,
-            block_size=near,
-            num_samples=columns - near,
-            num_groups=max(self.num_groups, columns // 2),
-            num_candidates=max(self.num_candidates, 8 * columns),
-            near_share=0.0,
-        )
+        sizes = {"block_size": near, "num_samples": columns - near, "num_groups": max(self.num_groups, columns // 2)}
+        candidates = max(self.num_candidates, 8 * columns)
+        return dataclasses.replace(self, **sizes, num_candidates=candidates, near_share=0.0)
 
 
 def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> CoresetOptions:
@@ -91,8 +86,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
         form = functools.partial(weighted_coreset_attention, options=_coreset_options(config, options))
         return without_padding(form, query, key, value, options, config.exact_length)
     chosen = CausalCoresetOptions(**split_columns(config.exact_length), seed=options.seed)
-    given = {"options": chosen, "scale": options.scale, "dropout_p": options.dropout_p}
-    form = functools.partial(causal_coreset_attention, **given)
+    form = functools.partial(causal_coreset_attention, options=chosen, scale=options.scale, dropout_p=options.dropout_p)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
 

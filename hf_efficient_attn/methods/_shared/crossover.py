@@ -57,10 +57,10 @@ Table = Mapping[str, Crossover]
 # `hf-efficient-attn crossover`. Of other devices nothing is known, and exact attention is very fast there.
 _BUILT_IN = {
     "cpu": {
-        "float32": Crossover(2688, 2560),
-        "float32 causal": Crossover(5632, 4608),
-        "bfloat16": Crossover(2560, 2432),
-        "bfloat16 causal": Crossover(5632, 4864),
+        "float32": Crossover(2688, 2688),
+        "float32 causal": Crossover(4096, 3840),
+        "bfloat16": Crossover(2624, 2496),
+        "bfloat16 causal": Crossover(3968, 3840),
     },
     "": {
         "float32": Crossover(16384, 8192),
