@@ -69,9 +69,9 @@ class NearFarConfig(MethodConfig):
     def with_budget(self, columns: int) -> "NearFarConfig":
         """Spend five eighths of the budget on near keys, in all heads, and the rest on landmarks."""
         near = 5 * self.check_budget(columns) // 8
-        sizes = {"block_size": near, "num_samples": columns - near, "num_groups": max(self.num_groups, columns // 2)}
-        candidates = max(self.num_candidates, 8 * columns)
-        return dataclasses.replace(self, **sizes, num_candidates=candidates, near_share=0.0)
+        groups, candidates = max(self.num_groups, columns // 2), max(self.num_candidates, 8 * columns)
+        config = dataclasses.replace(self, block_size=near, num_samples=columns - near, num_groups=groups)
+        return dataclasses.replace(config, num_candidates=candidates, near_share=0.0)
 
 
 def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> CoresetOptions:
