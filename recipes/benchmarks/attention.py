@@ -20,8 +20,7 @@ Causal measurements omit methods without a causal form.
 
 `--device cuda` measures bfloat16 and 16 heads by default, from 8,192 to 1,048,576 tokens, against PyTorch's flash
 kernel, each in forward passes and in forward and backward passes. The clock waits for the device. Memory is what
-`torch.accelerator.max_memory_allocated` records. A method that does not fit the device is left out, with a message. No
-such table was measured yet.
+`torch.accelerator.max_memory_allocated` records. A method that does not fit the device is left out, with a message.
 """
 
 import itertools
