@@ -38,7 +38,7 @@ def _errors(ours, tensors):
 
 def test_heads_above_the_bound_are_exact_and_the_others_are_not():
     tensors = _mixed()
-    errors = _errors(auto(*tensors, columns=64, crossover=100), tensors)
+    errors = _errors(auto(*tensors, columns=64, crossover=400), tensors)
     assert all(1e-4 < error <= 0.1 for error in errors[:2])
     assert all(error < 1e-5 for error in errors[2:])
     unbounded = _errors(auto(*tensors, columns=64, crossover=100, max_error=0.0), tensors)
@@ -63,9 +63,9 @@ def attempts(monkeypatch):
 
 
 def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
-    query, key, value = _mixed()
+    query, key, value = _mixed(1200)
     tensors = query[:, :2], key[:, :2] + 0.1 * key[:, 2:], value[:, :2]
-    errors = _errors(auto(*tensors, columns=16, crossover=20, max_error=0.12), tensors)
+    errors = _errors(auto(*tensors, columns=64, crossover=64, max_error=0.12), tensors)
     assert len({columns for _, columns in attempts}) > 1
     assert all(1e-4 < error <= 0.12 for error in errors)
 
@@ -74,7 +74,7 @@ def test_heads_that_need_exact_attention_cost_next_to_no_attempts(attempts):
     query, key, value = _mixed(1200)
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]  # 2 sequences of 8 heads
     assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
-    assert not attempts  # the copies tell
+    assert sum(heads for heads, _ in attempts) <= 2  # of 16: the copies tell
 
 
 def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(monkeypatch, attempts):
@@ -84,7 +84,7 @@ def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(m
     query, key, value = _mixed(1200)
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]
     assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
-    assert 2 <= sum(heads for heads, _ in attempts) <= 6  # of 16
+    assert 2 <= sum(heads for heads, _ in attempts) <= 8  # of 16
 
 
 def test_an_approximation_that_saves_little_is_attempted_only_where_it_is_certain_to_succeed(attempts):
@@ -120,20 +120,19 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     monkeypatch.setattr(module, "crossover_length", length)
     tensors = inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16)
     auto(*tensors, columns=64, is_causal=True)
-    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(0.25 * 8 ** (1 / 3)))]
+    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(module._COST * 64 * 8 ** (0.5 / row_error.COST_POWER)))]
 
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():
     config = hea.method_info("auto").config_class()
     length = built_in_table("cpu")["float32"].at(1024)
-    assert length < config.exact_length <= 1.4 * length  # with a bound an approximation has to save more
-    assert dataclasses.replace(config, max_error=0.0).exact_length == length
+    # Its approximation costs more than nearfar by itself, and with a bound it has to save more.
+    assert length < dataclasses.replace(config, max_error=0.0).exact_length < config.exact_length <= 1.5 * length
 
 
 def test_with_a_gradient_every_head_has_the_same_columns():
     tensors = _mixed()
-    config = dataclasses.replace(hea.method_info("nearfar").config_class().with_budget(64), near_share=0.15)
-    plain = hea.attention(config, *tensors)
+    plain = hea.attention(module._approximation(hea.method_info("auto").config_class(), 64), *tensors)
     leaves = [x.clone().requires_grad_() for x in tensors]
     torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain, rtol=2e-4, atol=2e-4)
 

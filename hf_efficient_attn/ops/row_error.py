@@ -23,7 +23,7 @@ Costs are relative to exact attention of the same head. An attempt costs the app
 its error. If the bound exceeds the limit, exact attention is added. So an attempt pays if the probability P that it
 succeeds is above its cost. P is that of a normal distribution of the logarithm of the bound: at first around the error
 of a small copy of the head (`screening_error`), and after an attempt around the bound that was found.
-Twice as many columns leave .55 of it.
+Twice as many columns leave .6 of it.
 
 The heads of a sequence are attempted in the order of P - cost, as long as the expected loss, the sum of (1 - P) cost,
 is within a budget: a small share of exact attention, plus what earlier attempts have saved. So hardly any time is lost
@@ -54,10 +54,10 @@ _LEAST_DENOMINATOR = 0.01
 NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, _NUM_STEPS = 256, 64, 32, 2
 # Rows that bound the error.
 NUM_ROWS = 64
-# The bound with c columns is about this multiple of the error of the copy times (landmarks of the copy / c)^_GROWTH.
+# The bound with c columns is about `_COPY_FACTOR` (error of the copy * landmarks of the copy / c)^_GROWTH.
 # Standard deviations of its logarithm: before the first attempt in a sequence, after it, and for an attempted head. The
 # first attempt tells most: relative to the copy, heads of MiniLM have a fourth of the error of random heads.
-_COPY_FACTOR, _GROWTH, _COPY_SPREAD, _NEXT_SPREAD, _SPREAD = 1.5, 0.7, 0.8, 0.6, 0.4
+_COPY_FACTOR, _GROWTH, _COPY_SPREAD, _NEXT_SPREAD, _SPREAD = 0.37, 0.7, 0.7, 0.55, 0.4
 # The share of what the first attempts tell that holds for the other heads of a sequence.
 _SHARED = 0.8
 # The cost of an approximation falls with the first power of the length, beyond that at which it costs as much as exact
@@ -390,5 +390,5 @@ def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: floa
     if heads[1].shape[1] <= 2 * NUM_KEYS:
         return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
     error = screening_error(*heads, scale=scale).double()
-    log_bound: Tensor = (error * _COPY_FACTOR * (NUM_LANDMARKS / columns) ** _GROWTH).log()
+    log_bound: Tensor = (_COPY_FACTOR * (error * NUM_LANDMARKS / columns) ** _GROWTH).log()
     return log_bound
