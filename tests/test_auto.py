@@ -120,7 +120,8 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     monkeypatch.setattr(module, "crossover_length", length)
     tensors = inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16)
     auto(*tensors, columns=64, is_causal=True)
-    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(module._COST * 64 * 8 ** (0.5 / row_error.COST_POWER)))]
+    cost = module._COST * 64 * 8 ** (0.5 / row_error.COST_POWER)
+    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(cost))]
 
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():
