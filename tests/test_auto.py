@@ -63,11 +63,10 @@ def attempts(monkeypatch):
 
 
 def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
-    query, key, value = _mixed(1200)
-    tensors = query[:, :2], key[:, :2] + 0.1 * key[:, 2:], value[:, :2]
-    errors = _errors(auto(*tensors, columns=64, crossover=64, max_error=0.12), tensors)
+    tensors = _mixed()
+    errors = _errors(auto(*tensors, columns=64, crossover=100), tensors)
     assert len({columns for _, columns in attempts}) > 1
-    assert all(1e-4 < error <= 0.12 for error in errors)
+    assert all(1e-4 < error <= 0.1 for error in errors)
 
 
 def test_heads_that_need_exact_attention_cost_next_to_no_attempts(attempts):
@@ -127,8 +126,8 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():
     config = hea.method_info("auto").config_class()
     length = built_in_table("cpu")["float32"].at(1024)
-    # Its approximation costs more than nearfar by itself, and with a bound it has to save more.
-    assert length < dataclasses.replace(config, max_error=0.0).exact_length < config.exact_length <= 1.5 * length
+    # Without a bound all heads have near keys, which costs more than nearfar with its default hyperparameters.
+    assert 0.9 * length < config.exact_length < dataclasses.replace(config, max_error=0.0).exact_length < 1.5 * length
 
 
 def test_with_a_gradient_every_head_has_the_same_columns():

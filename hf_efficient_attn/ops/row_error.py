@@ -26,8 +26,9 @@ of a small copy of the head (`screening_error`), and after an attempt around the
 Twice as many columns leave .6 of it.
 
 The heads of a sequence are attempted in the order of P - cost, as long as the expected loss, the sum of (1 - P) cost,
-is within a budget: a small share of exact attention, plus what earlier attempts have saved. So hardly any time is lost
-in a sequence in which all heads turn out to need exact attention. Nothing depends on other sequences or earlier calls.
+is within a budget: a small share of exact attention, plus what earlier attempts have saved. The first attempts are few.
+So hardly any time is lost in a sequence in which all heads turn out to need exact attention. Nothing depends on other
+sequences or earlier calls.
 """
 
 import math
@@ -60,15 +61,16 @@ NUM_ROWS = 64
 _COPY_FACTOR, _GROWTH, _COPY_SPREAD, _NEXT_SPREAD, _SPREAD = 0.37, 0.7, 0.7, 0.55, 0.4
 # The share of what the first attempts tell that holds for the other heads of a sequence.
 _SHARED = 0.8
-# The cost of an approximation falls with the first power of the length, beyond that at which it costs as much as exact
-# attention, and grows with the second power of the columns. With 4,096, 8,192 and 16,384 tokens it is .70, .31 and .13
-# with 256 columns, and .50 and .20 with 512 and the two longer sequences (12 heads of 32).
-COST_POWER, _COLUMNS_POWER = 1.2, 0.7
+# The cost of an approximation falls with this power of the length, beyond that at which it costs as much as exact
+# attention, and grows with a power of the columns. Without near keys it is `_FAR_COST` of that with the mean number of
+# near keys, and up to `_NEAR_COST` is added for them where more than a fifth of the largest error is expected.
+COST_POWER, _COLUMNS_POWER, _FAR_COST, _NEAR_COST = 1.2, 0.7, 0.65, 1.2
 # An approximation must cost at most this share of exact attention. With more, the heads that stay exact leave little to
 # gain.
 _LARGEST_COST = 0.85
-# Share of exact attention that may be lost.
-_LOSS = 0.02
+# Share of exact attention that may be lost, and the cost of the first attempts in a sequence, all of which may be in
+# vain because its heads are alike.
+_LOSS, _FIRST_COST = 0.02, 0.65
 # A head has at most this many columns, unless it begins with more.
 _MAX_COLUMNS = 1024
 
@@ -316,7 +318,7 @@ class Forms(NamedTuple):
 
 def worthwhile_length(crossover: int) -> int:
     """The length from which on an approximation costs little enough, from that at which it costs as much as exact."""
-    return math.ceil(crossover / math.pow(_LARGEST_COST, 1.0 / COST_POWER))
+    return math.ceil(crossover * math.pow(_FAR_COST / _LARGEST_COST, 1.0 / COST_POWER))
 
 
 def attend_within_bound(
@@ -342,18 +344,21 @@ def attend_within_bound(
     columns = torch.tensor(levels, device=device)
     growth = columns.double().view(-1, 1, 1) / forms.columns
     cost = _LARGEST_COST * (forms.length / num_keys) ** COST_POWER * growth**_COLUMNS_POWER + NUM_ROWS / num_keys
-    cost = cost.expand(-1, *shape)
-    possible = torch.ones_like(cost, dtype=torch.bool)
-    log_bound, spread = _first_guess(heads, forms.columns, scale).view(shape), torch.full_like(cost[0], _COPY_SPREAD)
+    log_bound = _first_guess(heads, forms.columns, scale).view(shape)
+    cost = cost * (1.0 + _NEAR_COST * (5.0 * log_bound.exp() / forms.max_error - 1.0).clamp(0.0, 1.0))
+    possible, spread = torch.ones_like(cost, dtype=torch.bool), torch.full_like(cost[0], _COPY_SPREAD)
     budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
     out = heads[2].new_empty(batch_heads, q_len, heads[2].shape[2])
     columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     while True:
         probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + _GROWTH * growth.log()) / spread)
         gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)
-        risk = ((1.0 - probability) * cost).gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
+        price = cost.gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
+        risk = (1.0 - probability.gather(0, level.unsqueeze(0))[0]) * price
         order = gain.argsort(dim=1, descending=True, stable=True)
         within = risk.gather(1, order).cumsum(1) <= budget
+        first = (price * (spread == _COPY_SPREAD)).gather(1, order)
+        within &= first.cumsum(1) <= _FIRST_COST
         chosen = (gain > 0) & within.gather(1, order.argsort(1))
         if not bool(chosen.any()):
             break
@@ -375,8 +380,8 @@ def attend_within_bound(
             others = (spread == _COPY_SPREAD) & tried.any(1, keepdim=True)
             log_bound = torch.where(others, log_bound + _SHARED * news, log_bound)
             spread = spread.masked_fill(others, _NEXT_SPREAD)
-        spent, done = cost.gather(0, level.unsqueeze(0))[0], (columns_of > 0).view(shape)
-        budget += torch.where(chosen, done.double() - spent, 0.0).sum(1, keepdim=True)
+        done = (columns_of > 0).view(shape)
+        budget += torch.where(chosen, done.double() - price, 0.0).sum(1, keepdim=True)
         possible = possible & ~done & ~(chosen & (columns.view(-1, 1, 1) <= columns[level]))
     rest = (columns_of == 0).nonzero()[:, 0]
     if len(rest):
