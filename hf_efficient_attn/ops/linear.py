@@ -143,7 +143,7 @@ def count_of(features: Features, tokens: Tokens) -> int:
 
 def numel_of_head(key: Tensor, num_features: int) -> int:
     """Numbers of the temporaries of a head with keys (BH, N, D) that count for `slice_size`."""
-    return 2 * min(key.shape[1], _CHUNK * _SEGMENT_CHUNKS) * max(num_features, key.shape[2], _CHUNK)
+    return min(key.shape[1], _CHUNK * _SEGMENT_CHUNKS) * max(num_features, key.shape[2])
 
 
 def _segments(step: int, *tensors: Any) -> list[tuple[Any, ...]]:
