@@ -73,7 +73,7 @@ def test_heads_that_need_exact_attention_cost_next_to_no_attempts(attempts):
     query, key, value = _mixed(1200)
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]  # 2 sequences of 8 heads
     assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
-    assert sum(heads for heads, _ in attempts) <= 2  # of 16: the copies tell
+    assert not attempts  # the copies tell
 
 
 def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(monkeypatch, attempts):
@@ -83,7 +83,7 @@ def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(m
     query, key, value = _mixed(1200)
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]
     assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
-    assert 2 <= sum(heads for heads, _ in attempts) <= 8  # of 16
+    assert 2 <= sum(heads for heads, _ in attempts) <= 6  # of 16
 
 
 def test_an_approximation_that_saves_little_is_attempted_only_where_it_is_certain_to_succeed(attempts):
@@ -119,8 +119,7 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     monkeypatch.setattr(module, "crossover_length", length)
     tensors = inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16)
     auto(*tensors, columns=64, is_causal=True)
-    cost = module._COST * 64 * 8 ** (0.5 / row_error.COST_POWER)
-    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(cost))]
+    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(0.3125 * 8 ** (5 / 12)))]
 
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():

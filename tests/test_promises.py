@@ -91,7 +91,8 @@ def test_exact_within_the_budget(instance, is_causal, padding):
     for length in (1, instance.budget - 1, instance.budget):
         check_exact(instance, is_causal, length, padding)
     with pytest.raises(AssertionError):
-        check_exact(instance, is_causal, 3 * instance.budget)
+        # Heads whose error is bounded have 2.25 times the budget.
+        check_exact(instance, is_causal, (3 if instance.limit == "bounded" else 2) * instance.budget)
 
 
 # 2. Padding.

@@ -29,7 +29,7 @@ TEMPERATURE = 0.6
 TILT, DRAW_POWER, POWER = 0.3, 0.7, 0.5
 # Queries of the mean, and the smallest logarithm of a key's weight in the mean of its cluster.
 NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
-# Directions in which queries are compared: those of the largest variance of the keys.
+# Queries are compared along so many directions. They are the ones along which keys vary most.
 _GROUP_DIMS = 8
 # The least logarithm of a weight, relative to the largest, and the least share that is left over of a point, in a draw.
 _LEAST, _LEAST_LEFT = -1e4, 1e-12
@@ -279,7 +279,7 @@ def find_near_keys(query: Tensor, key: Tensor, options: CoresetOptions) -> Tenso
 
 
 def _spread_out(length: int, count: int, device: torch.device) -> Tensor:
-    """`count` evenly spaced tokens, at least as many as there are."""
+    """The token at each of `count` evenly spaced places. With more places than tokens, some tokens have two."""
     return torch.arange(count, device=device) * length // count
 
 
