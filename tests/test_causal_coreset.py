@@ -48,6 +48,17 @@ def test_the_fast_form_equals_the_naive_form(columns: int, changes: dict[str, fl
     torch.testing.assert_close(causal_coreset_attention(*inputs, chosen, scale=SCALE), expected, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_tiny_far_weights_do_not_round_the_near_field_away(seed: int) -> None:
+    """Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores."""
+    inputs, chosen = tensors(60, seed=seed), options(4)
+    sizes = [3.0 ** torch.randn(4, 60, 1, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    given = [x * size for x, size in zip(inputs, sizes, strict=True)]
+    expected = causal_coreset_naive(*given, chosen, scale=1.7)
+    out = causal_coreset_attention(*given, chosen, scale=1.7)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+
+
 def test_the_first_positions_and_short_sequences_are_exact() -> None:
     """Up to `num_exact` positions the output is softmax attention; after that it is not."""
     inputs, chosen = tensors(60), options(16)

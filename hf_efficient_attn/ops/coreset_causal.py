@@ -253,17 +253,19 @@ def _epoch(
     bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
     near = attend(blocks, keys, values, bias, scale=scale, dropout_p=dropout_p)
 
-    share = torch.sigmoid(far.lse - near.lse).unsqueeze(3)
-    numerator, weight, bound = far.out.split((value_dim, 1, 1), 3)
-    is_safe = 1.0 - share + share * weight > SAFE * (1.0 - share + share * bound)
+    # Not 1 - share: the weights of the far field may be far below 1, and the rounding of 1 is not.
+    difference = (near.lse - far.lse).unsqueeze(3)
+    near_share, share = torch.sigmoid(difference), torch.sigmoid(-difference)
+    numerator, weight, bound = (far.out * share).split((value_dim, 1, 1), 3)
+    is_safe = near_share + weight > SAFE * (near_share + bound)
     if not bool(is_safe.all()):
         # Weights of both signs may cancel. Then the far field is that of positive weights, and of the means of the
         # values around the landmarks.
         means = sums[..., :-2] / sums[..., -1:].clamp(min=_LEAST)
         positive = torch.cat((means * weighted[..., -1:], weighted[..., -2:]), 3)
-        other = _far_field(blocks, coreset, positive, scale, dropout_p).out[..., :value_dim]
+        other = _far_field(blocks, coreset, positive, scale, dropout_p).out[..., :value_dim] * share
         numerator, weight = torch.where(is_safe, numerator, other), torch.where(is_safe, weight, bound)
-    out = torch.lerp(near.out, numerator, share) / torch.lerp(torch.ones_like(weight), weight, share)
+    out = torch.addcmul(numerator, near.out, near_share) / (near_share + weight)
     return out.flatten(1, 2)[:, :length]
 
 
