@@ -61,13 +61,15 @@ class Features(NamedTuple):
     scale: float = 1.0
 
 
-def elu_features(x: Tensor) -> Tensor:
+def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
     """phi(x) = elu(x) + 1 (Eq. 7 of Katharopoulos et al.), which is positive: (...) -> (...).
 
-    Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken.
+    Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken. If all numbers of a token
+    are negative, its features may have a factor exp(-log_factor); it is 0 for other tokens.
     """
-    positive = x.relu()
-    return (x - positive).mul_(LOG2_E).exp2_() + positive
+    negative = x.clamp(max=0.0)
+    negative = negative.sub_(log_factor) if isinstance(log_factor, Tensor) else negative
+    return negative.mul_(LOG2_E).exp2_() + x.relu()
 
 
 def elu_map(scale: float, head_dim: int) -> Features:
@@ -79,7 +81,7 @@ def elu_map(scale: float, head_dim: int) -> Features:
         # the inverse of their sum, which the gradient has as a factor, could overflow.
         query = _scaled(query, factor)
         largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)
-        return elu_features(query - largest), largest.squeeze(-1) * LOG2_E
+        return elu_features(query, largest), largest.squeeze(-1) * LOG2_E
 
     return _without_weights(of_query, lambda key: elu_features(_scaled(key, None)))
 

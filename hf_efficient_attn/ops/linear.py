@@ -17,13 +17,15 @@ from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.features import EMPTY, Features
-from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size
+from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # Tokens of a chunk for up to so many features, and for more. Chunks of a segment: the triangular matrix has as many
 # rows.
 _FEW_FEATURES, _SMALL_CHUNK, _CHUNK = 128, 64, 128
 _SEGMENT_CHUNKS = 32
+# Tokens of the bidirectional form for which heads are processed together.
+_SEGMENT = 512
 # Blocks of a group whose sums are added up by one product.
 _GROUP = 16
 # Columns of ones that are added to the values, whose sums are those of the weights: a multiple of 8, as the kernels for
@@ -93,13 +95,19 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
 
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
     """Attention of all queries to all keys: (BH, Nq, Dv)."""
-    step = slice_size(count_of(features, tokens), tokens.key.device)
-    state = None
+    # Two passes over the tokens of all heads of a slice: the temporaries of a segment stay in the caches of a CPU.
+    numel = len(tokens.key) * max(count_of(features, tokens), tokens.key.shape[2])
+    step, state = slice_size(2 * numel, tokens.key.device), None
     for key, value, key_mask in _segments(step, *tokens[1:]):
         state = update_state(state, key, value, key_mask, features)
-    assert state is not None
-    outs = [query_state(query, state, features, dropout_p).out for (query,) in _segments(step, tokens.query)]
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def some_queries(query: Tensor) -> Tensor:
+        assert state is not None
+        return query_state(query, state, features, dropout_p).out
+
+    if exporting_to_onnx():
+        return some_queries(tokens.query)
+    return sliced(some_queries, tokens.query, size=step, dim=1, recompute=False)
 
 
 def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
@@ -141,9 +149,10 @@ def count_of(features: Features, tokens: Tokens) -> int:
         return features.of_key(tokens.key[:, :1], None)[0].shape[2]
 
 
-def numel_of_head(key: Tensor, num_features: int) -> int:
+def numel_of_head(key: Tensor, num_features: int, *, is_causal: bool) -> int:
     """Numbers of the temporaries of a head with keys (BH, N, D) that count for `slice_size`."""
-    return min(key.shape[1], _CHUNK * _SEGMENT_CHUNKS) * max(num_features, key.shape[2])
+    segment = _CHUNK * _SEGMENT_CHUNKS if is_causal else _SEGMENT
+    return min(key.shape[1], segment) * max(num_features, key.shape[2])
 
 
 def _segments(step: int, *tensors: Any) -> list[tuple[Any, ...]]:

@@ -140,17 +140,20 @@ def feature_attention(
 
     maps = (None if x is None else x.repeat(query.shape[0], 1, 1) for x in call.maps_for(query.shape[1]))
     before = (x.flatten(0, 1) for x in state or ())
-    out = _over_heads(some_heads, *tokens, *maps, *before, num_features=call.num_features, draws=call.dropout_p > 0.0)
+    draws, count = call.dropout_p > 0.0, call.num_features
+    out = _over_heads(some_heads, *tokens, *maps, *before, num_features=count, draws=draws, is_causal=is_causal)
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result
 
 
-def _over_heads(function: Callable[..., Tensor], *tensors: Tensor | None, num_features: int, draws: bool) -> Tensor:
+def _over_heads(
+    function: Callable[..., Tensor], *tensors: Tensor | None, num_features: int, draws: bool, is_causal: bool = True
+) -> Tensor:
     """Call a function for the query, key, value and further tensors (BH, ...) of some heads at a time."""
     key = tensors[1]
     if exporting_to_onnx() or key is None:
         return function(*tensors)
-    size = slice_size(numel_of_head(key, num_features), key.device)
+    size = slice_size(numel_of_head(key, num_features, is_causal=is_causal), key.device)
     recompute = num_features > _FEW_FEATURES and key.shape[0] * key.shape[1] * num_features > _KEPT_NUMEL
     return sliced(function, *tensors, size=size, draws=draws, recompute=recompute)
 
