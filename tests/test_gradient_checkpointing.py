@@ -11,6 +11,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.masks import read_mask
+from instances import INSTANCES, inputs, padding_mask
 from test_model_types import REFUSALS, SAMPLE, case
 from tiny_models import METHODS, SMALL
 
@@ -55,7 +56,10 @@ def check(name: str, method: str) -> None:
         again = gradients(model, inputs, reentrant)
         assert again.keys() == expected.keys()
         for key, gradient in expected.items():
-            torch.testing.assert_close(again[key], gradient, rtol=1e-4, atol=1e-6, msg=f"{key}, {reentrant}")
+            name_of = f"{key}, {reentrant}"
+            torch.testing.assert_close(
+                again[key], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, case=name_of: f"{case}: {m}"
+            )
 
 
 # AIMv2 makes a causal mask for modules that call themselves bidirectional.
@@ -82,6 +86,20 @@ def test_every_method(name, method):
     if name == "Aimv2Text" and not hea.method_info(method).causal:
         pytest.skip("AIMv2's text model is causal")
     check(name, method)
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_draws_do_not_depend_on_the_gradient(instance, padding):
+    """Reentrant checkpointing computes without a gradient first, and repeats the call from the same random state."""
+    tensors, mask = inputs(q_len=200, value_dim=8), padding_mask(padding, 1, 200)
+    for is_causal in (False, True) if instance.info.causal else (False,):
+        outs = []
+        for needs_grad in (False, True):
+            torch.manual_seed(3)
+            leaves = [x.detach().requires_grad_(needs_grad) for x in tensors]
+            outs.append(instance(*leaves, mask, is_causal=is_causal, dropout_p=0.3, seed=None).detach())
+        torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -189,9 +189,10 @@ def window_partial(
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
     length, device, exporting = query.shape[1], query.device, exporting_to_onnx()
-    # With a gradient blocks are larger, because the gradient of a key is summed over all blocks that contain it.
+    # With a gradient blocks are larger, because the gradient of a key is summed over all blocks that contain it. With
+    # dropout they always are: reentrant checkpointing has no gradient at first, and must draw the same for it.
     block_q = _MAX_BLOCK_Q if left + right >= 2 * _MAX_BLOCK_Q else _MIN_BLOCK_Q
-    block_q *= 2 if torch.is_grad_enabled() and key.requires_grad else 1
+    block_q *= 2 if dropout_p > 0.0 or (torch.is_grad_enabled() and key.requires_grad) else 1
     block_q = block_q if exporting else min(block_q, length)  # a graph must not depend on the length
     num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
     after = right + num_blocks * block_q - length
