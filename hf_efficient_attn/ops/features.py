@@ -64,8 +64,8 @@ class Features(NamedTuple):
 def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
     """phi(x) = elu(x) + 1 (Eq. 7 of Katharopoulos et al.), which is positive: (...) -> (...).
 
-    Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken. If all numbers of a token
-    are negative, its features may have a factor exp(-log_factor); it is 0 for other tokens.
+    Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken. If all numbers of a
+    token are negative, its features may have a factor exp(-log_factor); it is 0 for other tokens.
     """
     negative = x.clamp(max=0.0)
     negative = negative.sub_(log_factor) if isinstance(log_factor, Tensor) else negative
