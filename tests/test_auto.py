@@ -136,8 +136,22 @@ def test_with_a_gradient_every_head_has_the_same_columns():
     torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_drawn_seed_means_training(compiled):
+    """Reentrant checkpointing computes without a gradient first, and repeats the call for its gradients."""
+    tensors = _mixed()
+    attend = torch.compile(auto) if compiled else auto
+    outs = []
+    for needs_grad in (False, True):
+        torch.manual_seed(3)
+        leaves = [x.clone().requires_grad_(needs_grad) for x in tensors]
+        outs.append(attend(*leaves, columns=64, crossover=100, seed=None).detach())
+    torch.testing.assert_close(*outs)
+    assert not torch.allclose(outs[0], auto(*tensors, columns=64, crossover=100), atol=1e-3)
+
+
 def test_the_static_form(monkeypatch):
-    """With a gradient and in the causal form; the data decide in all other calls."""
+    """In training and in the causal form; the data decide in all other calls."""
     tensors = _mixed()
     leaves = [x.clone().requires_grad_() for x in tensors]
     options = {"columns": 64, "crossover": 100, "static_form": "exact"}

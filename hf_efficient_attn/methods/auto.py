@@ -4,8 +4,8 @@
 - In longer sequences the error of each head is bounded from the exact rows of some queries that the output was not
   corrected by. A head whose bound exceeds `max_error` has more columns or stays exact. Which heads are attempted
   describes `hf_efficient_attn.ops.row_error`.
-- These decisions depend on the data of a call. With a gradient or dropout, and in the causal form, in which later
-  tokens would decide about earlier ones, every head has `columns` columns, or all are exact (`static_form`).
+- These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
+  about earlier ones, every head has `columns` columns, or all are exact (`static_form`).
 
 The crossover is that of one sequence, and each sequence of a padded batch is judged by its own number of tokens. In the
 causal form, in which the number of later tokens must not matter, it is the padded length.
@@ -23,6 +23,7 @@ from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, wit
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.row_error import COST_POWER, Forms, attend_within_bound
 from hf_efficient_attn.ops.row_error import worthwhile_length as worthwhile
+from hf_efficient_attn.ops.shards import seed_value
 
 # The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
 # relative to exact attention is 1.4 times as high with a head_dim of 32.
@@ -61,8 +62,8 @@ class AutoAttentionConfig(MethodConfig):
     )
     static_form: str = option(
         "columns",
-        "Attention in longer sequences where the data must not decide, with a gradient or dropout and in the causal "
-        "form: exact, or `columns` for all heads.",
+        "Attention in longer sequences where the data must not decide, in training and in the causal form: exact, or "
+        "`columns` for all heads.",
         choices=("columns", "exact"),
     )
     seed: int = option(0, "Seed of the landmarks and of the queries that bound the error.", minimum=0)
@@ -121,7 +122,9 @@ def _decide(
 ) -> tuple[int, bool]:
     """Up to how many keys attention is exact, and whether all heads have the same form, whatever the data."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    is_static = needs_grad or not config.max_error or options.is_causal or options.dropout_p > 0.0
+    # Reentrant checkpointing has no gradient at first, and must have the form for it. In training the seed is drawn.
+    is_trained = needs_grad or options.dropout_p > 0.0 or isinstance(seed_value(options.seed), Tensor)
+    is_static = is_trained or not config.max_error or options.is_causal
     kv_len = key.shape[2]
     if kv_len <= config.columns or (is_static and config.max_error and config.static_form == "exact"):
         return kv_len, is_static
@@ -175,10 +178,8 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
         return dense(_with_budget(count), query, key, value, options)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads, counts = (query, key, value), [config.columns] * len(query)
-        if key.shape[1] <= length:
-            counts = [0] * len(query)
-        elif not is_static:
+        heads, counts = (query, key, value), [config.columns if key.shape[1] > length else 0] * len(query)
+        if key.shape[1] > length and not is_static:
             batch = len(query) // num_heads
             counts = attend_within_bound(heads, forms, batch, options.scale, options.seed)[1].tolist()
         outs, given = [], options._replace(key_mask=None)

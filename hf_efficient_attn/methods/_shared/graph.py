@@ -10,7 +10,7 @@ Arguments of the operator:
 - others: the seed, an int64 scalar; the key mask, bool (B, Nk), if there is one; with dropout its seed.
 - text: form, config, names of the learned parameters, `HeadSlice` of the seed, whether there is a mask, is_causal,
   scale, dropout_p, as Python code.
-- needs_grad: whether a gradient may be wanted, which a form may decide by.
+- needs_grad: whether a gradient may be wanted, which a form may decide by; also if the seed is drawn, as in training.
 """
 
 import ast
@@ -42,9 +42,9 @@ def call_in_graph(
     others = [torch.as_tensor(seed_value(seed), device=query.device), *([] if mask is None else [mask])]
     if dropout_p:
         others.append(draw_seed(query.device))
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    wanted = isinstance(seed_value(seed), Tensor) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     text = f"({form!r}, {{{values}}}, {more})"
-    out: Tensor = torch.ops.hf_efficient_attn.attention(tensors, others, text, needs_grad)
+    out: Tensor = torch.ops.hf_efficient_attn.attention(tensors, others, text, wanted)
     return out
 
 
