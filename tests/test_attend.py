@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_efficient_attn as hea
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import tokens
 from hf_efficient_attn.ops.attend import attend
+from instances import inputs
 from naive import attend_naive
+from promises import LargestTensor
 
 BIASES = {
     "none": None, "of keys": (3, 4, 1, 33), "of shared keys": (3, 1, 1, 33), "of all heads": (1, 1, 1, 33),
@@ -127,6 +130,28 @@ def test_slices_are_one_call(dim, size):
         torch.testing.assert_close(ours, naive)
     with torch.no_grad():
         torch.testing.assert_close(tokens.sliced(lambda x: (x @ weight).exp(), x, size=size, dim=dim), expected)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("config", "num_heads", "length", "limit"),
+    [
+        (hea.KDEformerConfig(block_size=2048, num_samples=2048), 2, 2048, 1 << 20),  # exact at this length
+        (hea.KDEformerConfig(block_size=64, num_samples=64, near_field="window"), 16, 512, 1 << 18),
+        (hea.EvaConfig(window_size=64, num_landmarks=32), 16, 512, 1 << 18),
+        (hea.LongformerConfig(window_size=64), 16, 512, 1 << 18),
+    ],
+    ids=["exact", "kdeformer", "eva", "longformer"],
+)
+def test_plain_products_stay_within_the_limit_of_a_slice(config, num_heads, length, limit, dropout_p, monkeypatch):
+    """They hold the weights of all pairs: with dropout, and on devices without a kernel."""
+    monkeypatch.setattr(tokens, "CPU_NUMEL", limit)
+    if not dropout_p:
+        monkeypatch.setattr(attend_module, "_has_kernel", lambda *_: False)
+    tensors = inputs(num_heads=num_heads, q_len=length, head_dim=4, value_dim=5)
+    with LargestTensor() as largest:
+        hea.attention(config, *tensors, dropout_p=dropout_p)
+    assert largest.numel <= limit
 
 
 def test_a_slice_draws_the_same_in_the_backward_pass():

@@ -2,8 +2,8 @@
 
 A `Partial` is the result of attention over a subset of the keys: the normalized output and the log of the total weight.
 The partials of two disjoint subsets merge into that of their union. This is the online softmax of Milakov & Gimelshein
-(2018), which FlashAttention (Dao et al. 2022) applies to blocks. All attention in this package is built on the two
-functions `attend` and `merge`.
+(2018), which FlashAttention (Dao et al. 2022) applies to blocks. Attention in this package is built on the two
+functions `attend` and `merge`, except exact attention where PyTorch's `scaled_dot_product_attention` takes it as it is.
 
 Where PyTorch has a fused kernel, it computes forward and backward: that of the CPU, and on CUDA FlashAttention for half
 precision and "memory-efficient attention" for float32. Everything else takes plain products: other devices, float64 on
@@ -120,11 +120,16 @@ def attend(
     """
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if dropout_p > 0.0 or exporting_to_onnx() or not _has_kernel(query, key, bias, scale):
+    if exporting_to_onnx() or keeps_pairs(query, key, bias, scale, dropout_p):
         return _by_products(query, key, value, bias, scale, dropout_p)
     if needs_grad:
         return Partial(*_Attend.apply(query, key, value, bias, float(scale)))  # type: ignore[no-untyped-call]
     return Partial(*_forward((query, key, value, bias), float(scale)))
+
+
+def keeps_pairs(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, dropout_p: float) -> bool:
+    """Whether `attend` holds the weights of all pairs, because no kernel computes them."""
+    return dropout_p > 0.0 or not _has_kernel(query, key, bias, scale)
 
 
 def _has_kernel(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> bool:

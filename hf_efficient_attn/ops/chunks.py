@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import accumulation_dtype, attend, keeps_pairs
 from hf_efficient_attn.ops.shards import Seed, head_slice
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
@@ -256,7 +256,8 @@ def window_attention(
         return out[:, : query.shape[1]] if plan.slot is None else take(out, plan.slot)
 
     tensors = [repeat_for_heads(x, batch, num_heads) for x in plan[:-1]]
-    size = slice_size(plan.bias[0].numel() * max(dim, heads.value.shape[3]), heads.key.device)
+    pairs = block_q if keeps_pairs(heads.query, heads.key, plan.bias, scale, dropout_p) else 0
+    size = slice_size(plan.bias[0].numel() * max(dim, heads.value.shape[3], pairs), heads.key.device)
     flat = *heads.flattened(noises), *tensors, plan.mean_query
     return sliced(some_heads, *flat, size=size, draws=dropout_p > 0.0)
 

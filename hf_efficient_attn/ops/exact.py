@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, keeps_pairs, merge
 from hf_efficient_attn.ops.tokens import ceil_div, count_blocks, pad_to_blocks, slice_size, sliced, take
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
@@ -63,10 +63,10 @@ def exact_attention(
 
     if not is_causal:
         blocks = pad_to_blocks(query, min(q_len, _BLOCK_Q))
-        if dropout_p == 0.0:
+        if not keeps_pairs(blocks, key[:, None], bias, scale, dropout_p):
             return attend_blocks(blocks).flatten(1, 2)[:, :q_len]
         size = slice_size(batch_heads * blocks.shape[2] * kv_len, query.device)
-        return sliced(attend_blocks, blocks, size=size, dim=1, draws=True).flatten(1, 2)[:, :q_len]
+        return sliced(attend_blocks, blocks, size=size, dim=1, draws=dropout_p > 0.0).flatten(1, 2)[:, :q_len]
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p).squeeze(1)
 
@@ -240,8 +240,10 @@ def window_attention(
         (B, H, N, Dv).
     """
     (batch, num_heads, length, head_dim), drops = query.shape, call.dropout_p > 0.0
-    # In the backward pass a slice holds the gradients of the keys of all its blocks. Only dropout and a bias keep more.
-    numel = max(2 * (head_dim + value.shape[3]), 0 if table is None else 2 * (call.window_size + _MAX_BLOCK_Q))
+    # In the backward pass a slice holds the gradients of the keys of all its blocks, and plain products hold all pairs.
+    bias_of_pairs = query.new_empty(1, 1, 2, 1)
+    pairs = table is not None or keeps_pairs(query, key, bias_of_pairs, call.scale, call.dropout_p)
+    numel = max(2 * (head_dim + value.shape[3]), 2 * (call.window_size + _MAX_BLOCK_Q) if pairs else 0)
     size, recompute = slice_size(length * numel, query.device), drops or table is not None
 
     def of_mask(mask: Tensor | None, *tensors: Any) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from hf_efficient_attn.ops.attend import attend, triton_applies
+from hf_efficient_attn.ops.attend import attend, keeps_pairs, triton_applies
 from hf_efficient_attn.ops.shards import Seed, head_slice, seed_value
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs
 
@@ -382,6 +382,7 @@ def gathered_attention(
         return attend(blocks, *take_both(key, value, index), bias, scale=scale, dropout_p=dropout_p).out
 
     blocks = pad_to_blocks(query if order is None else take(query, order), block_q)
-    size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2]), query.device)
+    pairs = block_q if keeps_pairs(blocks, key[:, None], bias, scale, dropout_p) else 0
+    size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2], pairs), query.device)
     out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
     return out[:, : query.shape[1]] if order is None else take(out, inverse(order))
