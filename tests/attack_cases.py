@@ -290,7 +290,7 @@ class Promise(NamedTuple):
     """How random cases of a promise are made.
 
     Attributes:
-        number: of the promise in the list of docs/architecture.md.
+        number: of the promise, as the headings of promises.py count them.
         check: from `promises.py`.
         draw: draws the arguments of the check.
         share: how often the promise is drawn, relative to others. What takes seconds is rare.

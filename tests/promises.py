@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
@@ -338,7 +339,10 @@ def check_gradients(
 
     with held_plans():
         leaves = [x.requires_grad_() for x in inputs(**shape, dtype=torch.float64)]
-        assert torch.autograd.gradcheck(output, leaves, fast_mode=fast_mode, raise_exception=False)
+        try:
+            torch.autograd.gradcheck(output, leaves, fast_mode=fast_mode)
+        except GradcheckError as error:
+            raise AssertionError(str(error)) from error
 
 
 def naive(instance: Instance, *tensors: Tensor, is_causal: bool, mask: Tensor | None = None, **options: Any) -> Tensor:
