@@ -8,7 +8,7 @@ from hf_efficient_attn.ops.coreset_causal import (
     CausalCoresetOptions,
     causal_coreset_attention,
     causal_coreset_naive,
-    epoch_bounds,
+    epochs,
     split_columns,
 )
 
@@ -24,7 +24,7 @@ def tensors(length: int, batch_heads: int = 4, seed: int = 0, dtype: torch.dtype
 
 def options(columns: int = 32, **changes: float) -> CausalCoresetOptions:
     """The options for a budget."""
-    return CausalCoresetOptions(**split_columns(columns))._replace(**changes)  # type: ignore[arg-type]
+    return split_columns(columns)._replace(**changes)  # type: ignore[arg-type]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, scale: float = SCALE) -> Tensor:
@@ -40,7 +40,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5, 33])
-@pytest.mark.parametrize("changes", [{}, {"temperature": 1.2}, {"ridge": 3.0}, {"seed": 3}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"num_near": 0}, {"num_groups": 3}, {"near_share": 0.3, "seed": 3}], ids=str)
 def test_the_fast_form_equals_the_naive_form(columns: int, changes: dict[str, float]) -> None:
     """In float64, with two sequences in a batch and a length that is no multiple of a block."""
     inputs, chosen = tensors(131), options(columns, **changes)
@@ -80,8 +80,8 @@ def test_no_choice_sees_the_future(cut: int) -> None:
     assert torch.equal(causal_coreset_attention(*changed, chosen, scale=SCALE)[:, :cut], out[:, :cut])
     short = causal_coreset_attention(*(x[:, :cut] for x in inputs), chosen, scale=SCALE)
     torch.testing.assert_close(short, out[:, :cut], rtol=1e-9, atol=1e-9)
-    starts = [start for start, _ in epoch_bounds(cut, chosen)]
-    assert starts == [start for start, _ in epoch_bounds(101, chosen)][: len(starts)]
+    starts = [epoch.start for epoch in epochs(cut, chosen)]
+    assert starts == [epoch.start for epoch in epochs(101, chosen)][: len(starts)]
 
 
 def test_gradients_agree_with_finite_differences() -> None:
@@ -131,11 +131,40 @@ def test_any_scale(scale: float) -> None:
 
 
 def test_equal_keys_are_represented_exactly() -> None:
-    """Where all keys equal one of three, which is what the landmarks are, up to the ridge."""
+    """Where all keys equal one of three, which is what the landmarks are."""
     query, key, value = tensors(200)
     key = key[:, :3].repeat(1, 67, 1)[:, :200]
-    out = causal_coreset_attention(query, key, value, options(16, ridge=1e-9), scale=SCALE)
+    out = causal_coreset_attention(query, key, value, options(64), scale=SCALE)
     assert error(out, exact(query, key, value)) < 1e-4
+
+
+def test_near_keys_by_content_serve_heads_that_look_far_back() -> None:
+    """Each query attends to the token 500 positions before it, which landmarks do not tell from others."""
+    generator = torch.Generator().manual_seed(0)
+    topic = torch.randn(2, 16, 32, generator=generator)[:, torch.randint(16, (1200,), generator=generator)]
+    key = 4.0 * torch.nn.functional.normalize(topic + 0.3 * torch.randn(2, 1200, 32, generator=generator), dim=2)
+    query, value = key.roll(500, 1) * 1.5, torch.randn(2, 1200, 8, generator=generator)
+    chosen, expected = options(96), exact(query, key, value, 1.0)
+    found = [causal_coreset_attention(query, key, value, chosen._replace(num_near=w), scale=1.0) for w in (0, 36)]
+    errors = [error(out[:, 600:], expected[:, 600:]) for out in found]
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_only_heads_that_landmarks_miss_have_near_keys() -> None:
+    """The output of a head is that with or without near keys, by itself and in a batch."""
+    inputs = tensors(131, 3)
+    inputs[0][1] *= 0.01  # nearly uniform weights, whose error is small beside a mean value of 3
+    inputs[2] += 3.0
+    chosen = options(32)
+    with_keys, without, some = (
+        causal_coreset_attention(*inputs, chosen._replace(**changes), scale=SCALE)
+        for changes in ({}, {"num_near": 0}, {"near_share": 0.05})
+    )
+    assert not torch.allclose(with_keys[0, 80:], without[0, 80:], atol=1e-4)
+    torch.testing.assert_close(some[[0, 2]], with_keys[[0, 2]])
+    torch.testing.assert_close(some[1], without[1])
+    alone = causal_coreset_attention(*(x[1:2] for x in inputs), chosen._replace(near_share=0.05), scale=SCALE)
+    torch.testing.assert_close(alone, some[1:2])
 
 
 def test_copying_heads_use_positive_weights() -> None:

@@ -6,7 +6,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import weighted_coreset
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions, find_near_keys, group_queries
+from hf_efficient_attn.ops.attend import Partial
+from hf_efficient_attn.ops.coreset_landmarks import directions, find_near_keys, group_queries
 from instances import inputs, numbers, relative_error
 
 nearfar = hea.functional.nearfar_attention
@@ -86,16 +87,11 @@ def test_each_head_has_near_keys_only_where_landmarks_miss_much():
     assert not torch.allclose(every[:, 1], none[:, 1], atol=1e-3)
 
 
-def _options(**options):
-    usual = {"num_samples": 4, "num_candidates": 9, "num_refinements": 1, "num_probes": 0, "block_size": 7}
-    return CoresetOptions(**{**usual, "num_groups": 8, "near_share": 0.0, "scale": 0.5, "seed": 0, **options})
-
-
 @pytest.mark.parametrize("length", [8, 9, 13, 64, 100])
 @pytest.mark.parametrize("num_groups", [1, 8, 11])
 def test_each_query_is_in_a_group_of_like_ones(length, num_groups):
     query, key = numbers(3, length, 5), numbers(3, 40, 5, seed=1)
-    groups = group_queries(query, key, _options(num_groups=num_groups))
+    groups = group_queries(query @ directions(key), num_groups)
     count = 1 << num_groups.bit_length() - 1
     assert groups.query.shape == (3, count, -(-length // count))
     members = groups.query.flatten(1).gather(1, groups.slot)
@@ -110,9 +106,9 @@ def test_each_query_is_in_a_group_of_like_ones(length, num_groups):
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 @pytest.mark.parametrize("length", [20, 64, 701, 4096])
 def test_near_keys_have_the_largest_scores_for_the_mean_query(length, scale):
-    query, key = numbers(2, 3, 5, 4), numbers(2, length, 4, seed=1)
-    found = find_near_keys(query, key, _options(scale=scale))
-    scores = scale * query.mean(2) @ key.mT
+    query, key = numbers(2, 3, 4), numbers(2, length, 4, seed=1)
+    found = find_near_keys(query, key, 7, scale)
+    scores = scale * query @ key.mT
     assert torch.equal(found.sort()[0], scores.topk(7)[1].sort()[0])
 
 
@@ -257,7 +253,7 @@ def test_queries_whose_landmarks_count_for_near_keys_only_attend_to_near_keys():
     """What is left without these is rounding."""
     far, counted, exact = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[5.0], [7.0]]])
     zero, lse = torch.zeros(1, 2, 1), torch.tensor([[[-20.0], [2.0]]])
-    out = weighted_coreset._replaced((far, zero), (counted, zero), (exact, lse))
+    out = weighted_coreset.replaced(Partial(far, zero), Partial(counted, zero), Partial(exact, lse))
     torch.testing.assert_close(out, exact)
 
 

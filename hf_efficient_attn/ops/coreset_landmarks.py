@@ -202,13 +202,13 @@ def exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOption
 
 
 class Represented(NamedTuple):
-    """All keys, each represented by its nearest landmark.
+    """All keys, each represented by its nearest landmark, in S segments of keys with sums of their own.
 
     The weight of a key is exp(-|x - y|^2 / 2 + g) for points x and y of the key and the landmark.
 
     Attributes:
-        value: (BH, m, Dv), the weighted means of the values that each landmark stands for.
-        bias: (BH, m), of the landmark, with the logarithm of the sum of these weights; -inf without a key.
+        value: (BH, S m, Dv), the weighted means of the values that each landmark stands for.
+        bias: (BH, S m), of the landmark, with the logarithm of the sum of these weights; -inf without a key.
         landmark: int64 (BH, Nk), that of each key.
         key_bias: (BH, Nk), the bias of the landmark of each key, with the logarithm of its weight.
     """
@@ -219,16 +219,19 @@ class Represented(NamedTuple):
     key_bias: Tensor
 
 
-def represent(key: Tensor, value: Tensor, landmarks: Landmarks, options: CoresetOptions) -> Represented:
-    """Represent centered keys (BH, Nk, D) with values (BH, Nk, Dv)."""
-    count = landmarks.key.shape[1]
+def represent(
+    key: Tensor, value: Tensor, landmarks: Landmarks, segment: Tensor | None = None, num_segments: int = 1
+) -> Represented:
+    """Represent centered keys (BH, Nk, D) with values (BH, Nk, Dv). `segment` is that of each key, int64 (Nk,)."""
+    count = landmarks.key.shape[1] * num_segments
     own = nearest(key, landmarks.key)
     offset = (landmarks.key * landmarks.slope).sum(2)
     bias = (key * take(landmarks.slope, own)).sum(2) - offset.gather(1, own)
+    place = own if segment is None else own + segment * landmarks.key.shape[1]
     # Relative to the largest of each landmark, so that none is lost.
-    largest = torch.full_like(offset, -torch.inf).scatter_reduce(1, own, bias.detach(), "amax")
-    weight = ((bias - largest.gather(1, own)) * LOG2_E).exp2().unsqueeze(2)
-    sums = cluster_sums(own, torch.cat((value * weight, weight), 2), count)
+    largest = offset.new_full((len(key), count), -torch.inf).scatter_reduce(1, place, bias.detach(), "amax")
+    weight = ((bias - largest.gather(1, place)) * LOG2_E).exp2().unsqueeze(2)
+    sums = cluster_sums(place, torch.cat((value * weight, weight), 2), count)
     total = sums[..., -1:].clamp(min=0.5)  # at least 1 with a key
     return Represented(sums[..., :-1] / total, total.squeeze(2).log() + largest, own, bias)
 
@@ -246,18 +249,25 @@ class Groups(NamedTuple):
 
 
 @torch.no_grad()
-def group_queries(query: Tensor, key: Tensor, options: CoresetOptions) -> Groups:
-    """Put queries (BH, Nq, D) with similar scores for the keys (BH, Nk, D) in groups."""
+def directions(key: Tensor) -> Tensor:
+    """The directions (BH, D, F) along which keys (BH, Nk, D) vary most.
+
+    Distances of queries times these are root mean squares of the differences of their scores for all keys.
+    """
     variance, direction = torch.linalg.eigh(torch.bmm(key.mT, key).nan_to_num())
-    # Differences of these points are root mean squares of differences of the scores of all keys. Directions have signs
-    # that are the same on every device.
+    # With signs that are the same on every device.
     size = variance.clamp(min=0.0).sqrt().unsqueeze(1)
-    factor = direction * torch.copysign(size, direction.sum(1, keepdim=True))
-    length, device = query.shape[1], query.device
-    levels = min(options.num_groups, length).bit_length() - 1
+    factor: Tensor = direction * torch.copysign(size, direction.sum(1, keepdim=True))
+    return factor[..., -_GROUP_DIMS:]
+
+
+@torch.no_grad()
+def group_queries(points: Tensor, num_groups: int) -> Groups:
+    """Put queries in groups by their points (BH, Nq, F), queries times `directions`."""
+    length, device = points.shape[1], points.device
+    levels = min(num_groups, length).bit_length() - 1
     count = ceil_div(length, 1 << levels) << levels
     copies = constant(_spread_out, length, count, device=device)
-    points = torch.bmm(query, factor[..., -_GROUP_DIMS:])
     points = points if count == length else points.index_select(1, copies)
     # Fourth powers of variances must not overflow.
     points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
@@ -272,10 +282,9 @@ def group_queries(query: Tensor, key: Tensor, options: CoresetOptions) -> Groups
 
 
 @torch.no_grad()
-def find_near_keys(query: Tensor, key: Tensor, options: CoresetOptions) -> Tensor:
-    """The keys (BH, Nk, D) with the largest scores for the mean of each group (BH, G, b, D): int64 (BH, G, w)."""
-    mean = query.mean(2)
-    return _largest(torch.bmm(mean if options.scale > 0.0 else -mean, key.mT), options.block_size)
+def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tensor:
+    """The `count` keys (BH, Nk, D) with the largest scores for each query (BH, G, D): int64 (BH, G, count)."""
+    return largest(torch.bmm(query if scale > 0.0 else -query, key.mT), count)
 
 
 def _spread_out(length: int, count: int, device: torch.device) -> Tensor:
@@ -303,7 +312,7 @@ def _halves(points: Tensor, levels: int) -> Tensor:
     return order.view(batch_heads, length) % length
 
 
-def _largest(scores: Tensor, count: int) -> Tensor:
+def largest(scores: Tensor, count: int) -> Tensor:
     """The indices of the largest scores of each row, int64 (BH, G, count) for (BH, G, N). Unordered.
 
     The largest scores are in the `count` blocks with the largest maxima, of any blocks. So `topk`, which is most of the
@@ -324,3 +333,27 @@ def _largest(scores: Tensor, count: int) -> Tensor:
 
 def _multiples(count: int, step: int, device: torch.device) -> Tensor:
     return (torch.arange(count, device=device) * step).unsqueeze(1)
+
+
+def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:
+    """The readable form of `choose_landmarks` for a head, with its choice: the landmarks (m, D) and the tilt (D,)."""
+    root, m = options.root, options.num_samples
+    spread = middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
+    tilt = query[spread].mean(0) * (TILT * options.scale)
+    candidates = key[even_positions(len(key), min(len(key), options.num_candidates), key.device)]
+    c = candidates[choice[:m]]
+    if options.num_refinements:
+        weight = POWER * ((candidates * root).square().sum(1) + 2.0 * candidates @ tilt)
+        weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
+        members = torch.nn.functional.one_hot(choice[m:], m).double().T * weight
+        total = members.sum(1, keepdim=True)
+        c = torch.where(total > 0, members @ candidates / torch.where(total > 0, total, 1.0), c)
+    return c, tilt
+
+
+def scores_naive(
+    query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: CoresetOptions
+) -> tuple[Tensor, Tensor]:
+    """The scores of queries (Nq, D) for keys (Nk, D), and those by the landmark of each key, `own` (Nk, D)."""
+    of_landmarks = ((key - own) * (tilt + options.root**2 * own)).sum(1)
+    return options.scale * query @ key.T, options.scale * query @ own.T + of_landmarks

@@ -29,22 +29,21 @@ from torch import Tensor
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.coreset import regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import (
-    LEAST_LOG_WEIGHT,
-    NUM_QUERIES,
-    POWER,
-    TILT,
     CoresetOptions,
     Landmarks,
     Represented,
     Rows,
     choose_landmarks,
+    directions,
     exact_rows,
     find_near_keys,
     group_queries,
+    landmarks_naive,
     middle_positions,
     represent,
+    scores_naive,
 )
-from hf_efficient_attn.ops.tokens import even_positions, integers, slice_size, sliced, take
+from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take
 
 # Without the near keys, what is left of the weights of the landmarks must be this share of them, or there is rounding
 # left only. Then a query attends to its near keys.
@@ -102,7 +101,7 @@ class Start(NamedTuple):
 
 def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Start:
     landmarks = choose_landmarks(query, key, options)
-    keys = represent(key, value, landmarks, options)
+    keys = represent(key, value, landmarks)
     tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], keys.bias.view(len(key), 1, 1, -1)
     out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)
     far = Partial(out[:, 0], lse.mT)
@@ -190,34 +189,55 @@ def _with_near_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, op
     `rest` is the output (BH, Nq, Dv) and lse (BH, Nq, 1) of attention to the landmarks, their keys (BH, m, D), and the
     landmark and bias (BH, Nk) of each key.
     """
-    groups, scale, dropout_p = group_queries(query, key, options), options.scale, options.dropout_p
+    groups = group_queries(torch.bmm(query, directions(key)), options.num_groups)
 
     def some_heads(groups: Tensor, slot: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        out, lse, centers, landmark, key_bias = rest
+        out, lse, *keys = rest
         queries = take(query, groups)  # (BH, G, b, D)
-        near = find_near_keys(queries, key, options)
-        own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (landmark, key_bias))
-        values = take(value, near)
-        exact = attend(queries, take(key, near), values, scale=scale, dropout_p=dropout_p)
-        counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
-        parts = torch.cat((exact.out, counted.out, exact.lse.unsqueeze(3), counted.lse.unsqueeze(3)), 3)
-        exact_out, counted_out, *lses = take(parts.flatten(1, 2), slot).split((*value.shape[2:] * 2, 1, 1), 2)
-        return _replaced((out, lse), (counted_out, lses[1]), (exact_out, lses[0]))
+        near = find_near_keys(queries.mean(2), key, options.block_size, options.scale)
+        exact, counted = near_attention(queries, slot, near, (key, value, *keys), options.scale, options.dropout_p)
+        return replaced(Partial(out, lse), counted, exact)
 
     # The near keys of all groups, and the scores of all keys for the means of the groups.
     numel = groups.query.shape[1] * max(options.block_size * max(key.shape[2], value.shape[2]), key.shape[1])
     size = slice_size(numel // _LARGER_SLICES, key.device)
-    return sliced(some_heads, *groups, query, key, value, *rest, size=size, draws=dropout_p > 0.0)
+    return sliced(some_heads, *groups, query, key, value, *rest, size=size, draws=options.dropout_p > 0.0)
 
 
-def _replaced(far: tuple[Tensor, Tensor], counted: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> Tensor:
+def near_attention(
+    queries: Tensor, slot: Tensor, near: Tensor, keys: tuple[Tensor, ...], scale: float, dropout_p: float
+) -> tuple[Partial, Partial]:
+    """Attention to near keys, exactly and as the landmarks count it.
+
+    Args:
+        queries: (BH, G, b, D), in groups.
+        slot: int64 (BH, Nq), where each query is in the groups.
+        near: int64 (BH, G, w), the keys of each group.
+        keys: key (BH, Nk, D), value (BH, Nk, Dv), the landmarks (BH, m, D), and `Represented.landmark` and `key_bias`.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partials of out (BH, Nq, Dv) and lse (BH, Nq, 1).
+    """
+    key, value, centers, landmark, key_bias = keys
+    own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (landmark, key_bias))
+    values = take(value, near)
+    exact = attend(queries, take(key, near), values, scale=scale, dropout_p=dropout_p)
+    counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+    parts = torch.cat((exact.out, counted.out, exact.lse.unsqueeze(3), counted.lse.unsqueeze(3)), 3)
+    outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)
+    return Partial(outs[0], outs[2]), Partial(outs[1], outs[3])
+
+
+def replaced(far: Partial, counted: Partial, exact: Partial) -> Tensor:
     """Attention `far` without `counted`, a part of it, and with `exact`; each is out (BH, Nq, Dv), lse (BH, Nq, 1)."""
-    ref = torch.maximum(far[1], exact[1]).detach()
-    of_far, of_counted, of_exact = ((x[1] - ref).exp() for x in (far, counted, exact))
+    ref = torch.maximum(far.lse, exact.lse).detach()
+    of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))
     total = of_far - of_counted + of_exact
     is_rounding = total <= LEAST_SHARE * of_far
-    sums = torch.addcmul(torch.addcmul(far[0] * of_far, counted[0], of_counted, value=-1.0), exact[0], of_exact)
-    return torch.where(is_rounding, exact[0], sums / total.masked_fill(is_rounding, 1.0))
+    sums = torch.addcmul(torch.addcmul(far.out * of_far, counted.out, of_counted, value=-1.0), exact.out, of_exact)
+    return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
 
 
 def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
@@ -234,8 +254,9 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
         near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)
         for head in [] if start.heads is None else start.heads.tolist():
             own = q[head, None], k[head, None]
-            groups = group_queries(*own, options)
-            keys = find_near_keys(take(own[0], groups.query), own[1], options)[0]
+            groups = group_queries(own[0] @ directions(own[1]), options.num_groups)
+            means = take(own[0], groups.query).mean(2)
+            keys = find_near_keys(means, own[1], options.block_size, options.scale)[0]
             group = groups.slot[0] // groups.query.shape[2]
             near[head] = near[head].scatter(1, keys[group], True)
     heads = zip(
@@ -246,23 +267,12 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
 
 def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: CoresetOptions) -> Tensor:
     (query, key, value), (choice, landmark, near) = tensors, chosen
-    key, scale, root, m = key - key.mean(0), options.scale, options.root, options.num_samples
-    spread = middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
-    tilt = query[spread].mean(0) * (TILT * scale)
-
-    candidates = key[even_positions(len(key), min(len(key), options.num_candidates), key.device)]
-    c = candidates[choice[:m]]
-    if options.num_refinements:
-        weight = POWER * ((candidates * root).square().sum(1) + 2.0 * candidates @ tilt)
-        weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
-        members = torch.nn.functional.one_hot(choice[m:], m).double().T * weight
-        total = members.sum(1, keepdim=True)
-        c = torch.where(total > 0, members @ candidates / torch.where(total > 0, total, 1.0), c)
-    own = c[landmark]  # (Nk, D)
-    exact, replaced = scale * query @ key.T, scale * query @ own.T + ((key - own) * (tilt + root**2 * own)).sum(1)
-    scores = torch.where(near, exact, replaced)
+    key = key - key.mean(0)
+    c, tilt = landmarks_naive(query, key, choice, options)
+    exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)
+    scores = torch.where(near, exact, of_landmarks)
     out = scores.softmax(1) @ value
-    rounding = scores.logsumexp(1) - replaced.logsumexp(1) <= math.log(LEAST_SHARE)
+    rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= math.log(LEAST_SHARE)
     only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ value
     out = torch.where(rounding[:, None], only_near, out)
     if not options.num_probes:
