@@ -29,8 +29,9 @@ TEMPERATURE = 0.6
 TILT, DRAW_POWER, POWER = 0.3, 0.7, 0.5
 # Queries of the mean, and the smallest logarithm of a key's weight in the mean of its cluster.
 NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
-# Queries are compared along so many directions. They are the ones along which keys vary most.
-_GROUP_DIMS = 8
+# Queries are compared along so many directions, the ones along which keys vary most. The least variance of keys along a
+# direction, as a share of that along all.
+_GROUP_DIMS, _LEAST_VARIANCE = 8, 0.002
 # The least logarithm of a weight, relative to the largest, and the least share that is left over of a point, in a draw.
 _LEAST, _LEAST_LEFT = -1e4, 1e-12
 
@@ -157,16 +158,15 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     weight = (size * POWER).clamp(min=LEAST_LOG_WEIGHT).exp()
     terms = torch.cat((key * weight, weight), 2)
 
-    def some_heads(points: Tensor, size: Tensor, terms: Tensor) -> Tensor:
+    def some_heads(key: Tensor, points: Tensor, size: Tensor, terms: Tensor) -> Tensor:
         pivot = draw_apart(points, DRAW_POWER, numbers, count, size[..., 0])
-        pivots = take(points, pivot)
-        cluster = nearest(points, pivots)
+        cluster = nearest(points, take(points, pivot))
         for _ in range(1, options.num_refinements):
-            cluster = nearest(points, _means(cluster_sums(cluster, terms, count), pivots, options.root))
+            cluster = nearest(points, options.root * _means(cluster_sums(cluster, terms, count), take(key, pivot)))
         return torch.cat((pivot, cluster), 1)
 
     with torch.no_grad():
-        choice = sliced(some_heads, points, size, terms, size=slice_size(count * key.shape[1] // 6, key.device))
+        choice = sliced(some_heads, key, points, size, terms, size=slice_size(count * key.shape[1] // 6, key.device))
     pivot, cluster = choice.split((count, key.shape[1]), 1)
     landmarks = take(key, pivot)
     if options.num_refinements:
@@ -174,10 +174,10 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     return Landmarks(landmarks, torch.add(tilt, landmarks, alpha=options.root**2), choice)
 
 
-def _means(sums: Tensor, first: Tensor, factor: float = 1.0) -> Tensor:
-    """The means of clusters by sums of weighted keys and of weights, times a factor; or `first` where none is left."""
+def _means(sums: Tensor, first: Tensor) -> Tensor:
+    """The means of clusters by sums of weighted keys and of weights, or `first` where none is left."""
     weight = sums[..., -1:]
-    return torch.where(weight > 0, factor * sums[..., :-1] / weight.clamp(min=1e-35), first)
+    return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=1e-35), first)
 
 
 class Rows(NamedTuple):
@@ -252,13 +252,24 @@ class Groups(NamedTuple):
 def directions(key: Tensor) -> Tensor:
     """The directions (BH, D, F) along which keys (BH, Nk, D) vary most.
 
-    Distances of queries times these are root mean squares of the differences of their scores for all keys.
+    Distances of queries times these are about root mean squares of the differences of their scores for all keys. With
+    S = K^T K and a basis B after two steps of the power method this is Nystrom's factor of S in B, S B L^-T with
+    L L^T = B^T S B. Eigenvectors would be little better, and on an accelerator they would take as long as all other
+    steps of `nearfar` together.
     """
-    variance, direction = torch.linalg.eigh(torch.bmm(key.mT, key).nan_to_num())
-    # With signs that are the same on every device.
-    size = variance.clamp(min=0.0).sqrt().unsqueeze(1)
-    factor: Tensor = direction * torch.copysign(size, direction.sum(1, keepdim=True))
-    return factor[..., -_GROUP_DIMS:]
+    # Where this is not finite, nothing is known of the queries, and any groups will do.
+    square = torch.bmm(key.mT, key).double()
+    square = square / torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True)
+    square = square + constant(_scaled_identity, key.shape[2], device=key.device)
+    basis = torch.bmm(square, square[..., :_GROUP_DIMS])
+    image = torch.bmm(square, basis)
+    lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]
+    factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)
+    return factor
+
+
+def _scaled_identity(dim: int, device: torch.device) -> Tensor:
+    return torch.eye(dim, dtype=torch.float64, device=device) * _LEAST_VARIANCE
 
 
 @torch.no_grad()
@@ -307,7 +318,7 @@ def _halves(points: Tensor, levels: int) -> Tensor:
         power = torch.bmm(x.mT, x)
         for _ in range(2):  # five steps of the power method, from the direction in which all points vary most
             power = torch.bmm(power, power)
-        place = torch.bmm(x, power[..., -1:]).sort(dim=1, stable=True)[1]
+        place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
         order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)
     return order.view(batch_heads, length) % length
 

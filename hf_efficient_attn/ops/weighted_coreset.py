@@ -43,7 +43,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take
+from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take, take_both
 
 # Without the near keys, what is left of the weights of the landmarks must be this share of them, or there is rounding
 # left only. Then a query attends to its near keys.
@@ -221,9 +221,10 @@ def near_attention(
         Partials of out (BH, Nq, Dv) and lse (BH, Nq, 1).
     """
     key, value, centers, landmark, key_bias = keys
-    own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (landmark, key_bias))
-    values = take(value, near)
-    exact = attend(queries, take(key, near), values, scale=scale, dropout_p=dropout_p)
+    flat = near.flatten(1)
+    own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))
+    near_key, values = take_both(key, value, near)
+    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)
     counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
     parts = torch.cat((exact.out, counted.out, exact.lse.unsqueeze(3), counted.lse.unsqueeze(3)), 3)
     outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)
@@ -232,7 +233,8 @@ def near_attention(
 
 def replaced(far: Partial, counted: Partial, exact: Partial) -> Tensor:
     """Attention `far` without `counted`, a part of it, and with `exact`; each is out (BH, Nq, Dv), lse (BH, Nq, 1)."""
-    ref = torch.maximum(far.lse, exact.lse).detach()
+    with torch.no_grad():
+        ref = torch.maximum(far.lse, exact.lse)
     of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))
     total = of_far - of_counted + of_exact
     is_rounding = total <= LEAST_SHARE * of_far
