@@ -59,6 +59,7 @@ class ApproxKMVConfig(MethodConfig):
     year = 2025
     causal = False
     rectangular = True
+    exact_budget = ("num_samples",)  # an allowed error instead is possible at every length
     summary = "products with a Gaussian kernel: near keys by hashing, as many draws of the rest as eps needs"
     paper_url = "https://arxiv.org/abs/2507.23539"
     near = "keys found by hashing"
@@ -71,11 +72,6 @@ class ApproxKMVConfig(MethodConfig):
         0, "Keys that are computed for a query. 0: as many as the error requires, possibly all.", minimum=0
     )
     seed: int = option(0, "Seed of the hash and of the sampling.", minimum=0)
-
-    @property
-    def exact_length(self) -> int:
-        """`num_samples`. With an allowed error instead, that error is possible at every length."""
-        return self.num_samples
 
     def with_budget(self, columns: int) -> "ApproxKMVConfig":
         """Spend the whole budget on `num_samples`."""

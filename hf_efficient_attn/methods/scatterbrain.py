@@ -47,6 +47,7 @@ class ScatterbrainConfig(MethodConfig):
     year = 2021
     causal = True
     rectangular = False
+    exact_budget = ("block_size",)
     summary = "a window or hashed blocks exactly, and positive random features for the rest"
     paper_url = "https://arxiv.org/abs/2110.15343"
     near = "a block of positions or of a hash"
@@ -63,11 +64,6 @@ class ScatterbrainConfig(MethodConfig):
         choices=("window", "lsh"),
     )
     seed: int = option(0, "Seed of the features and of the hash.", minimum=0)
-
-    @property
-    def exact_length(self) -> int:
-        """The keys of the near field."""
-        return self.block_size
 
     def with_budget(self, columns: int) -> "ScatterbrainConfig":
         """Spend half of the budget on the near field and the rest on features."""

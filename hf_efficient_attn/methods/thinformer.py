@@ -46,6 +46,7 @@ class ThinformerConfig(MethodConfig):
     year = 2025
     causal = False
     rectangular = True
+    exact_budget = ("num_samples",)
     mixes_queries = False
     summary = "exact attention to a few keys, which kernel halving selects to represent all of them"
     paper_url = "https://arxiv.org/abs/2502.12063"
@@ -54,11 +55,6 @@ class ThinformerConfig(MethodConfig):
 
     num_samples: int = option(256, "Keys that are kept. Each query attends to all of them.", minimum=1)
     seed: int = option(0, "Seed of the halving.", minimum=0)
-
-    @property
-    def exact_length(self) -> int:
-        """The number of keys that are kept."""
-        return self.num_samples
 
     def with_budget(self, columns: int) -> "ThinformerConfig":
         """Keep as many keys as the budget has columns.

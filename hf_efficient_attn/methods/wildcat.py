@@ -48,6 +48,7 @@ class WildCatConfig(MethodConfig):
     year = 2026
     causal = False
     rectangular = True
+    exact_budget = ("num_samples",)
     summary = "attention to a coreset of keys whose weights make up for all other keys"
     paper_url = "https://arxiv.org/abs/2602.10056"
     near = "none"
@@ -58,11 +59,6 @@ class WildCatConfig(MethodConfig):
         1024, "Evenly spaced keys from which the coreset is chosen, at least num_samples.", minimum=1
     )
     seed: int = option(0, "Seed of the choice of the coreset.", minimum=0)
-
-    @property
-    def exact_length(self) -> int:
-        """The size of the coreset."""
-        return self.num_samples
 
     def with_budget(self, columns: int) -> "WildCatConfig":
         """As many keys in the coreset as the budget has exact keys, and four times as many candidates.

@@ -62,6 +62,7 @@ class MethodConfig:
         mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
             because they are sorted or averaged together. In the cross attention of a decoder this would leak later
             tokens to earlier ones, so such a method is not used there.
+        exact_budget: the hyperparameters whose sum is `exact_length`, unless the method defines that itself.
         decodes_exactly: True if decoding attends to all cached keys exactly. `hea.NearFarCache` can then take the place
             of these keys.
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
@@ -95,6 +96,7 @@ class MethodConfig:
     rectangular: ClassVar[bool]
     learned_parameters: ClassVar[tuple[str, ...]] = ()
     mixes_queries: ClassVar[bool] = True
+    exact_budget: ClassVar[tuple[str, ...]] = ()
     decodes_exactly: ClassVar[bool] = False
     exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None
@@ -181,7 +183,7 @@ class MethodConfig:
     @property
     def exact_length(self) -> int:
         """The number of keys up to which the output is exact attention; 0 if the method differs at every length."""
-        return 0
+        return sum(getattr(self, name) for name in self.exact_budget)
 
     @property
     def needs_square(self) -> bool:

@@ -29,6 +29,7 @@ class SampledKeysConfig(MethodConfig):
 
     causal = True
     rectangular = True
+    exact_budget = ("block_size", "num_samples")
     decodes_exactly = True
 
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
@@ -60,11 +61,6 @@ class SampledKeysConfig(MethodConfig):
     column_scores = "uniform"
     num_probes = 1
     score_groups = 1
-
-    @property
-    def exact_length(self) -> int:
-        """The budget: the keys of both fields."""
-        return self.block_size + self.num_samples
 
     def with_budget(self, columns: int) -> "SampledKeysConfig":
         """Spend a quarter of the budget on the near field and the rest on the far field.
