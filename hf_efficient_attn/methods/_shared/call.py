@@ -175,7 +175,10 @@ def prepare(
     )
     if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
-    return query, *zero_masked(key, value, mask), options
+    if mask is not None:  # padding may hold NaN
+        masked = ~mask[:, None, :, None]
+        key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+    return query, key, value, options
 
 
 def _all_parameters(
@@ -257,16 +260,15 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
     """Refuse everything that can be wrong with a call before any work is done."""
     refuse_tracing(config)
     # Each attribute of a tensor is read once, because that takes most of the time of a call of few tokens.
-    mask, shapes = arguments.attention_mask, (query.shape, key.shape, value.shape)
-    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
+    mask, of_query, of_key, of_value = arguments.attention_mask, query.shape, key.shape, value.shape
+    all_4d = len(of_query) == len(of_key) == len(of_value) == 4
+    if not all_4d or of_key[:3] != of_value[:3] or of_query[::3] != of_key[::3]:
         refuse(
-            f"query, key and value must have the shape (batch, num_heads, length, head_dim); got {_names(shapes)}",
+            f"these shapes do not fit together: query {tuple(of_query)}, key {tuple(of_key)}, value {tuple(of_value)}; "
+            "each must be (batch, num_heads, length, head_dim)",
             config,
         )
-    (batch, num_heads, q_len, head_dim), (*of_key, key_dim), (*of_value, _) = shapes
-    kv_batch, num_kv_heads, kv_len = of_key
-    if of_key != of_value or batch != kv_batch or head_dim != key_dim:
-        refuse(f"these shapes do not fit together: {_names(shapes)}", config)
+    (batch, num_heads, q_len, _), (num_kv_heads, kv_len) = of_query, of_key[1:3]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         refuse(f"the number of key heads, {num_kv_heads}, must divide the number of query heads, {num_heads}", config)
     dtype = query.dtype
@@ -307,11 +309,6 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
         refuse(f"seed must be an integer or None, not {type(arguments.seed).__name__}", config)
 
 
-def _names(shapes: Iterable[torch.Size]) -> str:
-    """The shapes of query, key and value for messages."""
-    return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(("query", "key", "value"), shapes, strict=True))
-
-
 def refuse_tracing(config: MethodConfig) -> None:
     """Refuse a call that `torch.jit.trace` or `torch.onnx.export` records if the graph would fail or be wrong.
 
@@ -336,14 +333,6 @@ def refuse_tracing(config: MethodConfig) -> None:
         f"{config.method}: torch.jit.trace gives a graph for the length and the values of the example only: use "
         f"torch.compile or torch.export, or torch.onnx.export with {' or '.join(methods_with('exportable'))}"
     )
-
-
-def zero_masked(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Set keys and values (B, H_kv, Nk, .) to 0 where the mask (B, Nk) is False, so that padding may hold NaN."""
-    if key_mask is None:
-        return key, value
-    masked = ~key_mask[:, None, :, None]
-    return key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
 
 
 def repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
