@@ -6,34 +6,23 @@ over the contracted keys. `hf_efficient_attn.methods._shared.projections` descri
 
 from dataclasses import dataclass
 
-from hf_efficient_attn.methods._shared.config import option
+from hf_efficient_attn.methods._shared.feature_maps import EluFeatures
 from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
-from hf_efficient_attn.ops.features import LEARNED
 from hf_efficient_attn.ops.features import NAMES as MAPS
 from hf_efficient_attn.ops.projections import NAMES as TABLES
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlurkaLinearConfig(FlurkaConfig):
+class FlurkaLinearConfig(EluFeatures, FlurkaConfig):
     """Hyperparameters of FLuRKA with the features elu(x) + 1, as many as head_dim, or with learned ones."""
 
     method = "flurka_linear"
     title = "FLuRKA, linear transformer"
-    mixes_queries = False
     summary = "learned projections along the sequence, and elu(x) + 1 features of the contracted keys"
     far = "learned projections, then `linear`"
     kernel = "linear"
     kernel_fields = ("feature_map", "num_features", "seed")
     learned_parameters = TABLES + MAPS
-
-    feature_map: str = option(
-        "elu",
-        "The features of the contracted keys and of the queries, as for linear: 'elu', or learned ones, 'hedgehog', "
-        "'t2r' or 'exp'.",
-        choices=("elu", *LEARNED),
-        carried=True,
-    )
-    num_features: int = option(64, "Columns of the map of learned features.", minimum=1, carried=True)
 
 
 register_flurka(FlurkaLinearConfig)

@@ -7,40 +7,23 @@ the contracted keys. With more and more features the output converges to that of
 
 from dataclasses import dataclass, replace
 
-from hf_efficient_attn.methods._shared.config import option
+from hf_efficient_attn.methods._shared.feature_maps import FavorFeatures
 from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
-from hf_efficient_attn.ops.features import LEARNED
 from hf_efficient_attn.ops.features import NAMES as MAPS
 from hf_efficient_attn.ops.projections import NAMES as TABLES
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlurkaPerformerConfig(FlurkaConfig):
+class FlurkaPerformerConfig(FavorFeatures, FlurkaConfig):
     """Hyperparameters of FLuRKA with random features of the softmax kernel."""
 
     method = "flurka_performer"
     title = "FLuRKA, Performer"
-    mixes_queries = False
     summary = "learned projections along the sequence, and random features of the contracted keys (FAVOR+)"
     far = "learned projections, then `performer`"
     kernel = "performer"
     kernel_fields = ("num_features", "feature_map")
-
     learned_parameters = TABLES + MAPS
-
-    num_features: int = option(
-        256,
-        "Random features, or columns of the map of learned ones. A query costs as much as attention to this many keys, "
-        "and to twice as many with 'hedgehog' and 'exp'.",
-        minimum=1,
-        carried=True,
-    )
-    feature_map: str = option(
-        "favor",
-        "The features, as for performer: 'favor', or learned ones, 'hedgehog', 't2r' or 'exp'.",
-        choices=("favor", *LEARNED),
-        carried=True,
-    )
 
     def with_budget(self, columns: int) -> "FlurkaPerformerConfig":
         """Half of the budget for features, which a query attends to, half for the contracted keys."""

@@ -18,12 +18,12 @@ the window alone, which is `longformer`.
 from dataclasses import dataclass, replace
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.feature_maps import LOG_WEIGHT, FeatureConfig, register_features
-from hf_efficient_attn.ops.features import LEARNED, NAMES, count_features
+from hf_efficient_attn.methods._shared.feature_maps import LOG_WEIGHT, EluFeatures, register_features
+from hf_efficient_attn.ops.features import NAMES, count_features
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig(FeatureConfig):
+class LinearConfig(EluFeatures):
     """Hyperparameters of the linear transformer: the features, and a window that is computed exactly."""
 
     method = "linear"
@@ -33,21 +33,12 @@ class LinearConfig(FeatureConfig):
     causal = True
     rectangular = True
     exportable = True
-    mixes_queries = False
     learned_parameters = (*NAMES, LOG_WEIGHT)
     summary = "elu(x) + 1 features in place of the exponential; an attention of its own, for training"
     paper_url = "https://arxiv.org/abs/2006.16236"
     near = "none, or a window"
     far = "elu(x) + 1 or learned features"
 
-    feature_map: str = option(
-        "elu",
-        "The features. 'elu': elu(x) + 1. Learned, with a linear map y = x W of each head: 'hedgehog', "
-        "softmax([y, -y]); 't2r', relu(y + b); 'exp', exp([y, -y]).",
-        choices=("elu", *LEARNED),
-        carried=True,
-    )
-    num_features: int = option(64, "Columns of the map W of a learned feature map.", minimum=1, carried=True)
     window_size: int = option(
         0,
         "Keys on each side (causal: on the left only) that a query attends to exactly, besides its own. The features "

@@ -12,12 +12,12 @@ causal model, and add 1e-6.
 from dataclasses import dataclass, replace
 
 from hf_efficient_attn.methods._shared.config import option
-from hf_efficient_attn.methods._shared.feature_maps import FeatureConfig, register_features
-from hf_efficient_attn.ops.features import LEARNED, NAMES, count_features
+from hf_efficient_attn.methods._shared.feature_maps import FavorFeatures, register_features
+from hf_efficient_attn.ops.features import NAMES, count_features
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformerConfig(FeatureConfig):
+class PerformerConfig(FavorFeatures):
     """Hyperparameters of the Performer."""
 
     method = "performer"
@@ -26,26 +26,12 @@ class PerformerConfig(FeatureConfig):
     year = 2020
     causal = True
     rectangular = True
-    mixes_queries = False
     learned_parameters = NAMES
     summary = "positive orthogonal random features of the softmax kernel (FAVOR+)"
     paper_url = "https://arxiv.org/abs/2009.14794"
     near = "none"
     far = "FAVOR+ random features"
 
-    num_features: int = option(
-        256,
-        "Random features, or columns of the map of learned ones. A query costs as much as attention to this many keys, "
-        "and to twice as many with 'hedgehog' and 'exp'.",
-        minimum=1,
-        carried=True,
-    )
-    feature_map: str = option(
-        "favor",
-        "The features. 'favor': FAVOR+. Learned, as for linear: 'hedgehog', 't2r' or 'exp'.",
-        choices=("favor", *LEARNED),
-        carried=True,
-    )
     seed: int = option(
         0, "Seed of the features, or of the initial maps. In training FAVOR+ is redrawn in every call.", minimum=0
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm, option
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
@@ -36,6 +36,7 @@ LOG_WEIGHT = "far_log_weight"
 class FeatureConfig(MethodConfig):
     """What the functions below read of a config; the methods declare these as hyperparameters."""
 
+    mixes_queries = False
     feature_map = ""
     num_features = 0
     window_size = 0
@@ -45,6 +46,39 @@ class FeatureConfig(MethodConfig):
     def is_learned(self) -> bool:
         """Whether the features are learned."""
         return self.feature_map in LEARNED
+
+
+@dataclass(frozen=True, kw_only=True)
+class EluFeatures(FeatureConfig):
+    """Hyperparameters of the features elu(x) + 1 or learned ones."""
+
+    feature_map: str = option(
+        "elu",
+        "The features. 'elu': elu(x) + 1. Learned, with a linear map y = x W of each head: 'hedgehog', "
+        "softmax([y, -y]); 't2r', relu(y + b); 'exp', exp([y, -y]).",
+        choices=("elu", *LEARNED),
+        carried=True,
+    )
+    num_features: int = option(64, "Columns of the map W of a learned feature map.", minimum=1, carried=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FavorFeatures(FeatureConfig):
+    """Hyperparameters of random features of the softmax kernel or learned ones."""
+
+    num_features: int = option(
+        256,
+        "Random features, or columns of the map of learned ones. A query costs as much as attention to this many keys, "
+        "and to twice as many with 'hedgehog' and 'exp'.",
+        minimum=1,
+        carried=True,
+    )
+    feature_map: str = option(
+        "favor",
+        "The features. 'favor': FAVOR+. Learned, as for linear: 'hedgehog', 't2r' or 'exp'.",
+        choices=("favor", *LEARNED),
+        carried=True,
+    )
 
 
 def initial_parameters(
