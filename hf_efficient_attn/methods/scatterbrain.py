@@ -33,8 +33,8 @@ from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import favor
 from hf_efficient_attn.ops.linear import log_weights_naive
-from hf_efficient_attn.ops.near_features import block_attention, plan_blocks
-from hf_efficient_attn.ops.tokens import ceil_div, inverse
+from hf_efficient_attn.ops.near_features import BlockPlan, block_attention, dense_blocks, plan_blocks
+from hf_efficient_attn.ops.tokens import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,22 @@ class ScatterbrainConfig(MethodConfig):
         return replace(self, block_size=near, num_features=columns - near)
 
 
+def _plan(
+    config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
+) -> tuple[BlockPlan, int]:
+    """The near field of (BH, N, D) tokens, and the number of tokens of its blocks."""
+    num_hashes = config.num_hashes if config.near_field == "lsh" and not options.is_causal else 0
+    plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, options.seed)
+    return plan, ceil_div(config.block_size, 2) if options.is_causal else config.block_size
+
+
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
     is_causal, (scale, dropout_p) = options.is_causal, (options.scale, options.dropout_p)
-    num_hashes = config.num_hashes if config.near_field == "lsh" and not is_causal else 0
+    features = favor(config.num_features, scale, query.shape[3], options.seed, query.device)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, options.seed)
-        size = ceil_div(config.block_size, 2) if is_causal else config.block_size
+        plan, size = _plan(config, query, key, key_mask, options)
         out = block_attention(
             query, key, value, plan, features, size, is_causal=is_causal, scale=scale, dropout_p=dropout_p
         )
@@ -90,25 +97,10 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
-    length, size = query.shape[2], config.block_size
     features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
-    num_hashes = config.num_hashes if config.near_field == "lsh" else 0
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        if length <= size:
-            near = torch.ones(1, length, length, dtype=torch.bool, device=key.device)
-        elif options.is_causal:
-            valid = torch.ones_like(key[..., 0], dtype=torch.bool) if key_mask is None else key_mask
-            block = (valid.cumsum(1) - 1) // ceil_div(size, 2)
-            near = block[:, :, None] - block[:, None] <= 1
-        else:
-            plan = plan_blocks(query, key, key_mask, size, num_hashes, options.seed)
-            position = torch.arange(length, device=key.device)[None]
-            of_query, of_key = (
-                (position if x is None else inverse(x)) // size for x in (plan.query_order, plan.key_order)
-            )
-            of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
-            near = of_query[:, :, None] == of_key[:, None]
+        near = dense_blocks(*_plan(config, query, key, key_mask, options), query, options.is_causal)
         query, key = query.double(), key.double()
         scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
         return dense_softmax(scores, value, key_mask, options.is_causal)
