@@ -25,7 +25,7 @@ separate problem on its valid tokens, and they are solved one after the other.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class ApproxKMVConfig(MethodConfig):
     year = 2025
     causal = False
     rectangular = True
+    budget = (("num_samples", 1),)
     exact_budget = ("num_samples",)  # an allowed error instead is possible at every length
     summary = "products with a Gaussian kernel: near keys by hashing, as many draws of the rest as eps needs"
     paper_url = "https://arxiv.org/abs/2507.23539"
@@ -72,10 +73,6 @@ class ApproxKMVConfig(MethodConfig):
         0, "Keys that are computed for a query. 0: as many as the error requires, possibly all.", minimum=0
     )
     seed: int = option(0, "Seed of the hash and of the sampling.", minimum=0)
-
-    def with_budget(self, columns: int) -> "ApproxKMVConfig":
-        """Spend the whole budget on `num_samples`."""
-        return replace(self, num_samples=self.check_budget(columns))
 
 
 class _Head(NamedTuple):

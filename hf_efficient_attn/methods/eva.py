@@ -35,7 +35,7 @@ The computation is in `hf_efficient_attn.ops.chunks` and, for the causal form, i
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class EvaConfig(MethodConfig):
     year = 2023
     causal = True
     rectangular = True
+    budget = (("window_size", 1), ("num_landmarks", 1))
     decodes_exactly = True
     learned_parameters = _MAPS
     summary = "a window exactly, and one control variate for each chunk of the other keys"
@@ -93,11 +94,6 @@ class EvaConfig(MethodConfig):
         # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
         causal = block * (1 + (1 << (chunks // block).bit_length()))
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
-
-    def with_budget(self, columns: int) -> "EvaConfig":
-        """Half of the budget for the window, half for summaries."""
-        near = self.check_budget(columns, 2) // 2
-        return replace(self, window_size=near, num_landmarks=columns - near)
 
 
 def initial_parameters(

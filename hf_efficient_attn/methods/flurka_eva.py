@@ -14,7 +14,7 @@ for queries and keys that are different tokens. If P is at most `window_size`, t
 modules describe the departures from the papers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_efficient_attn.methods._shared.config import option
 from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
@@ -31,6 +31,7 @@ class FlurkaEvaConfig(FlurkaConfig):
     kernel = "eva"
     kernel_fields = ("window_size", "num_landmarks", "proposal")
     averages_queries = True
+    budget = (("window_size", 1), ("num_landmarks", 1), ("projection_dim", 4))
 
     window_size: int = option(64, "Contracted keys that each query attends to exactly.", minimum=1)
     num_landmarks: int = option(
@@ -42,11 +43,6 @@ class FlurkaEvaConfig(FlurkaConfig):
         "sum.",
         choices=("normal", "mean"),
     )
-
-    def with_budget(self, columns: int) -> "FlurkaEvaConfig":
-        """A sixth of the budget for the window, a sixth for summaries, and the rest for the contracted keys."""
-        part = max(1, self.check_budget(columns, 3) // 6)
-        return replace(self, window_size=part, num_landmarks=part, projection_dim=columns - 2 * part)
 
 
 register_flurka(FlurkaEvaConfig)

@@ -5,7 +5,7 @@ the contracted keys. With more and more features the output converges to that of
 `hf_efficient_attn.methods._shared.projections` describes the departures from the paper.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_efficient_attn.methods._shared.feature_maps import FavorFeatures
 from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
@@ -23,12 +23,8 @@ class FlurkaPerformerConfig(FavorFeatures, FlurkaConfig):
     far = "learned projections, then `performer`"
     kernel = "performer"
     kernel_fields = ("num_features", "feature_map")
+    budget = (("num_features", 1), ("projection_dim", 1))  # a query attends to the features
     learned_parameters = TABLES + MAPS
-
-    def with_budget(self, columns: int) -> "FlurkaPerformerConfig":
-        """Half of the budget for features, which a query attends to, half for the contracted keys."""
-        features = self.check_budget(columns, 2) // 2
-        return replace(self, num_features=features, projection_dim=columns - features)
 
 
 register_flurka(FlurkaPerformerConfig)

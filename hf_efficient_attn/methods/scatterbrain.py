@@ -21,7 +21,7 @@ has the factor exp(-|q|^2/2) / F, so that both fields have the same normalisatio
   and to the previous block. A scan over the blocks provides the features of all blocks before those.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class ScatterbrainConfig(MethodConfig):
     year = 2021
     causal = True
     rectangular = False
+    budget = (("block_size", 1), ("num_features", 1))
     exact_budget = ("block_size",)
     summary = "a window or hashed blocks exactly, and positive random features for the rest"
     paper_url = "https://arxiv.org/abs/2110.15343"
@@ -64,11 +65,6 @@ class ScatterbrainConfig(MethodConfig):
         choices=("window", "lsh"),
     )
     seed: int = option(0, "Seed of the features and of the hash.", minimum=0)
-
-    def with_budget(self, columns: int) -> "ScatterbrainConfig":
-        """Spend half of the budget on the near field and the rest on features."""
-        near = self.check_budget(columns, 2) // 2
-        return replace(self, block_size=near, num_features=columns - near)
 
 
 def _plan(

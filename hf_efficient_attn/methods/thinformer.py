@@ -26,7 +26,7 @@ Up to `num_samples` valid keys, all keys are kept, so the output is exact. Gradi
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -46,6 +46,9 @@ class ThinformerConfig(MethodConfig):
     year = 2025
     causal = False
     rectangular = True
+    # The selection is not counted. Each of its log2(N / num_samples) rounds computes 4 num_samples^2 values of the
+    # kernel and at most num_samples sequential steps.
+    budget = (("num_samples", 1),)
     exact_budget = ("num_samples",)
     mixes_queries = False
     summary = "exact attention to a few keys, which kernel halving selects to represent all of them"
@@ -55,14 +58,6 @@ class ThinformerConfig(MethodConfig):
 
     num_samples: int = option(256, "Keys that are kept. Each query attends to all of them.", minimum=1)
     seed: int = option(0, "Seed of the halving.", minimum=0)
-
-    def with_budget(self, columns: int) -> "ThinformerConfig":
-        """Keep as many keys as the budget has columns.
-
-        The selection is not counted. Each of its log2(N / num_samples) rounds computes 4 num_samples^2 values of the
-        kernel and at most num_samples sequential steps.
-        """
-        return replace(self, num_samples=self.check_budget(columns))
 
 
 def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -46,8 +46,8 @@ class MethodConfig:
     """Hyperparameters of one method. An instance is immutable, and its values are checked when it is made.
 
     A method subclasses this class as a frozen, keyword-only dataclass. It declares each hyperparameter with `option`,
-    always including `seed`, and defines `with_budget`. It sets the attributes below, without an annotation, in the
-    class body.
+    always including `seed`, and defines `budget` or `with_budget`. It sets the attributes below, without an annotation,
+    in the class body.
 
     Attributes:
         compute_dtype: a hyperparameter of all methods. "bfloat16": float32 queries, keys and values are cast to it on
@@ -62,6 +62,8 @@ class MethodConfig:
         mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
             because they are sorted or averaged together. In the cross attention of a decoder this would leak later
             tokens to earlier ones, so such a method is not used there.
+        budget: how `with_budget` divides its columns over hyperparameters that have a minimum: names and weights. The
+            last one gets what rounding leaves.
         exact_budget: the hyperparameters whose sum is `exact_length`, unless the method defines that itself.
         decodes_exactly: True if decoding attends to all cached keys exactly. `hea.NearFarCache` can then take the place
             of these keys.
@@ -96,6 +98,7 @@ class MethodConfig:
     rectangular: ClassVar[bool]
     learned_parameters: ClassVar[tuple[str, ...]] = ()
     mixes_queries: ClassVar[bool] = True
+    budget: ClassVar[tuple[tuple[str, int], ...]] = ()
     exact_budget: ClassVar[tuple[str, ...]] = ()
     decodes_exactly: ClassVar[bool] = False
     exportable: ClassVar[bool] = False
@@ -205,7 +208,11 @@ class MethodConfig:
         Raises:
             UnsupportedAttentionError: `columns` is not a positive integer, or it is too small for the method.
         """
-        raise NotImplementedError
+        minima = {name: self.__dataclass_fields__[name].metadata["minimum"] for name, _ in self.budget}
+        self.check_budget(columns, max(1, sum(minima.values())))
+        total, (*others, (last, _)) = sum(weight for _, weight in self.budget), self.budget
+        parts = {name: max(minima[name], columns * weight // total) for name, weight in others}
+        return dataclasses.replace(self, **parts, **{last: columns - sum(parts.values())})
 
     def to_measure(self: ConfigT) -> ConfigT:
         """The config whose error `hea.calibrate` measures, in which no data of a call decides about the method."""

@@ -16,8 +16,8 @@ Departures from the paper, in which all sequences have M tokens:
 There is no causal form, because a contracted key contains tokens of the future.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ from hf_efficient_attn.ops.projections import (
     start_tables,
 )
 
-ConfigT = TypeVar("ConfigT", bound="ProjectionConfig")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionConfig(MethodConfig):
     """Hyperparameters of the tables; `streams` are the streams of random numbers of the two Gaussian tables."""
 
     streams = (0, 0)
+    # To contract keys and values costs the same again if there are as many queries as keys, without an exponential.
+    budget: ClassVar[tuple[tuple[str, int], ...]] = (("projection_dim", 1),)
     causal = False
     rectangular = True
     learned_parameters: ClassVar[tuple[str, ...]] = NAMES
@@ -66,13 +66,6 @@ class ProjectionConfig(MethodConfig):
         carried=True,
     )
     seed: int = option(0, "Seed of the Gaussian tables. The seed of a call does not affect them.", minimum=0)
-
-    def with_budget(self: ConfigT, columns: int) -> ConfigT:
-        """As many contracted keys as the budget has exact keys.
-
-        To contract keys and values costs the same again if there are as many queries as keys, without an exponential.
-        """
-        return replace(self, projection_dim=self.check_budget(columns))
 
 
 def initial_parameters(

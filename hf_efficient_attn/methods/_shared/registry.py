@@ -113,7 +113,8 @@ def register_method(
 
     Args:
         config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
-            all with defaults, sets the facts about the method as class attributes, and defines `with_budget`.
+            all with defaults, sets the facts about the method as class attributes, and defines `budget` or
+            `with_budget`.
         forward: the fast form. forward(config, query, key, value, options) returns the output (B, H, Nq, Dv) for query
             (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv) and `AttentionOptions`. The inputs have been checked,
             keys and values have as many heads as the queries, and they are 0 wherever `options.key_mask` is False.
@@ -206,7 +207,7 @@ def _check(
             refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
     if "seed" not in config_class.hyperparameters():
         refuse("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
-    if config_class.with_budget is MethodConfig.with_budget:
+    if config_class.with_budget is MethodConfig.with_budget and not config_class.budget:
         refuse("define with_budget(self, columns)")
     for form in (forward, naive):
         if not callable(form):

@@ -1,6 +1,5 @@
 """What KDEformer and HyperAttention have in common: an exact near field of blocks and a far field of sampled keys."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,6 +28,8 @@ class SampledKeysConfig(MethodConfig):
 
     causal = True
     rectangular = True
+    # This was among the best of the splits that were tried on activations of pretrained models.
+    budget = (("block_size", 1), ("num_samples", 3))
     exact_budget = ("block_size", "num_samples")
     decodes_exactly = True
 
@@ -61,14 +62,6 @@ class SampledKeysConfig(MethodConfig):
     column_scores = "uniform"
     num_probes = 1
     score_groups = 1
-
-    def with_budget(self, columns: int) -> "SampledKeysConfig":
-        """Spend a quarter of the budget on the near field and the rest on the far field.
-
-        This was among the best of the splits that were tried on activations of pretrained models.
-        """
-        near = max(1, self.check_budget(columns) // 4)
-        return dataclasses.replace(self, block_size=near, num_samples=columns - near)
 
 
 def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> SamplingOptions:
