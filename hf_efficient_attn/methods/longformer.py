@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_efficient_attn.methods._shared.call import repeat_kv
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, ShardedForm, option
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registry import register_method
@@ -89,13 +90,12 @@ def forward_shard(
     config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
 ) -> Tensor:
     """The form for a sequence that processes share: the keys of the window travel; see `ShardedForm`."""
-    right, (num_heads, length) = 0 if options.is_causal else config.window_size, query.shape[1:3]
+    right, length = 0 if options.is_causal else config.window_size, query.shape[2]
     (key, value), before, after = with_neighbors((key, value), config.window_size, right, shards)
-    groups, mask = num_heads // key.shape[1], shards.key_mask
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     query = pad(query, (0, 0, before, after))  # queries of the neighbors, whose outputs are dropped
+    mask = shards.key_mask
     mask = None if mask is None else mask[:, shards.first - before : shards.own.stop + after]
-    out = forward(config, query, key, value, options._replace(key_mask=mask))
+    out = forward(config, query, *repeat_kv(query, key, value), options._replace(key_mask=mask))
     return out[:, :, before : before + length]
 
 

@@ -66,19 +66,15 @@ def without_padding(
     def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return form_of_length(query, key, value)
-        same, out = query.shape[1] == key.shape[1], value.new_zeros(*query.shape[:2], value.shape[2])
-        counts = mask.sum(1)
+        out, counts = value.new_zeros(*query.shape[:2], value.shape[2]), mask.sum(1)
         if not bool(counts.any()):
             return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
-        for count in counts.unique().tolist():
-            if count == 0:
-                continue
+        for count in counts[counts > 0].unique().tolist():
             some = (counts == count).nonzero()[:, 0]
             order = valid_first(mask[some])[:, :count]
             own = [take(x[some], order) for x in (key, value)]
-            if same:
-                part = form_of_length(take(query[some], order), *own)
-                out = out.index_put((some[:, None], order), part)
+            if query.shape[1] == key.shape[1]:
+                out = out.index_put((some[:, None], order), form_of_length(take(query[some], order), *own))
             else:
                 out = out.index_put((some,), form_of_length(query[some], *own))
         return out

@@ -12,7 +12,7 @@ from hf_efficient_attn.methods._shared.call import (
     prepare,
     repeat_kv,
 )
-from hf_efficient_attn.methods._shared.config import MethodConfig, Recurrence, State
+from hf_efficient_attn.methods._shared.config import MethodConfig, State
 from hf_efficient_attn.methods._shared.learned import parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import get_method
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, over_heads
@@ -22,9 +22,11 @@ from hf_efficient_attn.ops.tracing import refuse_second_gradient
 def update_state(config: MethodConfig, state: State | None, key: Tensor, value: Tensor, **arguments: Any) -> State:
     """Add tokens, key (B, H_kv, N, D) and value (B, H_kv, N, Dv), to a state; see `attention_with_state`."""
     key, value = cast_under_autocast(key, value)
+    recurrence: Any = get_method(config.method).recurrence
     _, key, value, options = prepare(config, key, key, value, Arguments(is_causal=True, **arguments))
     with outside_autocast(key.device):
-        return _recurrence(config).update(config, state, key, value, options)
+        new_state: State = recurrence.update(config, state, key, value, options)
+    return new_state
 
 
 def attention_with_state(
@@ -49,7 +51,8 @@ def attention_with_state(
     query, key, value = cast_under_autocast(query, key, value)
     dtype, given = value.dtype, Arguments(is_causal=True, **arguments)
     query, key, value, options = prepare(config, query, key, value, given)
-    recurrence, (batch, num_heads, q_len, _), num_kv_heads = _recurrence(config), query.shape, key.shape[1]
+    recurrence: Any = get_method(config.method).recurrence
+    (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
     with outside_autocast(query.device):
         new_state = recurrence.update(config, state, key, value, options)
         if state is None:
@@ -64,12 +67,6 @@ def attention_with_state(
                 state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
             out = recurrence.forward(config, query, *repeat_kv(query, key, value), options, state)
     return refuse_second_gradient(out.to(dtype), config.method), new_state
-
-
-def _recurrence(config: MethodConfig) -> Recurrence[Any]:
-    recurrence = get_method(config.method).recurrence
-    assert recurrence is not None
-    return recurrence
 
 
 def sharded_attention(
