@@ -12,8 +12,6 @@ SETTINGS = [(instance, is_causal) for instance in INSTANCES for is_causal in ins
 
 def initial_parameters(instance, query, value):
     method = get_method(instance.method)
-    if method.initial_parameters is None:
-        return None
     sizes = {"num_heads": query.shape[1], "head_dim": query.shape[3], "value_dim": value.shape[3]}
     return method.initial_parameters(instance.config(), max_length=query.shape[2], **sizes)
 

@@ -315,8 +315,6 @@ def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
     The values are counted on the meta device, so no memory is used.
     """
     initial_parameters = get_method(method.method).initial_parameters
-    if initial_parameters is None:
-        return
     max_length = getattr(model.config, "max_position_embeddings", None) or 1
     with torch.device("meta"):
         made = initial_parameters(method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length)

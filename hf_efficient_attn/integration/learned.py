@@ -91,10 +91,8 @@ class LearnedParameters(nn.Module):
 
     def start_values(self) -> dict[str, Tensor]:
         """The values that a conversion starts from: float32, on the CPU whatever the default device is."""
-        initial_parameters = get_method(self.method.method).initial_parameters
-        assert initial_parameters is not None
         with torch.device("cpu"):
-            return initial_parameters(self.method, **self.sizes)
+            return get_method(self.method.method).initial_parameters(self.method, **self.sizes)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -168,8 +166,7 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
     if learned is not None and (learned.method is method or learned.method == method):
         return learned()
     # Not `learns`, because torch.compile warns about cached functions.
-    initial_parameters = get_method(method.method).initial_parameters
-    if initial_parameters is None or not initial_parameters(method, **_SMALLEST):
+    if not get_method(method.method).initial_parameters(method, **_SMALLEST):
         return {}
     found = "no learned parameters" if learned is None else f"learned parameters of {learned.method}"
     raise UnsupportedAttentionError(

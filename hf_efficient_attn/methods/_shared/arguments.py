@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.methods._shared.config import MethodConfig
 
-_ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads")
+ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads")
 _MASK = "use attention_mask, bool (B, Nk), True = attend, and is_causal"
 _BIAS = "use distance_bias, which depends on the distance alone; a bias for every pair is not supported"
 _NO_WEIGHTS = "leave it out, because no matrix of weights is computed"
@@ -41,7 +41,7 @@ def check_names(config: MethodConfig, hyperparameters: Mapping[str, Any]) -> Non
         if name in _ELSEWHERE and name not in known:
             refuse(f"{name!r} is no argument here: {_ELSEWHERE[name]}", config)
         if name not in known:
-            refuse(unknown_name("hyperparameter", name, (*known, *_ARGUMENTS)), config)
+            refuse(unknown_name("hyperparameter", name, (*known, *ARGUMENTS)), config)
         if name in config.learned_parameters and not isinstance(value, Tensor):
             refuse(no_tensor(name, value), config)
 

@@ -185,12 +185,12 @@ def _all_parameters(
     config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
 ) -> Mapping[str, Tensor]:
     """The learned parameters that were given, and the initial values of the others."""
-    initial_parameters, some = get_method(config.method).initial_parameters, arguments.some_parameters
-    if initial_parameters is None or len(some) == len(config.learned_parameters) or query.numel() == 0:
+    some = arguments.some_parameters
+    if len(some) == len(config.learned_parameters) or query.numel() == 0:
         return some
     (_, num_heads, q_len, head_dim), (num_kv_heads, kv_len), heads = query.shape, key.shape[1:3], arguments.heads
     total = num_heads if heads is None else heads.total
-    initial = initial_parameters(
+    initial = get_method(config.method).initial_parameters(
         config,
         num_heads=total,
         num_kv_heads=max(1, total * num_kv_heads // num_heads),

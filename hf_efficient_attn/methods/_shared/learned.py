@@ -14,9 +14,8 @@ from hf_efficient_attn.ops.shards import HeadSlice
 @functools.lru_cache(maxsize=256)
 def _shapes(config: MethodConfig, num_heads: int = 1, max_length: int = 1) -> dict[str, torch.Size]:
     """The shapes of the learned parameters of a layer with these sizes and a head_dim of 1, by name."""
-    initial, sizes = get_method(config.method).initial_parameters, {"head_dim": 1, "value_dim": 1}
-    found = {} if initial is None else initial(config, num_heads=num_heads, max_length=max_length, **sizes)
-    return {name: x.shape for name, x in found.items()}
+    sizes = {"num_heads": num_heads, "head_dim": 1, "value_dim": 1, "max_length": max_length}
+    return {name: x.shape for name, x in get_method(config.method).initial_parameters(config, **sizes).items()}
 
 
 @on_register

@@ -178,11 +178,9 @@ def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, optio
 
 def _initial_parameters(config: FlurkaConfig, *, num_heads: int, num_kv_heads: int, **sizes: int) -> dict[str, Tensor]:
     """The tables, and the learned parameters of the kernel."""
-    parameters = initial_parameters(config, num_heads=num_heads, **sizes)
     of_kernel = get_method(config.kernel).initial_parameters
-    if of_kernel is not None:
-        parameters |= of_kernel(config.kernel_config(), num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
-    return parameters
+    learned = of_kernel(config.kernel_config(), num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
+    return initial_parameters(config, num_heads=num_heads, **sizes) | learned
 
 
 def register_flurka(config_class: type[FlurkaConfig]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
+from hf_efficient_attn.methods._shared.arguments import ARGUMENTS
 from hf_efficient_attn.methods._shared.config import (
     AttentionForward,
     ConfigT,
@@ -21,17 +22,7 @@ from hf_efficient_attn.methods._shared.config import (
 _RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
 _FACTS = ("method", "title", "paper", "year", "causal", "rectangular", "summary")
 # Arguments of `attention` and keys of `config.efficient_attention`.
-_TAKEN = (
-    "method",
-    "layers",
-    "version",
-    "attention_mask",
-    "is_causal",
-    "scale",
-    "dropout_p",
-    "parameters",
-    "distance_bias",
-)
+_TAKEN = ("method", "layers", "version", *ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class Method:
     forward: AttentionForward[Any]
     naive: AttentionForward[Any]
     decode: AttentionForward[Any] | None
-    initial_parameters: Callable[..., dict[str, Tensor]] | None
+    initial_parameters: Callable[..., dict[str, Tensor]]
     starts_from: Mapping[str, str]
     recurrence: Recurrence[Any] | None
     forward_hidden_states: Callable[..., Tensor] | None
@@ -155,7 +146,7 @@ def register_method(
         forward=forward,
         naive=naive,
         decode=decode,
-        initial_parameters=None if initial_parameters is None else _sized(initial_parameters),
+        initial_parameters=_sized(initial_parameters or (lambda config, **sizes: {})),
         starts_from=starts_from or {},
         recurrence=recurrence,
         forward_hidden_states=forward_hidden_states,
