@@ -40,9 +40,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_heads
+from hf_efficient_attn.methods._shared.learned import check_parameters
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention
@@ -107,18 +107,9 @@ def initial_parameters(
 
 def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[Tensor | None]:
     """W_q and W_k (H, D, D) in the accumulation dtype; None if the proposal is not learned."""
-    (_, num_heads, _, head_dim), learned = query.shape, config.proposal == "learned"
-    maps: list[Tensor | None] = []
-    for name in _MAPS:
-        x = options.parameters.get(name)
-        if learned != (x is not None) or (x is not None and x.shape != (num_heads, head_dim, head_dim)):
-            raise UnsupportedAttentionError(
-                f"eva: {name} {None if x is None else tuple(x.shape)} does not match proposal={config.proposal!r} and "
-                f"{num_heads} heads with head_dim={head_dim}: give a tensor (num_heads, head_dim, head_dim) with "
-                "proposal='learned', and none with any other proposal"
-            )
-        maps.append(None if x is None else x.to(accumulation_dtype(query.dtype)))
-    return maps
+    check_parameters(config, query, options)
+    maps = (options.parameters.get(name) for name in _MAPS)
+    return [None if x is None else x.to(accumulation_dtype(query.dtype)) for x in maps]
 
 
 def _call(

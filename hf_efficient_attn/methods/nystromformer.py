@@ -32,6 +32,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, ShardedForm, option
 from hf_efficient_attn.methods._shared.heads import exactly, unflatten_heads
+from hf_efficient_attn.methods._shared.learned import check_parameters
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.landmarks import LandmarkOptions, add_convolution, landmark_attention, landmark_naive
@@ -102,20 +103,15 @@ def initial_parameters(
 
 def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
     """The kernels of the convolution (H, kernel) in the accumulation dtype, or None if there is none."""
-    kernel, size, num_heads = options.parameters.get("conv_weight"), config.conv_kernel_size, query.shape[1]
-    if kernel is None:
+    check_parameters(config, query, options)
+    if not config.conv_kernel_size:
         return None
-    if kernel.shape != (num_heads, size) or not size:
-        raise UnsupportedAttentionError(
-            f"nystromformer: conv_weight {tuple(kernel.shape)} does not match {num_heads} heads and "
-            f"conv_kernel_size={size}: give a tensor (num_heads, conv_kernel_size)"
-        )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedAttentionError(
             "nystromformer: the convolution adds the tokens of V to those of the output, which needs as many keys as "
             f"queries; there are {query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
         )
-    return kernel.to(accumulation_dtype(query.dtype))
+    return options.parameters["conv_weight"].to(accumulation_dtype(query.dtype))
 
 
 def _landmarks(config: NystromformerConfig, options: AttentionOptions) -> LandmarkOptions:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm, option
+from hf_efficient_attn.methods._shared.learned import check_parameters
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
@@ -96,43 +96,18 @@ def initial_parameters(
 
 
 def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> FeatureCall:
-    """The features for the heads of x (B, H, N, D).
-
-    Raises:
-        UnsupportedAttentionError: a learned parameter is missing, has another shape, or is given although none is.
-    """
-    (_, num_heads, _, head_dim), given = x.shape, options.parameters
-    feature_map, num_features, log_weight = config.feature_map, config.num_features, -math.log(head_dim)
-    sizes = feature_map, num_features, options.scale, head_dim, options.seed, x.device
-    call = FeatureCall(
-        features_of_maps(*sizes),
+    """The features for the heads of x (B, H, N, D)."""
+    check_parameters(config, x, options, grouped=True)
+    head_dim, given, feature_map = x.shape[3], options.parameters, config.feature_map
+    return FeatureCall(
+        features_of_maps(feature_map, config.num_features, options.scale, head_dim, options.seed, x.device),
         (given.get(NAMES[0]), given.get(NAMES[1])),
-        num_features,
+        config.num_features,
         options.scale,
         options.dropout_p,
         config.window_size,
-        log_weight if not config.is_learned else given.get(LOG_WEIGHT, log_weight),
+        given.get(LOG_WEIGHT, -math.log(head_dim)),
     )
-    if not config.is_learned:
-        for name in (*NAMES, LOG_WEIGHT):
-            if name in given:
-                raise UnsupportedAttentionError(
-                    f"{config.method}: {name} has no effect with feature_map={feature_map!r}: choose a learned "
-                    f"feature map, {', '.join(map(repr, LEARNED))}, or give no {name}"
-                )
-        return call
-    shape = (head_dim + (feature_map == "t2r"), num_features)
-    wanted = {NAMES[0]: shape, NAMES[1]: shape} | ({LOG_WEIGHT: ()} if config.window_size else {})
-    for name, size in wanted.items():
-        own = given.get(name)
-        if own is None or own.ndim != 1 + len(size) or own.shape[1:] != size or num_heads % max(1, own.shape[0]):
-            raise UnsupportedAttentionError(
-                f"{config.method}: {name} {None if own is None else tuple(own.shape)} does not match feature_map="
-                f"{feature_map!r}, head_dim={head_dim}, num_features={num_features} and {num_heads} heads: give a "
-                f"tensor ({', '.join(map(str, ('num_heads', *size)))}), with the number of key heads in grouped-query "
-                f"attention{', or set window_size=0' if name == LOG_WEIGHT else ''}"
-            )
-    return call
 
 
 def _forward(

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.arguments import refuse
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
 from hf_efficient_attn.methods._shared.registry import get_method, on_register
 from hf_efficient_attn.ops.shards import HeadSlice
 
 
 @functools.lru_cache(maxsize=256)
-def _shapes(config: MethodConfig, num_heads: int = 1, max_length: int = 1) -> dict[str, torch.Size]:
-    """The shapes of the learned parameters of a layer with these sizes and a head_dim of 1, by name."""
-    sizes = {"num_heads": num_heads, "head_dim": 1, "value_dim": 1, "max_length": max_length}
+def _shapes(config: MethodConfig, num_heads: int = 1, max_length: int = 1, head_dim: int = 1) -> dict[str, torch.Size]:
+    """The shapes of the learned parameters of a layer with these sizes, by name."""
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "value_dim": 1, "max_length": max_length}
     return {name: x.shape for name, x in get_method(config.method).initial_parameters(config, **sizes).items()}
 
 
@@ -35,6 +36,29 @@ def learns_for_length(config: MethodConfig) -> bool:
     Those are tables that contract tokens. Feature maps belong to heads, and fit sequences of any length.
     """
     return _shapes(config) != _shapes(config, max_length=2)
+
+
+def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
+    """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
+
+    Args:
+        config: of the method.
+        query: (B, H, Nq, D).
+        options: of the call.
+        grouped: whether a parameter may be that of the key heads, of which H is a multiple.
+    """
+    (_, num_heads, _, head_dim), given = query.shape, options.parameters
+    shapes = _shapes(config, num_heads=num_heads, head_dim=head_dim)
+    for name in shapes or [name for name in config.learned_parameters if name in given]:
+        found, shape = tuple(given[name].shape) if name in given else (), shapes.get(name, ())
+        is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
+        if not shape or not is_count or found[1:] != shape[1:]:
+            tensor = (
+                f"a tensor {tuple(shape)}{' or one for the key heads' if grouped else ''}" if shape else f"no {name}"
+            )
+            advice = f"give {tensor}, or hyperparameters that learn {'nothing' if shape else 'it'}"
+            what = f"{config} and {num_heads} heads with head_dim={head_dim}"
+            refuse(f"{name} {found or None} does not match {what}: {advice}", config)
 
 
 def parameters_of_slice(
