@@ -324,15 +324,11 @@ def refuse_tracing(config: MethodConfig) -> None:
         )
     if tracing.in_graph() or not torch.jit.is_tracing():
         return
+    tracer, advice = "torch.jit.trace", "use torch.compile or torch.export, or torch.onnx.export with "
+    advice += " or ".join(methods_with("exportable"))
     if is_onnx:
-        raise UnsupportedAttentionError(
-            f"{config.method}: torch.onnx.export with dynamo=False gives a graph for the length of the example only: "
-            "leave dynamo=False out"
-        )
-    raise UnsupportedAttentionError(
-        f"{config.method}: torch.jit.trace gives a graph for the length and the values of the example only: use "
-        f"torch.compile or torch.export, or torch.onnx.export with {' or '.join(methods_with('exportable'))}"
-    )
+        tracer, advice = "torch.onnx.export with dynamo=False", "leave dynamo=False out"
+    refuse(f"{tracer} gives a graph for the length and the values of the example only: {advice}", config)
 
 
 def repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
