@@ -96,9 +96,7 @@ class EvaConfig(MethodConfig):
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
 
 
-def initial_parameters(
-    config: EvaConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
-) -> dict[str, Tensor]:
+def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_: int) -> dict[str, Tensor]:
     """W_q and W_k (H, D, D) of a learned proposal. They are the identity, so that conversion starts from q~ + k~."""
     if config.proposal != "learned":
         return {}

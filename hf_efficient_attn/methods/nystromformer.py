@@ -94,9 +94,7 @@ class NystromformerConfig(MethodConfig):
         return replace(self, num_landmarks=max(1, self.check_budget(columns) // 2))
 
 
-def initial_parameters(
-    config: NystromformerConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
-) -> dict[str, Tensor]:
+def initial_parameters(config: NystromformerConfig, *, num_heads: int, **_: int) -> dict[str, Tensor]:
     """`conv_weight` (H, kernel) of zeros if there is a convolution, so that conversion does not change the output."""
     return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
 

@@ -81,9 +81,7 @@ class FavorFeatures(FeatureConfig):
     )
 
 
-def initial_parameters(
-    config: FeatureConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int, num_kv_heads: int
-) -> dict[str, Tensor]:
+def initial_parameters(config: FeatureConfig, *, num_kv_heads: int, head_dim: int, **_: int) -> dict[str, Tensor]:
     """`query_map` and `key_map` (H_kv, D, F) of learned features, and with a window `far_log_weight` (H_kv,)."""
     if not config.is_learned:
         return {}

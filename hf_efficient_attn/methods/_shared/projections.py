@@ -68,9 +68,7 @@ class ProjectionConfig(MethodConfig):
     seed: int = option(0, "Seed of the Gaussian tables. The seed of a call does not affect them.", minimum=0)
 
 
-def initial_parameters(
-    config: ProjectionConfig, *, num_heads: int, head_dim: int, value_dim: int, max_length: int
-) -> dict[str, Tensor]:
+def initial_parameters(config: ProjectionConfig, *, max_length: int, **_: int) -> dict[str, Tensor]:
     """`key_projection` (P, M) and, unless it is shared, `value_projection` (P, M)."""
     streams = config.streams if config.share == "none" else config.streams[:1]
     return start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
@@ -176,11 +174,10 @@ def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, optio
     return torch.cat(outs).to(value.dtype)
 
 
-def _initial_parameters(config: FlurkaConfig, *, num_heads: int, num_kv_heads: int, **sizes: int) -> dict[str, Tensor]:
+def _initial_parameters(config: FlurkaConfig, **sizes: int) -> dict[str, Tensor]:
     """The tables, and the learned parameters of the kernel."""
-    of_kernel = get_method(config.kernel).initial_parameters
-    learned = of_kernel(config.kernel_config(), num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
-    return initial_parameters(config, num_heads=num_heads, **sizes) | learned
+    of_kernel = get_method(config.kernel).initial_parameters(config.kernel_config(), **sizes)
+    return initial_parameters(config, **sizes) | of_kernel
 
 
 def register_flurka(config_class: type[FlurkaConfig]) -> None:
