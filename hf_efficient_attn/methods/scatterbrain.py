@@ -33,8 +33,8 @@ from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import favor
 from hf_efficient_attn.ops.linear import log_weights_naive
-from hf_efficient_attn.ops.near_features import BlockPlan, block_attention, dense_blocks, plan_blocks
-from hf_efficient_attn.ops.tokens import ceil_div
+from hf_efficient_attn.ops.near_features import BlockPlan, block_attention, plan_blocks
+from hf_efficient_attn.ops.tokens import ceil_div, inverse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,12 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
     features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        near = dense_blocks(*_plan(config, query, key, key_mask, options), query, options.is_causal)
+        plan, size = _plan(config, query, key, key_mask, options)
+        index, orders = torch.arange(key.shape[1], device=key.device)[None], (plan.query_order, plan.key_order)
+        of_query, of_key = ((index if order is None else inverse(order)) // size for order in orders)
+        of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
+        blocks_before = of_query[:, :, None] - of_key[:, None]
+        near = blocks_before <= 1 if options.is_causal else blocks_before == 0
         query, key = query.double(), key.double()
         scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
         return dense_softmax(scores, value, key_mask, options.is_causal)

@@ -319,15 +319,6 @@ def plan_blocks(
     return BlockPlan(near.query_order, near.key_order, block, num_valid)
 
 
-def dense_blocks(plan: BlockPlan, size: int, query: Tensor, is_causal: bool) -> Tensor:
-    """The readable form of the near field of queries (BH, N, D): bool (BH or 1, N, N), True for the pairs in it."""
-    index = torch.arange(query.shape[1], device=query.device)[None]
-    of_query, of_key = ((index if x is None else inverse(x)) // size for x in (plan.query_order, plan.key_order))
-    of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
-    blocks_before = of_query[:, :, None] - of_key[:, None]
-    return blocks_before <= 1 if is_causal else blocks_before == 0
-
-
 def block_attention(
     query: Tensor,
     key: Tensor,
