@@ -69,7 +69,7 @@ def without_padding(
         out, counts = value.new_zeros(*query.shape[:2], value.shape[2]), mask.sum(1)
         if not bool(counts.any()):
             return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
-        for count in counts[counts > 0].unique().tolist():
+        for count in filter(None, counts.unique().tolist()):
             some = (counts == count).nonzero()[:, 0]
             order = valid_first(mask[some])[:, :count]
             own = [take(x[some], order) for x in (key, value)]
