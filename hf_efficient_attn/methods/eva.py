@@ -40,9 +40,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_heads
-from hf_efficient_attn.methods._shared.learned import check_parameters
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention

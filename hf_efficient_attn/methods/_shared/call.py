@@ -16,7 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.methods._shared.arguments import check_names, no_tensor, refuse
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
 from hf_efficient_attn.methods._shared.graph import call_in_graph
-from hf_efficient_attn.methods._shared.learned import parameters_of_slice
+from hf_efficient_attn.methods._shared.learned import parameter_shapes, parameters_of_slice
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, methods_with
 from hf_efficient_attn.ops import tracing
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
@@ -307,6 +307,29 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
         refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1", config)
     if arguments.seed is not None and not isinstance(arguments.seed, (int, Tensor)):
         refuse(f"seed must be an integer or None, not {type(arguments.seed).__name__}", config)
+
+
+def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
+    """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
+
+    Args:
+        config: of the method.
+        query: (B, H, Nq, D).
+        options: of the call.
+        grouped: whether a parameter may be that of the key heads, of which H is a multiple.
+    """
+    (_, num_heads, _, head_dim), given = query.shape, options.parameters
+    shapes = parameter_shapes(config, num_heads=num_heads, head_dim=head_dim)
+    for name in shapes or [name for name in config.learned_parameters if name in given]:
+        found, shape = tuple(given[name].shape) if name in given else (), shapes.get(name, ())
+        is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
+        if not shape or not is_count or found[1:] != shape[1:]:
+            tensor = (
+                f"a tensor {tuple(shape)}{' or one for the key heads' if grouped else ''}" if shape else f"no {name}"
+            )
+            advice = f"give {tensor}, or hyperparameters that learn {'nothing' if shape else 'it'}"
+            what = f"{config} and {num_heads} heads with head_dim={head_dim}"
+            refuse(f"{name} {found or None} does not match {what}: {advice}", config)
 
 
 def refuse_tracing(config: MethodConfig) -> None:

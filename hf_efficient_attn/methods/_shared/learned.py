@@ -6,14 +6,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.arguments import refuse
-from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
+from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import get_method, on_register
 from hf_efficient_attn.ops.shards import HeadSlice
 
 
 @functools.lru_cache(maxsize=256)
-def _shapes(config: MethodConfig, num_heads: int = 1, max_length: int = 1, head_dim: int = 1) -> dict[str, torch.Size]:
+def parameter_shapes(
+    config: MethodConfig, num_heads: int = 1, max_length: int = 1, head_dim: int = 1
+) -> dict[str, torch.Size]:
     """The shapes of the learned parameters of a layer with these sizes, by name."""
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "value_dim": 1, "max_length": max_length}
     return {name: x.shape for name, x in get_method(config.method).initial_parameters(config, **sizes).items()}
@@ -22,12 +23,12 @@ def _shapes(config: MethodConfig, num_heads: int = 1, max_length: int = 1, head_
 @on_register
 def _forget(name: str) -> None:
     """A method that is registered again may learn something else with the same hyperparameters."""
-    _shapes.cache_clear()
+    parameter_shapes.cache_clear()
 
 
 def learns(config: MethodConfig) -> bool:
     """Whether a method with these hyperparameters has learned parameters."""
-    return bool(_shapes(config))
+    return bool(parameter_shapes(config))
 
 
 def learns_for_length(config: MethodConfig) -> bool:
@@ -35,30 +36,7 @@ def learns_for_length(config: MethodConfig) -> bool:
 
     Those are tables that contract tokens. Feature maps belong to heads, and fit sequences of any length.
     """
-    return _shapes(config) != _shapes(config, max_length=2)
-
-
-def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
-    """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
-
-    Args:
-        config: of the method.
-        query: (B, H, Nq, D).
-        options: of the call.
-        grouped: whether a parameter may be that of the key heads, of which H is a multiple.
-    """
-    (_, num_heads, _, head_dim), given = query.shape, options.parameters
-    shapes = _shapes(config, num_heads=num_heads, head_dim=head_dim)
-    for name in shapes or [name for name in config.learned_parameters if name in given]:
-        found, shape = tuple(given[name].shape) if name in given else (), shapes.get(name, ())
-        is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
-        if not shape or not is_count or found[1:] != shape[1:]:
-            tensor = (
-                f"a tensor {tuple(shape)}{' or one for the key heads' if grouped else ''}" if shape else f"no {name}"
-            )
-            advice = f"give {tensor}, or hyperparameters that learn {'nothing' if shape else 'it'}"
-            what = f"{config} and {num_heads} heads with head_dim={head_dim}"
-            refuse(f"{name} {found or None} does not match {what}: {advice}", config)
+    return parameter_shapes(config) != parameter_shapes(config, max_length=2)
 
 
 def parameters_of_slice(
@@ -72,8 +50,8 @@ def parameters_of_slice(
         heads: the number of the first head and of all query heads.
         num_heads: how many query heads.
     """
-    own, one = dict(parameters), _shapes(config)
-    for name, shape in _shapes(config, num_heads=2).items():
+    own, one = dict(parameters), parameter_shapes(config)
+    for name, shape in parameter_shapes(config, num_heads=2).items():
         if name in own and shape and shape[0] == 2 * one[name][0]:  # one row for each head
             count = own[name].shape[0]
             last = -(-(heads.first + num_heads) * count // heads.total)
