@@ -6,7 +6,7 @@ with the largest scores exactly. On activations of BERT (MiniLM) with 512 tokens
 (`python -m recipes.benchmarks.error`).
 
 `hf_efficient_attn.ops.coreset_causal` describes the causal form, in which nothing is chosen, averaged or fitted from
-later tokens. It depends on the whole budget, block_size + num_samples, on near_share and on the seed.
+later tokens. It depends on the whole budget, block_size + num_samples, and on the seed.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
     if not options.is_causal:
         form = functools.partial(weighted_coreset_attention, options=_coreset_options(config, options))
         return without_padding(form, query, key, value, options, config.exact_length)
-    scale, chosen = options.scale, split_columns(config.exact_length, config.near_share, options.seed)
+    scale, chosen = options.scale, split_columns(config.exact_length, options.seed)
     form = functools.partial(causal_coreset_attention, options=chosen, scale=scale, dropout_p=options.dropout_p)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
@@ -89,7 +89,7 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     """Readable form."""
     scale, coreset = options.scale, _coreset_options(config, options)
     if options.is_causal:
-        chosen = split_columns(config.exact_length, config.near_share, options.seed)
+        chosen = split_columns(config.exact_length, options.seed)
         form = functools.partial(causal_coreset_naive, options=chosen, scale=scale)
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 

@@ -7,12 +7,11 @@ does not even depend on the length of the sequence. A query attends to
 
 - its own block and the block before it, exactly;
 - the keys with the largest scores for the group that it is most alike, exactly. They are found again a few times in an
-  epoch, among all keys before the last two blocks;
+  epoch, among all keys before the last two blocks. For the products, queries of a group are put in blocks, in their
+  order, and a block has the near keys that its first query knows;
 - all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.weighted_coreset`), a key is
   represented by its nearest landmark, and what landmarks count for near keys is subtracted. Each block adds its own
   keys to the sums of the landmarks.
-
-For the products, queries of a group are put in blocks. Where a query is in its block depends on earlier queries only.
 """
 
 import itertools
@@ -29,11 +28,8 @@ from hf_efficient_attn.ops.coreset import nearest
 from hf_efficient_attn.ops.coreset_landmarks import (
     CoresetOptions,
     Groups,
-    Landmarks,
-    Represented,
     choose_landmarks,
     directions,
-    exact_rows,
     group_queries,
     landmarks_naive,
     largest,
@@ -57,14 +53,11 @@ from hf_efficient_attn.ops.tokens import (
 )
 from hf_efficient_attn.ops.weighted_coreset import LEAST_SHARE, near_attention, replaced
 
-# Evenly spaced keys of the prefix, from which landmarks are made, queries from which groups are made, and queries whose
-# exact rows tell which heads need near keys.
-_CANDIDATES, _QUERIES, _PROBES = 2048, 512, 32
-# Near keys are found again after 1 / `_REFRESH` of the position. A group has this many queries on average by then, if
-# there are more than `_FEW_GROUPS`.
-_REFRESH, _GROUP_SIZE, _FEW_GROUPS = 4, 8, 16
-# Queries of a block of a group.
-_BLOCK_Q = 16
+# Evenly spaced keys of the prefix, from which landmarks are made, and queries, from which groups are made.
+_CANDIDATES, _QUERIES = 2048, 512
+# Near keys are found again after 1 / `_REFRESH` of the position. Queries of a block of a group. There are half as many
+# groups in an epoch as blocks would be full, but at least `_FEW_GROUPS`.
+_REFRESH, _BLOCK_Q, _FEW_GROUPS = 8, 16, 16
 
 
 class CausalCoresetOptions(NamedTuple):
@@ -77,8 +70,6 @@ class CausalCoresetOptions(NamedTuple):
         num_near: near keys of a group, w.
         num_samples: landmarks, m.
         num_groups: groups of queries, rounded down to a power of two.
-        near_share: a head has near keys by content in an epoch if the landmarks of its prefix miss more than this share
-            of the output of some queries of the prefix, if all of them attend to the whole prefix. 0: all heads.
         seed: seed of the landmarks.
     """
 
@@ -86,17 +77,18 @@ class CausalCoresetOptions(NamedTuple):
     block_size: int
     num_near: int
     num_samples: int
-    num_groups: int = 64
-    near_share: float = 0.0
+    num_groups: int = 128
     seed: Seed = 0
 
 
-def split_columns(columns: int, near_share: float = 0.0, seed: Seed = 0) -> CausalCoresetOptions:
-    """Distribute a budget of keys per query: on average 1.5 blocks, and as many near keys by content as landmarks."""
-    block_size = max(1, columns // 4)
+def split_columns(columns: int, seed: Seed = 0) -> CausalCoresetOptions:
+    """Distribute a budget of keys per query: on average 1.5 blocks, and as many near keys by content as landmarks.
+
+    Larger blocks have a smaller error on activations of GPT-2, and a larger one on those of MiniLM.
+    """
+    block_size = max(1, 9 * columns // 32)
     near = (columns - 3 * block_size // 2) // 2
-    num_exact = max(3 * columns // 2, block_size + 1)
-    return CausalCoresetOptions(num_exact, block_size, near, max(1, near), near_share=near_share, seed=seed)
+    return CausalCoresetOptions(max(3 * columns // 2, block_size + 1), block_size, near, max(1, near), seed=seed)
 
 
 class Epoch(NamedTuple):
@@ -159,15 +151,15 @@ def _coreset_options(
     epoch: Epoch, options: CausalCoresetOptions, scale: float, dropout_p: float = 0.0
 ) -> CoresetOptions:
     prefix = epoch.start - options.block_size
-    span = (epoch.spans[1] if len(epoch.spans) > 1 else epoch.end) - epoch.start
+    num_groups = max((epoch.end - epoch.start) // (2 * _BLOCK_Q), _FEW_GROUPS)
     return CoresetOptions(
         num_samples=min(options.num_samples, prefix),
         num_candidates=min(prefix, _CANDIDATES),
         num_refinements=1,
-        num_probes=_PROBES,
+        num_probes=0,
         block_size=options.num_near,
-        num_groups=max(1, min(options.num_groups, prefix, max(span // _GROUP_SIZE, _FEW_GROUPS))),
-        near_share=options.near_share if options.num_near else 1.0,
+        num_groups=min(options.num_groups, num_groups, prefix),
+        near_share=0.0,
         scale=scale,
         seed=options.seed,
         dropout_p=dropout_p,
@@ -188,7 +180,11 @@ def _epoch(
     chosen, prefix = _coreset_options(epoch, options, scale, dropout_p), start - size
     num_blocks = ceil_div(length, size)
     key = key - key[:, :prefix].mean(1, keepdim=True)
-    landmarks, keys, heads = _start(query, key, value, epoch, size, chosen)
+    landmarks = choose_landmarks(query[:, :prefix], key[:, :prefix], chosen)
+    # The far keys of block t are those of the prefix and of t blocks after it.
+    last = prefix + (num_blocks - 1) * size
+    segment = constant(_segments, last, prefix, size, device=key.device)
+    keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
     values, bias = _running(*(x.unflatten(1, (num_blocks, -1)) for x in (keys.value, keys.bias)))
     blocks = pad_to_blocks(query[:, start:], size)
     centers = landmarks.key.unsqueeze(1).expand(-1, num_blocks, -1, -1)
@@ -200,55 +196,13 @@ def _epoch(
     causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
     window = _flat(attend(blocks, own_key, own_value, causal, scale=scale, dropout_p=dropout_p), length)
 
-    tensors = [query, key, value, *far, *window, landmarks.key, keys.landmark, keys.key_bias]
-    if len(heads) == len(key):
-        return _with_near_keys(*tensors, epoch=epoch, prefix=prefix, options=chosen)
-    out = merge(window, far).out
-    if not len(heads):
-        return out
-    some = (x.index_select(0, heads) for x in tensors)
-    return out.index_copy(0, heads, _with_near_keys(*some, epoch=epoch, prefix=prefix, options=chosen))
-
-
-def _start(
-    query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, size: int, options: CoresetOptions
-) -> tuple[Landmarks, Represented, Tensor]:
-    """The landmarks, how they represent the far keys of all blocks, and the heads with near keys by content.
-
-    The far keys of block t are those of the prefix and of t blocks of `size` keys after it, which are segments.
-    """
-    prefix, num_blocks = epoch.start - size, ceil_div(epoch.end - epoch.start, size)
-    queries, keys_before, values_before = (x[:, :prefix] for x in (query, key, value))
-    landmarks = choose_landmarks(queries, keys_before, options)
-    last = prefix + (num_blocks - 1) * size
-    segment = constant(_segments, last, prefix, size, device=key.device)
-    keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
-    if not 0.0 < options.near_share < 1.0:
-        return landmarks, keys, integers(len(key) if options.near_share < 1.0 else 0, key.device)
-    with torch.no_grad():
-        rows, m = exact_rows(queries, keys_before, values_before, options), landmarks.key.shape[1]
-        tensors = (x[:, None] for x in (rows.query, landmarks.key, keys.value[:, :m], keys.bias[:, None, :m]))
-        missing = rows.out - attend(*tensors, scale=options.scale).out[:, 0]
-        missed, whole = (torch.linalg.vector_norm(x, dim=(1, 2)) for x in (missing, rows.out))
-        return landmarks, keys, (missed > options.near_share * whole).nonzero()[:, 0]
-
-
-def _with_near_keys(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, epoch: Epoch, prefix: int, options: CoresetOptions
-) -> Tensor:
-    """The output (BH, L, Dv) with near keys by content.
-
-    `rest` is out (BH, L, Dv) and lse (BH, L) of attention to the landmarks and to the window, the landmarks (BH, m, D),
-    and the landmark and bias (BH, N) of each key.
-    """
-    near, cell = _near_keys(query, key, epoch, prefix, options)
-    groups, of_block = _in_blocks(cell, near.shape[1])
-    queries, near = take(query[:, epoch.start :], groups.query), take(near, of_block)
-    tensors = key, value, *rest[4:]
-    exact, counted = near_attention(queries, groups.slot, near, tensors, options.scale, options.dropout_p)
-    far, window = Partial(rest[0], rest[1].unsqueeze(2)), Partial(*rest[2:4])
+    if not options.num_near:
+        return merge(window, far).out
+    groups, near = _near_keys(query, key, epoch, prefix, chosen)
+    tensors = key, value, landmarks.key, keys.landmark, keys.key_bias
+    exact, counted = near_attention(take(query[:, start:], groups.query), groups.slot, near, tensors, scale, dropout_p)
     near_field = merge(window, Partial(exact.out, exact.lse.squeeze(2)))
-    return replaced(far, counted, Partial(near_field.out, near_field.lse.unsqueeze(2)))
+    return replaced(*(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, counted, near_field)))
 
 
 def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,16 +234,15 @@ def _segments(last: int, prefix: int, size: int, device: torch.device) -> Tensor
 
 
 @torch.no_grad()
-def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: CoresetOptions) -> tuple[Tensor, Tensor]:
-    """Near keys of S spans and G groups, int64 (BH, S G, w), and which of these each query has, int64 (BH, L)."""
+def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: CoresetOptions) -> tuple[Groups, Tensor]:
+    """The L queries of an epoch in T blocks of groups, and the near keys of each block, int64 (BH, T, w)."""
     factor = directions(key[:, :prefix])
     some = query.index_select(1, constant(even_positions, prefix, min(prefix, _QUERIES), device=key.device))
     groups = group_queries(some @ factor, options.num_groups)
     mean = take(some, groups.query).mean(2)  # (BH, G, D)
-    group = nearest(query[:, epoch.start :] @ factor, mean @ factor)
-    span = constant(_spans, epoch, device=key.device)
+    blocks, group = _in_blocks(nearest(query[:, epoch.start :] @ factor, mean @ factor), mean.shape[1])
 
-    # The keys before the last two blocks.
+    # Of each span and group, (BH, S, G, w): keys before the last two blocks.
     ends = [start - (epoch.start - prefix) for start in epoch.spans]
     scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)
     near = [largest(scores[..., :prefix], options.block_size)]
@@ -297,7 +250,8 @@ def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: C
         new = torch.arange(before, end, device=key.device).expand(*near[0].shape[:2], -1)
         known = torch.cat((near[-1], new), 2)
         near.append(known.gather(2, largest(scores.gather(2, known), options.block_size)))
-    return torch.stack(near, 1).flatten(1, 2), group + span * mean.shape[1]
+    span = constant(_spans, epoch, device=key.device)[blocks.query[:, :, 0]]
+    return blocks, take(torch.stack(near, 1).flatten(1, 2), span * mean.shape[1] + group)
 
 
 def _spans(epoch: Epoch, device: torch.device) -> Tensor:
@@ -306,28 +260,27 @@ def _spans(epoch: Epoch, device: torch.device) -> Tensor:
     return torch.searchsorted(first, torch.arange(epoch.start, epoch.end, device=device), right=True) - 1
 
 
-def _in_blocks(cell: Tensor, num_cells: int) -> tuple[Groups, Tensor]:
-    """Put queries in blocks of one cell each, in the order of the queries.
+def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
+    """Put queries in blocks of one group each, in the order of the queries.
 
     Args:
-        cell: int64 (BH, L), that of each query.
-        num_cells: the number of cells.
+        group: int64 (BH, L), that of each query.
+        num_groups: the number of groups.
 
     Returns:
-        The blocks, and the cell of each block, int64 (BH, T).
+        The blocks, and the group of each block, int64 (BH, T). Places without a query have the first one.
     """
-    (batch_heads, length), device = cell.shape, cell.device
-    count = torch.zeros(batch_heads, num_cells, dtype=torch.int64, device=device).scatter_add_(
-        1, cell, torch.ones_like(cell)
-    )
+    (batch_heads, length), device = group.shape, group.device
+    count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)
+    count.scatter_add_(1, group, torch.ones_like(group))
     ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)
-    rank = inverse(cell.sort(dim=1, stable=True)[1]) - (count.cumsum(1) - count).gather(1, cell)
-    slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, cell) * _BLOCK_Q + rank
-    num_blocks = length // _BLOCK_Q + num_cells  # at most
+    rank = inverse(group.sort(dim=1, stable=True)[1]) - (count.cumsum(1) - count).gather(1, group)
+    slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, group) * _BLOCK_Q + rank
+    num_blocks = length // _BLOCK_Q + num_groups  # at most
     query = torch.zeros(batch_heads, num_blocks * _BLOCK_Q, dtype=torch.int64, device=device)
     query.scatter_(1, slot, integers(length, device).expand_as(slot))
     of_block = torch.searchsorted(ends, integers(num_blocks, device).repeat(batch_heads, 1), right=True)
-    return Groups(query.unflatten(1, (num_blocks, _BLOCK_Q)), slot), of_block.clamp_(max=num_cells - 1)
+    return Groups(query.unflatten(1, (num_blocks, _BLOCK_Q)), slot), of_block.clamp_(max=num_groups - 1)
 
 
 def causal_coreset_naive(
@@ -356,13 +309,13 @@ def _naive_epoch(
     is_far, is_later = position < first_near[:, None], position > position[start:, None]
 
     with torch.no_grad():
-        q, k, v = (x[None].to(accumulation_dtype(x.dtype)) for x in (query, key, value))
+        q, k = (x[None].to(accumulation_dtype(x.dtype)) for x in (query, key))
         k = k - k[:, :prefix].mean(1, keepdim=True)
-        landmarks, keys, heads = _start(q, k, v, epoch, size, chosen)
-        is_near, landmark = ~is_far, pad(keys.landmark[0], (0, end - keys.landmark.shape[1]))
-        if len(heads):
-            near, cell = _near_keys(q, k, epoch, prefix, chosen)
-            is_near = is_near.scatter(1, near[0][cell[0]], True)
+        landmarks = choose_landmarks(q[:, :prefix], k[:, :prefix], chosen)
+        landmark, is_near = nearest(k, landmarks.key)[0], ~is_far
+        if options.num_near:
+            blocks, near = _near_keys(q, k, epoch, prefix, chosen)
+            is_near = is_near.scatter(1, near[0][blocks.slot[0] // _BLOCK_Q], True)
 
     query, key, value = query.double(), key.double(), value.double()
     key = key - key[:prefix].mean(0)
