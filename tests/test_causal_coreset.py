@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_efficient_attn as hea
 from hf_efficient_attn.ops.coreset_causal import (
     CausalCoresetOptions,
     causal_coreset_attention,
@@ -13,6 +14,7 @@ from hf_efficient_attn.ops.coreset_causal import (
 )
 
 SCALE = 8**-0.5
+SMALL = {"block_size": 5, "num_samples": 32}
 
 
 def tensors(length: int, batch_heads: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -148,6 +150,19 @@ def test_near_keys_by_content_serve_heads_that_look_far_back() -> None:
     found = [causal_coreset_attention(query, key, value, chosen._replace(num_near=w), scale=1.0) for w in (0, 36)]
     errors = [error(out[:, 600:], expected[:, 600:]) for out in found]
     assert errors[1] < 0.5 * errors[0]
+
+
+def test_masked_queries_reach_no_choice() -> None:
+    """Padding has queries as well, which may be NaN, and groups are made of the queries of later epochs."""
+    query, key, value = (torch.randn(1, 3, 70, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mask = torch.zeros(1, 70, dtype=torch.bool)
+    mask[:, :5] = True
+    outs = []
+    for garbage in (0.0, torch.nan, torch.inf):
+        given = [x.masked_fill(~mask[:, None, :, None], garbage) for x in (query, key, value)]
+        outs.append(hea.functional.nearfar_attention(*given, attention_mask=mask, is_causal=True, **SMALL)[:, :, :5])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 def test_copying_heads_use_positive_weights() -> None:

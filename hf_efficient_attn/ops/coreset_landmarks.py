@@ -31,7 +31,7 @@ TILT, DRAW_POWER, POWER = 0.3, 0.7, 0.5
 NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
 # Queries are compared along so many directions, the ones along which keys vary most. The least variance of keys along a
 # direction, as a share of that along all.
-_GROUP_DIMS, _LEAST_VARIANCE = 8, 0.002
+_GROUP_DIMS, _LEAST_VARIANCE = 10, 0.001
 # The least logarithm of a weight, relative to the largest, and the least share that is left over of a point, in a draw.
 _LEAST, _LEAST_LEFT = -1e4, 1e-12
 
@@ -339,7 +339,8 @@ def largest(scores: Tensor, count: int) -> Tensor:
     best = scores.unflatten(2, (size, step)).amax(2).topk(count, dim=2, sorted=False)[1]  # (BH, G, count)
     places = (best.unsqueeze(2) + constant(_multiples, size, step, device=scores.device)).flatten(2)
     found: Tensor = places.gather(2, scores.gather(2, places).topk(count, dim=2, sorted=False)[1])
-    return found
+    # Scores that are -inf, because products overflow, are not larger than those at the end.
+    return found if scores.shape[2] == length else found.clamp(max=length - 1)
 
 
 def _multiples(count: int, step: int, device: torch.device) -> Tensor:

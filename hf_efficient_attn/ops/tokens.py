@@ -325,6 +325,8 @@ def move_valid_first(
     if key_mask is None:
         return query, key, value, None
     order = valid_first(key_mask)
+    # A masked query may be NaN, as keys and values may not, and later queries are grouped with it.
+    query = query.masked_fill(~key_mask.unsqueeze(2), 0.0)
     return take(query, order), take(key, order), take(value, order), order
 
 
