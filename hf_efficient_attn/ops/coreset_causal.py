@@ -142,7 +142,7 @@ def causal_coreset_attention(
                 return _epoch(query, key, value, epoch, options, scale, dropout_p)
 
             tensors = (x[:, : epoch.end].to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-            size = slice_size(epoch.end * max(options.num_samples, query.shape[2]) // 8, query.device)
+            size = slice_size(epoch.end * max(options.num_samples, query.shape[2]) // 2, query.device)
             outs.append(sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0).to(value.dtype))
         return torch.cat(outs, 1)
 
