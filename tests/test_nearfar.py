@@ -285,3 +285,15 @@ def test_a_call_is_few_operations():
     with Count():
         nearfar(*tensors)
     assert count <= 400
+
+
+def test_the_gradient_is_right_where_landmarks_miss_nothing():
+    """With equal keys the correction is rounding, but not its gradient."""
+    query, value = numbers(1, 1, 3, 4), numbers(1, 1, 33, 2, seed=1)
+    key = numbers(1, 1, 1, 4, seed=2).expand(-1, -1, 33, -1).clone().requires_grad_()
+    options = {"num_samples": 1, "block_size": 1}
+    (gradient,) = torch.autograd.grad(nearfar(query, key, value, **options).sum(), key)
+    step = 1e-6 * numbers(1, 1, 33, 4, seed=3)
+    with torch.no_grad():
+        moved = [nearfar(query, key + sign * step, value, **options).sum() for sign in (1.0, -1.0)]
+    torch.testing.assert_close((gradient * step).sum(), 0.5 * (moved[0] - moved[1]), rtol=1e-4, atol=1e-12)

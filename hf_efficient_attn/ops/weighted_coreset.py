@@ -178,8 +178,9 @@ def _corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
 def _weight_of_probes(missing: Tensor) -> Tensor:
     """1, and less for probes that miss much more than others, (..., P, 1) for (..., P, Dv); see Huber (1964)."""
     size = torch.linalg.vector_norm(missing, dim=-1, keepdim=True)
-    limit = MAX_MISSING * size.median(-2, keepdim=True)[0]
-    weight: Tensor = (limit / size.clamp(min=LEAST_VARIANCE)).clamp(max=1.0)
+    # Not below a least size, so that the weight is 1, and has no gradient, where nothing but rounding is missing.
+    limit = (MAX_MISSING * size.median(-2, keepdim=True)[0]).clamp(min=LEAST_VARIANCE)
+    weight: Tensor = limit / torch.maximum(size, limit)
     return weight
 
 
