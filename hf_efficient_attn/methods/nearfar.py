@@ -2,7 +2,7 @@
 
 `hf_efficient_attn.ops.weighted_coreset` describes the bidirectional form. Landmarks, which are means of clusters of
 keys, stand for all keys. In heads for which this is not enough, groups of queries that are alike attend to the keys
-with the largest scores exactly. On activations of BERT (MiniLM) with 512 tokens and 128 columns, the error is .026
+with the largest scores exactly. On activations of BERT (MiniLM) with 512 tokens and 128 columns, the error is .024
 (`python -m recipes.benchmarks.error`).
 
 `hf_efficient_attn.ops.coreset_causal` describes the causal form, in which nothing is chosen, averaged or fitted from
