@@ -51,7 +51,7 @@ class NearFarConfig(MethodConfig):
     near_share: float = option(
         0.25,
         "A head has near keys if landmarks alone miss more than this share of its output, measured on a few queries. "
-        "0: all heads; 1: no head.",
+        "0: all heads; 1: no head. In the causal form all heads have near keys.",
         minimum=0,
     )
     seed: int = option(0, "Seed of the landmarks.", minimum=0)

@@ -2,11 +2,11 @@
 
 The positions after the first `num_exact` are cut into epochs, whose lengths grow with the position. The prefix of an
 epoch is all keys up to one block before its start. From the prefix alone come the center of the keys, the landmarks,
-and groups of alike queries. All queries of the epoch use them, so no choice depends on later tokens, and the output
+and groups of similar queries. All queries of the epoch use them, so no choice depends on later tokens, and the output
 does not even depend on the length of the sequence. A query attends to
 
 - its own block and the block before it, exactly;
-- the keys with the largest scores for the group that it is most alike, exactly. They are found again a few times in an
+- the keys with the largest scores for the group of queries that is most similar to it, exactly. They are found again a few times in an
   epoch, among all keys before the last two blocks. For the products, queries of a group are put in blocks, in their
   order, and a block has the near keys that its first query knows;
 - all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.weighted_coreset`), a key is
@@ -55,8 +55,8 @@ from hf_efficient_attn.ops.weighted_coreset import LEAST_SHARE, near_attention, 
 
 # Evenly spaced keys of the prefix, from which landmarks are made, and queries, from which groups are made.
 _CANDIDATES, _QUERIES = 2048, 512
-# Near keys are found again after 1 / `_REFRESH` of the position. Queries of a block of a group. There are half as many
-# groups in an epoch as blocks would be full, but at least `_FEW_GROUPS`.
+# Near keys are found again when the position has grown by 1 / `_REFRESH`. A block has `_BLOCK_Q` queries of one group.
+# An epoch has half as many groups as it has full blocks, but at least `_FEW_GROUPS`.
 _REFRESH, _BLOCK_Q, _FEW_GROUPS = 8, 16, 16
 
 
@@ -181,7 +181,7 @@ def _epoch(
     num_blocks = ceil_div(length, size)
     key = key - key[:, :prefix].mean(1, keepdim=True)
     landmarks = choose_landmarks(query[:, :prefix], key[:, :prefix], chosen)
-    # The far keys of block t are those of the prefix and of t blocks after it.
+    # For queries of block t, landmarks represent the keys of the prefix and of the t blocks after the prefix.
     last = prefix + (num_blocks - 1) * size
     segment = constant(_segments, last, prefix, size, device=key.device)
     keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
@@ -214,7 +214,7 @@ def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     log = (bias.detach() * LOG2_E).clamp(min=EMPTY)
     weight = (bias * LOG2_E - log).exp2().unsqueeze(3)
     state = torch.cat((value * weight, weight), 3).transpose(1, 2).flatten(0, 1), log.transpose(1, 2).flatten(0, 1)
-    # Those of the segments before one more segment.
+    # `others` adds up the segments before each one. With an empty one at the end, these are the sums up to each one.
     state = others(FeatureState(pad(state[0], (0, 0, 0, 1)), pad(state[1], (0, 1), value=EMPTY)), earlier_only=True)
     sums, log = (x[:, 1:].unflatten(0, (batch_heads, m)).transpose(1, 2) for x in state)
     total = sums[..., dim]
@@ -229,7 +229,7 @@ def _flat(blocks: Partial, length: int) -> Partial:
 
 
 def _segments(last: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """0 for keys of the prefix, t for those of the t-th block after it: int64 (last,)."""
+    """The segment of each of the first `last` keys, int64: 0 in the prefix, and 1, 2, ... in the blocks after it."""
     return ((torch.arange(last, device=device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)
 
 
@@ -242,7 +242,7 @@ def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: C
     mean = take(some, groups.query).mean(2)  # (BH, G, D)
     blocks, group = _in_blocks(nearest(query[:, epoch.start :] @ factor, mean @ factor), mean.shape[1])
 
-    # Of each span and group, (BH, S, G, w): keys before the last two blocks.
+    # The near keys of each span and group, (BH, S, G, w), are among the keys before the last two blocks.
     ends = [start - (epoch.start - prefix) for start in epoch.spans]
     scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)
     near = [largest(scores[..., :prefix], options.block_size)]
