@@ -6,9 +6,9 @@ and groups of similar queries. All queries of the epoch use them, so no choice d
 does not even depend on the length of the sequence. A query attends to
 
 - its own block and the block before it, exactly;
-- the keys with the largest scores for the group of queries that is most similar to it, exactly. They are found again a few times in an
-  epoch, among all keys before the last two blocks. For the products, queries of a group are put in blocks, in their
-  order, and a block has the near keys that its first query knows;
+- the keys with the largest scores for the group of queries that is most similar to it, exactly. They are found again a
+  few times in an epoch, among all keys before the last two blocks. For the products, queries of a group are put in
+  blocks, in their order, and a block has the near keys that its first query knows;
 - all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.weighted_coreset`), a key is
   represented by its nearest landmark, and what landmarks count for near keys is subtracted. Each block adds its own
   keys to the sums of the landmarks.
