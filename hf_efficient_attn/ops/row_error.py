@@ -53,8 +53,9 @@ _SQUARINGS = 6
 _LEAST_DENOMINATOR = 0.01
 # Sizes of the copy of a head, and steps of Lloyd's algorithm.
 NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, _NUM_STEPS = 256, 64, 32, 2
-# Rows that bound the error.
-NUM_ROWS = 64
+# Rows that bound the error. With a bound between the limit and `_CLOSE` times the limit, `_MORE_ROWS` times as many do:
+# a bound by few rows is up to five times the error of a head of which few rows have a large error.
+NUM_ROWS, _MORE_ROWS, _CLOSE = 64, 4, 3.0
 # The bound with c columns is about `_COPY_FACTOR` (error of the copy * landmarks of the copy / c)^_GROWTH.
 # Standard deviations of its logarithm: before the first attempt in a sequence, after it, and for an attempted head. The
 # first attempt tells most: relative to the copy, heads of MiniLM have a fourth of the error of random heads.
@@ -65,8 +66,7 @@ _SHARED = 0.8
 # attention, and grows with a power of the columns. Without near keys it is `_FAR_COST` of that with the mean number of
 # near keys, and up to `_NEAR_COST` is added for them where more than a fifth of the largest error is expected.
 COST_POWER, _COLUMNS_POWER, _FAR_COST, _NEAR_COST = 1.2, 0.7, 0.65, 1.2
-# An approximation must cost at most this share of exact attention. With more, the heads that stay exact leave little to
-# gain.
+# An approximation must cost at most this share of exact attention; with more, exact heads leave little to gain.
 _LARGEST_COST = 0.85
 # Share of exact attention that may be lost, and the cost of the first attempts in a sequence, all of which may be in
 # vain because its heads are alike.
@@ -139,11 +139,8 @@ def sample_rows(
 
 
 def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
-    """An offset of its own for each row in its stratum: float64 (BH, p).
-
-    With a common one, rows at a regular distance could all meet, or all miss, what is periodic in the input, such as
-    the rows of a picture.
-    """
+    """An offset of its own for each row in its stratum: float64 (BH, p)."""
+    # With a common one, rows at a regular distance could all meet, or all miss, what is periodic in the input.
     return uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)
 
 
@@ -216,9 +213,7 @@ def held_back_bound(
     """An upper bound of the error of each head, from rows to which the approximation was not fitted.
 
     Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
+        query, key, value: (BH, N, .).
         approximate: (BH, Nq, Dv), the approximate output.
         num_probes: number of queries that it was fitted to, in the middle of equal strata.
         num_rows: number of other queries whose exact output is computed.
@@ -248,9 +243,7 @@ def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
     standard deviation of .6 from what the error of the copy tells.
 
     Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
+        query, key, value: (BH, N, .).
         scale: factor of the scores.
 
     Returns:
@@ -369,8 +362,7 @@ def attend_within_bound(
                 continue
             q, k, v = (x.index_select(0, some) for x in heads)
             part = forms.approximate(q, k, v, count)
-            sizes = {"num_probes": forms.num_probes, "num_rows": NUM_ROWS}
-            bound = held_back_bound(q, k, v, part, **sizes, scale=scale, seed=seed)
+            bound = _bound((q, k, v, part), forms, NUM_ROWS, scale, seed)
             good = bound <= forms.max_error
             out[some[good]], columns_of[some[good]] = part[good], count
             log_bound.view(-1)[some] = bound.double().log() + _GROWTH * math.log(count / forms.columns)
@@ -389,11 +381,20 @@ def attend_within_bound(
     return out, columns_of
 
 
+def _bound(heads: tuple[Tensor, ...], forms: Forms, num_rows: int, scale: float, seed: Seed) -> Tensor:
+    """The bound of heads: query, key, value and output (BH, N, .). It is by more rows where it is just too large."""
+    bound = held_back_bound(*heads, num_probes=forms.num_probes, num_rows=num_rows, scale=scale, seed=seed)
+    close = ((bound > forms.max_error) & (bound < _CLOSE * forms.max_error)).nonzero()[:, 0]
+    if num_rows == NUM_ROWS and len(close):
+        some = tuple(x.index_select(0, close) for x in heads)
+        bound = bound.index_copy(0, close, _bound(some, forms, _MORE_ROWS * num_rows, scale, seed))
+    return bound
+
+
 def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: float) -> Tensor:
     """The logarithm of the bound that is expected of each head: float64 (BH,)."""
     # In a sequence that is hardly longer than its copy, an attempt costs less than the copy tells.
     if heads[1].shape[1] <= 2 * NUM_KEYS:
         return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
     error = screening_error(*heads, scale=scale).double()
-    log_bound: Tensor = (_COPY_FACTOR * (error * NUM_LANDMARKS / columns) ** _GROWTH).log()
-    return log_bound
+    return torch.log(_COPY_FACTOR * (error * NUM_LANDMARKS / columns) ** _GROWTH)
