@@ -213,7 +213,9 @@ def held_back_bound(
     """An upper bound of the error of each head, from rows to which the approximation was not fitted.
 
     Args:
-        query, key, value: (BH, N, .).
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
         approximate: (BH, Nq, Dv), the approximate output.
         num_probes: number of queries that it was fitted to, in the middle of equal strata.
         num_rows: number of other queries whose exact output is computed.
@@ -242,12 +244,7 @@ def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
     of .1 has a smaller error than that of another head in 87 % of all pairs. The logarithm of the bound differs by a
     standard deviation of .6 from what the error of the copy tells.
 
-    Args:
-        query, key, value: (BH, N, .).
-        scale: factor of the scores.
-
-    Returns:
-        (BH,) in the accumulation dtype, not negative.
+    It takes (BH, Nq, D), (BH, Nk, D) and (BH, Nk, Dv), and returns (BH,) in the accumulation dtype, not negative.
     """
     dtype = accumulation_dtype(query.dtype)
     queries, keys, values = (
