@@ -106,6 +106,7 @@ def test_the_command_applies_the_recommendation(flat, tmp_path, capsys):
     assert one["error"] < 1e-3 < 0.1
     assert (best["columns"], best["keys"]) == ((4 + 60) / 2, 60)
     assert best["speed_up"] > 0
+    assert 0 <= best["output_error"] < 0.1
     assert result["calibrated"] == {
         "method": "nystromformer", "num_landmarks": 2, "layers": [1], "calibrated_length": 60, "version": 2,
     }  # fmt: skip

@@ -455,6 +455,20 @@ def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):
     assert set(called) == {(1, hea.LongformerConfig(window_size=3))}
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2", "vit"])
+def test_the_error_of_the_output_is_that_of_the_converted_model(family):
+    model, batch = tiny_model(family).eval(), tiny_batch(family)
+    choice = hea.EfficientAttentionConfig("nearfar", {"block_size": 4, "num_samples": 4, "num_probes": 0}, [1], 70)
+    found = calibration.measure_output_error(model, batch, choice)
+    with torch.no_grad():
+        exact = model(**batch)[0]
+        approximate = hea.convert(model, choice)(**batch)[0]
+    if "attention_mask" in batch:
+        exact, approximate = (x[batch["attention_mask"].bool()] for x in (exact, approximate))
+    error = (approximate - exact).norm() / exact.norm()
+    assert 1e-6 < found == pytest.approx(error.item(), rel=1e-3)
+
+
 def test_the_model_is_unchanged_after_an_interruption(monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt

@@ -253,6 +253,8 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
         f"Expected: mean error {_short(found['error'])} in the converted layers. Over all layers, attention costs as "
         f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
     )
+    if found["output_error"] is not None:
+        lines.append(f"The output of the whole model is off by {found['output_error']:.3f} on one input.")
     saves = found["saves"] is not False
     if found["speed_up"] is not None:
         speed = f"Measured here: attention is {found['speed_up']:.1f} times as fast as exact attention"

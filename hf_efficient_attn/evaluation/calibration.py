@@ -1,6 +1,7 @@
 """`hea.calibrate`: for each layer, the cheapest method and budget whose error stays below a limit."""
 
 import functools
+import logging
 import math
 import statistics
 import warnings
@@ -17,6 +18,7 @@ from hf_efficient_attn.evaluation.capture import (
     Batch,
     Call,
     capture_attention,
+    exact_output,
     forward,
     summarize_attention,
 )
@@ -24,6 +26,8 @@ from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
+
+logger = logging.getLogger(__name__)
 
 # If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
 # probability .977.
@@ -113,6 +117,8 @@ def calibrate(
         EfficientAttentionConfig for `hea.convert(model, config)`, which names its layers. Its `calibrated_length` is
         the number of tokens of the longest sequence in `batches`, without padding.
 
+    Logs the relative error of the last hidden states, or of the logits, on the longest of `batches` at level INFO.
+
     Warns:
         UserWarning: attention with the result is not faster than exact attention on the longest of `batches`.
 
@@ -156,6 +162,9 @@ def calibrate(
             f"{_ROUNDS} rounds). {HOW_TO_SAVE}",
             stacklevel=2,
         )
+    off = measure_output_error(model, largest(batches), settings)
+    if off is not None:
+        logger.info(f"calibrated at {settings.calibrated_length} tokens: the model's output is off by {off:.3g}")
     return settings
 
 
@@ -243,6 +252,32 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
     with capture_attention(model, visit):
         forward(model, batch)
     return summary([(own, exact) for own, exact in seconds])
+
+
+def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:
+    """|S - E| / |E| of the last hidden states, or of the logits, in the Frobenius norm. None if there are none.
+
+    Tokens that the batch masks do not count. Unlike the errors of layers, this contains what later layers make of the
+    errors of earlier ones.
+    """
+
+    def compute(call: Call) -> Tensor:
+        config = settings.for_layer(call.location.layer, call.name)
+        return exact_output(call) if config is None or call.why_exact(config) is not None else call.compute(config)
+
+    states = []
+    for attention in (exact_output, compute):
+        with capture_attention(model, lambda call: None, attention):
+            output = forward(model, batch)
+        found = getattr(output, "last_hidden_state", getattr(output, "logits", None))
+        if not isinstance(found, Tensor):
+            return None
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if mask is not None and mask.shape == found.shape[:2]:
+            found = found[mask.to(found.device).bool()]
+        states.append(found.double())
+    error: float = ((states[1] - states[0]).norm() / states[0].norm()).item()
+    return error
 
 
 def check_max_error(max_error: float) -> None:

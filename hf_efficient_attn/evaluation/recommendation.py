@@ -16,6 +16,7 @@ from hf_efficient_attn.evaluation.calibration import (
     choose_each,
     choose_one,
     make_settings,
+    measure_output_error,
     measure_speed,
     spread,
 )
@@ -71,6 +72,7 @@ def recommend(
         - "columns": the cost per query in keys, averaged over all layers; "keys": that of exact attention.
         - "speed_up": of the attention of all layers over exact attention, measured on one sequence, or None.
         - "saves": whether that is a gain (`Timing.is_gain`), or None.
+        - "output_error": relative error of the last hidden states, or of the logits, on that sequence, or None.
         - "tokens": the length up to which this was measured.
     """
     summary = measured.summary
@@ -86,7 +88,8 @@ def recommend(
     settings = make_settings(chosen, max(measured.tokens[layer] for layer in chosen))
     exact = [layer for layer in summary.layers if layer not in chosen]
     costs = [choice.candidate.columns for choice in chosen.values()] + [num_keys] * len(exact)
-    speed = None if run is None else measure_speed(run[0], _first_sequence(run[1]), settings)
+    one = None if run is None else (run[0], _first_sequence(run[1]), settings)
+    speed = None if one is None else measure_speed(*one)
     recommended = {
         "layers": [_entry(measured, layer, choice) for layer, choice in chosen.items()],
         "exact_layers": exact,
@@ -95,6 +98,7 @@ def recommend(
         "keys": num_keys,
         "speed_up": None if speed is None else speed.ratio,
         "saves": None if speed is None else speed.is_gain,
+        "output_error": None if one is None else measure_output_error(*one),
         "tokens": settings.calibrated_length,
     }
     return {"recommended": recommended, "calibrated": settings.to_dict(defaults=False), "nearest": None}
