@@ -11,7 +11,7 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, cli
-from hf_efficient_attn.evaluation import norms, output_error
+from hf_efficient_attn.evaluation import matrices as dense
 from hf_efficient_attn.evaluation import sparsity as kernel_sparsity
 from recipes.analysis import budget, sparsity, spectrum
 from recipes.common import inputs
@@ -235,8 +235,8 @@ def test_inputs_too_large_for_memory_are_refused():
 def test_operator_norm(shape):
     matrix = normal(*shape).double()
     expected = torch.linalg.matrix_norm(matrix, ord=2)
-    torch.testing.assert_close(norms.operator_norm(matrix), expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(norms.operator_norm(1e200 * matrix), 1e200 * expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dense.operator_norm(matrix), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dense.operator_norm(1e200 * matrix), 1e200 * expected, rtol=1e-5, atol=0)
 
 
 def test_operator_norm_of_attention_matrices():
@@ -244,16 +244,16 @@ def test_operator_norm_of_attention_matrices():
     local = torch.ones(600, 600, dtype=torch.float64).tril(3).triu(-3)
     for matrix in (local / local.sum(1, keepdim=True), (3 * normal(600, 600).double()).softmax(1), torch.eye(700)):
         expected = torch.linalg.matrix_norm(matrix.double(), ord=2)
-        torch.testing.assert_close(norms.operator_norm(matrix), expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(dense.operator_norm(matrix), expected, rtol=1e-4, atol=0)
 
 
 def test_operator_norm_of_special_matrices():
     random = torch.get_rng_state()
     matrices = torch.tensor([[[1.0, torch.nan], [0.0, 1.0]], [[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]])
-    found = norms.operator_norm(matrices)
+    found = dense.operator_norm(matrices)
     assert found[0].isnan() and found[1:].tolist() == pytest.approx([4.0, 0.0])
-    assert norms.operator_norm(torch.zeros(3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
-    assert norms.operator_norm(torch.zeros(600, 600)).item() == 0.0
+    assert dense.operator_norm(torch.zeros(3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
+    assert dense.operator_norm(torch.zeros(600, 600)).item() == 0.0
     assert torch.equal(torch.get_rng_state(), random)
 
 
@@ -275,7 +275,7 @@ def test_relative_error():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("length", [5, 9, 12])
 def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length, monkeypatch):
-    monkeypatch.setattr(output_error, "_CHUNK_QUERIES", 4)
+    monkeypatch.setattr(dense, "_CHUNK_QUERIES", 4)
     query, key, value = normal(2, 4, length, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 6, seed=2)
     mask = None
     if padded:

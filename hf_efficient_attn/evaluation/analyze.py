@@ -40,12 +40,12 @@ from hf_efficient_attn.evaluation.capture import (
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import default_variants, method_label
-from hf_efficient_attn.evaluation.matrices import softmax_matrix, stable_rank
+from hf_efficient_attn.evaluation.matrices import softmax_matrix
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, Steps, partial_result
 from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
-from hf_efficient_attn.evaluation.sparsity import head_to_tail
+from hf_efficient_attn.evaluation.sparsity import head_to_tail, stable_rank
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT

@@ -20,13 +20,14 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.attention import ModuleLocation, is_causal_call
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.head_numbers import head_slice_of
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask, read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import refuse_arguments, why_cross_attention_is_exact
 from hf_efficient_attn.integration.windows import take_window
-from hf_efficient_attn.methods import MethodConfig, attention
+from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
 
 # The batches of a model: mappings of its arguments, or tensors of its main input.
@@ -111,9 +112,12 @@ class Call(NamedTuple):
 
     def compute(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
+        heads = head_slice_of(config.method, self.module, self.query.shape[1])
+        if heads is not None and parameters is not None:
+            parameters = parameters_of_slice(config, parameters, heads, self.query.shape[1])
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters,
+            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters, heads=heads,
             distance_bias=self.distance_bias,
         )  # fmt: skip
 
@@ -138,7 +142,11 @@ def exact_output(call: Call) -> Tensor:
 
 @contextlib.contextmanager
 def capture_attention(
-    model: nn.Module, visit: Callable[[Call], None], compute: Callable[[Call], Tensor] = exact_output
+    model: nn.Module,
+    visit: Callable[[Call], None],
+    compute: Callable[[Call], Tensor] = exact_output,
+    *,
+    windows: bool = False,
 ) -> Iterator[None]:
     """Pass every attention call of `model` to `visit` within the context.
 
@@ -150,6 +158,7 @@ def capture_attention(
         visit: called with each `Call`.
         compute: another attention, which the model computes in place of the exact one. It gets a call whose `exact` is
             empty, and what it returns becomes `exact`.
+        windows: whether `visit` gets the calls with a sliding window too, which no method computes.
 
     Raises:
         UnsupportedAttentionError: `model` contains no Transformers model, or its attention does not use Transformers'
@@ -190,18 +199,17 @@ def capture_attention(
         window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
         refuse_arguments(name, module, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
-        if location.window is not None:  # no method computes it
-            exact = exact_layer(
-                query, key, value, mask.keys, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window
-            )
+        tensors = (query, key, value, mask.keys)
+        if location.window is not None:
+            exact = exact_layer(*tensors, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window)
+            if windows:
+                visit(Call(location, *tensors, is_causal, scaling, exact, _never_exact, module))
             return exact.transpose(1, 2).contiguous(), None
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
-        tensors = (query, key, value, mask.keys)
-        empty = value.new_empty(0)
-        call = Call(location, *tensors, is_causal, scaling, empty, why_exact, module, distance_bias)
+        call = Call(location, *tensors, is_causal, scaling, value.new_empty(0), why_exact, module, distance_bias)
         exact = compute(call)
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
