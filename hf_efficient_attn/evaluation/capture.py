@@ -278,12 +278,10 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     return model(**inputs)
 
 
-class ModuleCall(NamedTuple):
-    """A call of an attention module: its name and layer, and the number of pairs of queries and keys in all heads."""
-
-    name: str
-    layer: Layer | None
-    num_pairs: int
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch that have a dimension; none for what `forward` refuses."""
+    items = batch.items() if isinstance(batch, Mapping) else [("", batch)]
+    return {name: x for name, x in items if isinstance(x, Tensor) and x.ndim}
 
 
 class AttentionSummary(NamedTuple):
@@ -294,7 +292,7 @@ class AttentionSummary(NamedTuple):
         is_causal: whether some of them are causal.
         is_rectangular: whether some modules have fewer keys than queries by construction.
         max_kv_len: the largest number of keys.
-        modules: the calls of attention modules in their order.
+        calls: the calls of attention modules in their order, with tensors that hold no numbers.
         takes_pictures: whether the model's inputs are pictures.
         causal_layers: the layers with causal attention.
         has_distance_bias: whether some scores have a bias by distance.
@@ -304,7 +302,7 @@ class AttentionSummary(NamedTuple):
     is_causal: bool
     is_rectangular: bool
     max_kv_len: int
-    modules: tuple[ModuleCall, ...] = ()
+    calls: tuple[Call, ...] = ()
     takes_pictures: bool = False
     causal_layers: frozenset[Layer] = frozenset()
     has_distance_bias: bool = False
@@ -316,19 +314,16 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
     Raises:
         UnsupportedAttentionError: no numbered layer computes its attention through Transformers' interface.
     """
-    calls: list[tuple[Layer | None, bool, int]] = []
-    biased: list[bool] = []
-    modules: list[ModuleCall] = []
+    calls: list[Call] = []
 
     def visit(call: Call) -> None:
-        calls.append((call.layer, call.is_causal, call.key.shape[2]))
-        biased.append(call.distance_bias is not None)
-        num_pairs = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
-        modules.append(ModuleCall(call.name, call.layer, num_pairs))
+        # Without numbers, so that the tensors of one layer at a time are in memory.
+        empty: dict[str, Any] = {name: x.to("meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        calls.append(call._replace(**empty))
 
     with capture_attention(model, visit):
         forward(model, batch)
-    layers = tuple(layer for layer in in_order(layer for layer, _, _ in calls) if layer is not None)
+    layers = tuple(layer for layer in in_order(call.layer for call in calls) if layer is not None)
     if not layers:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} has no numbered layers that compute their attention through Transformers' "
@@ -336,13 +331,13 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         )
     return AttentionSummary(
         layers,
-        is_causal=any(is_causal for _, is_causal, _ in calls),
+        is_causal=any(call.is_causal for call in calls),
         is_rectangular=any(getattr(module, "is_rectangular", False) for module in model.modules()),
-        max_kv_len=max(kv_len for _, _, kv_len in calls),
-        modules=tuple(modules),
+        max_kv_len=max(call.key.shape[2] for call in calls),
+        calls=tuple(calls),
         takes_pictures=takes_pictures(transformers_models(model)[0]),
-        causal_layers=frozenset(layer for layer, is_causal, _ in calls if is_causal and layer is not None),
-        has_distance_bias=any(biased),
+        causal_layers=frozenset(call.layer for call in calls if call.is_causal and call.layer is not None),
+        has_distance_bias=any(call.distance_bias is not None for call in calls),
     )
 
 
