@@ -61,17 +61,14 @@ def partial_result(result: Callable[[], Any]) -> Iterator[None]:
     """
     try:
         yield
-    except Interrupted:
-        raise
-    except KeyboardInterrupt:
-        found = result()
+    except KeyboardInterrupt as interruption:
+        found = None if isinstance(interruption, Interrupted) else result()
         if found is None:
             raise
         raise Interrupted(found) from None
 
 
-def _ignore(value: Any) -> None:
-    pass
+def _ignore(value: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,9 @@ class Execution:
 
 
 class Step(NamedTuple):
-    """A part of a measurement.
+    """A part of a measurement: its name, for messages, its estimated duration, and what the caller needs to do it.
 
-    Attributes:
-        name: what is measured, for messages.
-        seconds: its estimated duration. Only the proportions have to be right: `Steps` corrects them by a factor.
-        key: anything that the caller needs to carry it out.
+    Only the proportions of the durations have to be right: `Steps` corrects them by a factor.
     """
 
     name: str
@@ -132,13 +126,9 @@ class Steps:
         self._total = sum(step.seconds for step in plan)
         self._seconds = 0.0  # estimated duration of the steps that are done
         self._step: Step | None = None
-        execution.on_estimate(self._describe(noun))
-
-    def _describe(self, noun: str) -> str:
-        count = f"{len(self._plan)} {noun}{'s' if len(self._plan) > 1 else ''}"
-        sentence = f"Expected: {duration(self._total)} for {count}"
-        left = self._execution.seconds_left()
-        return sentence + (f", of which as many as fit in {duration(left)}." if self._total > left else ".")
+        left, count = execution.seconds_left(), f"{len(plan)} {noun}{'s' if len(plan) > 1 else ''}"
+        limit = f", of which as many as fit in {duration(left)}" if self._total > left else ""
+        execution.on_estimate(f"Expected: {duration(self._total)} for {count}{limit}.")
 
     def __enter__(self) -> "Steps":
         """Show the bar, if stderr is a terminal."""
@@ -183,16 +173,11 @@ def duration(seconds: float) -> str:
 
 
 class PassTimes:
-    """Estimated seconds of forward passes at any length, from the time of a short pass.
+    """Estimated seconds of forward passes at any length, from the time of a short pass of `batch` inputs.
 
     The time is taken to be proportional to the number of multiplications: for each token, one with every weight, and
-    two with every hidden dimension of every layer for each key that it attends to.
-
-    Args:
-        model: with exact attention, on the device that computes.
-        data: its inputs.
-        tokens: a length that will be measured.
-        batch: number of inputs of a pass.
+    two with every hidden dimension of every layer for each key that it attends to. The model computes exact attention,
+    on its device; `tokens` is a length that will be measured.
     """
 
     def __init__(self, model: PreTrainedModel, data: ModelData, tokens: int, batch: int) -> None:

@@ -9,6 +9,7 @@ import json
 import pathlib
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,20 +41,12 @@ Row = Mapping[str, Any]
 
 
 class Measured(NamedTuple):
-    """What a recommendation is made from.
+    """What a recommendation is made from."""
 
-    Attributes:
-        methods: label -> config without a budget.
-        candidates: the methods at their budgets, the cheapest first.
-        table: the errors of every candidate in every layer.
-        tokens: layer -> number of tokens of the longest sequence.
-        summary: of the model.
-    """
-
-    methods: Mapping[str, MethodConfig]
-    candidates: Sequence[Candidate]
+    methods: Mapping[str, MethodConfig]  # label -> config without a budget
+    candidates: Sequence[Candidate]  # the methods at their budgets, the cheapest first
     table: ErrorTable
-    tokens: Mapping[Layer, int]
+    tokens: Mapping[Layer, int]  # of the longest sequence
     summary: AttentionSummary
 
 
@@ -237,17 +230,17 @@ def summarise(result: Mapping[str, Any]) -> list[str]:
     for label, first in result["pays_from"].items():
         rows = _rows_of(result["measurements"], label)
         last = timing_of(rows[-1])
-        about = f"{last.ratio:.1f} times as fast as exact attention at {rows[-1]['length']} tokens"
-        if first is None:
-            where = f" up to {rows[-1]['length']} tokens" if len(rows) > 1 else ""
-            low, high = last.range
-            sentences.append(
-                f"{label} does not pay off{where}: it is {about} ({low:.2f} to {high:.2f} in the rounds), and less "
-                f"than {MIN_SPEED_UP} in any of them is no gain."
-            )
+        about = f"it is {last.ratio:.1f} times as fast as exact attention at {rows[-1]['length']} tokens"
+        if first is not None:
+            where = "at all measured lengths" if first == rows[0]["length"] else f"from {first} tokens on"
+            sentences.append(f"{label} pays off {where}: {about}.")
             continue
-        where = "at all measured lengths" if first == rows[0]["length"] else f"from {first} tokens on"
-        sentences.append(f"{label} pays off {where}: it is {about}.")
+        where = f" up to {rows[-1]['length']} tokens" if len(rows) > 1 else ""
+        low, high = last.range
+        sentences.append(
+            f"{label} does not pay off{where}: {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
+            f"{MIN_SPEED_UP} in any of them is no gain."
+        )
     return sentences
 
 
@@ -266,28 +259,26 @@ def recommend_method(measurements: Sequence[Row]) -> dict[str, str | None]:
         a sentence, or None.
     """
     rows = [row for row in measurements if row["attention"] != EXACT]
-    lengths = [row["length"] for row in rows]
-    compared = [length for length in set(lengths) if lengths.count(length) > 1]
-    rows = [row for row in rows if row["length"] == max(compared, default=0)]
+    counts = Counter(row["length"] for row in rows)
+    compared = max((length for length, count in counts.items() if count > 1), default=0)
+    rows = [row for row in rows if row["length"] == compared]
     if not rows or any(row["error"] is None for row in rows):
         return {"recommended": None, "recommendation": None}
-    where = f"Recommended at {rows[0]['length']} tokens: "
+    where = f"Recommended at {compared} tokens: "
     faster = [row for row in rows if timing_of(row).is_gain]
     if not faster:
-        sentence = (
-            f"{where}exact attention ({EXACT}), because no method is at least {MIN_SPEED_UP} times as fast in each "
-            "round."
-        )
-        return {"recommended": EXACT, "recommendation": sentence}
+        why = f"because no method is at least {MIN_SPEED_UP} times as fast in each round."
+        return {"recommended": EXACT, "recommendation": f"{where}exact attention ({EXACT}), {why}"}
     good = [row for row in faster if row["error"] <= _MAX_ERROR]
-    reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
-    if good:
-        fastest = max(good, key=lambda row: row["speed_up"])
-        equal = [row for row in good if timing_of(row).range[1] >= timing_of(fastest).range[0]]
+    fastest = max(good, key=lambda row: row["speed_up"], default=None)
+    equal = [row for row in good if fastest and timing_of(row).range[1] >= timing_of(fastest).range[0]]
+    if not good:
+        reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
+    elif len(equal) > 1:
+        reason = f"the smallest of those that keep {_MAX_ERROR}, whose times differ too little to tell them apart"
+    else:
         reason = f"the fastest with an error of at most {_MAX_ERROR}"
-        if len(equal) > 1:
-            reason = f"the smallest of those that keep {_MAX_ERROR}, whose times differ too little to tell them apart"
-    best = min(equal if good else faster, key=lambda row: row["error"])
+    best = min(equal or faster, key=lambda row: row["error"])
     about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
     if best.get("output_error") is not None:
         about += f" in attention and of {best['output_error']:.3f} in the output"
