@@ -21,13 +21,12 @@ from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
-from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
-from hf_efficient_attn.ops.tokens import ceil_div, take
+from hf_efficient_attn.ops.tokens import take
 
-# Rows of causal attention that are computed at a time, with the keys up to the last of them.
-_CAUSAL_ROWS = 16
+# Rows that are computed at a time.
+_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -198,17 +197,14 @@ def _layer_error(call: Call, method: MethodConfig | None, num_rows: int | None, 
 
 def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowError:
     """The error of each head on sequence b of the batch."""
-    num_heads, q_len, kv_len = call.query.shape[1], call.query.shape[2], call.key.shape[2]
-    groups = num_heads // call.key.shape[1]
-    dtype = accumulation_dtype(call.value.dtype)
-    query, key, value = (x[b].to(dtype) for x in (call.query, call.key, call.value))
-    key_mask = query_mask = None
+    num_heads, q_len = call.query.shape[1:3]
+    groups, key_mask = num_heads // call.key.shape[1], None
+    query, key, value = (x[b].to(accumulation_dtype(x.dtype)) for x in (call.query, call.key, call.value))
     if call.key_mask is not None:
         key_mask = call.key_mask[b].expand(num_heads, -1)
-        masked = ~call.key_mask[b][None, :, None]
-        key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
-        query_mask = key_mask if q_len == kv_len else None
+        key, value = (x.masked_fill(~call.key_mask[b][:, None], 0.0) for x in (key, value))
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    query_mask = key_mask if q_len == call.key.shape[2] else None
     rows = sample_rows(
         num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, seed=seed, device=query.device
     )
@@ -246,25 +242,18 @@ def exact_rows(
     Returns:
         (BH, p, Dv); 0 for queries without a key.
     """
-    (q_len, kv_len), count, device = (query.shape[1], key.shape[1]), rows.queries.shape[1], key.device
-    valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
-    queries, position = take(query, rows.queries)[:, None], rows.queries + (kv_len - q_len if is_causal else 0)
-    table = None if table is None else table.to(accumulation_dtype(query.dtype))
-    step, outs = _CAUSAL_ROWS if is_causal else count, []
-    for start in range(0, count, step):
-        end, last = min(start + step, count), kv_len
-        if is_causal and rows.valid is None:
-            # The last row of a block lies in the stratum end - 1, so that later keys can be left out.
-            last = max(1, kv_len - q_len + ceil_div(end * q_len, count))
-        bias = None if valid is None else valid[..., :last]
-        if is_causal or table is not None:
-            distance = torch.arange(last, device=device) - position[:, start:end, None]  # (BH, rows, keys)
-            own = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)
-            if table is not None:
-                largest = (table.shape[1] - 1) // 2
-                index = distance.clamp(-largest, largest) + largest
-                own = own + table.gather(1, index.flatten(1)).view(index.shape)
-            bias = own[:, None] if bias is None else own[:, None] + bias
-        block = queries[:, :, start:end], key[:, None, :last], value[:, None, :last]
-        outs.append(attend(*block, bias, scale=scale).out[:, 0])
+    position = rows.queries + (key.shape[1] - query.shape[1] if is_causal else 0)
+    outs = []
+    for part, at in zip(take(query, rows.queries).split(_ROWS, 1), position.split(_ROWS, 1), strict=True):
+        scores, distance = scale * part @ key.mT, torch.arange(key.shape[1], device=key.device) - at[..., None]
+        if table is not None:
+            largest = table.shape[1] // 2
+            index = distance.clamp(-largest, largest) + largest
+            scores = scores + table.to(scores.dtype).gather(1, index.flatten(1)).view(index.shape)
+        if is_causal:
+            scores = scores.masked_fill(distance > 0, -torch.inf)
+        if key_mask is not None:
+            scores = scores.masked_fill(~key_mask[:, None], -torch.inf)
+        is_empty = scores.amax(2, keepdim=True) == -torch.inf
+        outs.append(scores.softmax(2).masked_fill(is_empty, 0.0) @ value)
     return torch.cat(outs, 1)
