@@ -86,16 +86,13 @@ def analyze(
 
     Args:
         model: as in `hea.calibrate`.
-        batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch. For the properties,
-            dense matrices of tokens by tokens are formed for one head at a time.
+        batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch.
         methods: label -> config; None for the default methods, as in `hea.calibrate`.
         budgets: costs per query in columns; None for 64, 128, 256 and 512. Those that reach the number of tokens are
             left out.
         max_error: the limit.
-        per_layer: whether to recommend the cheapest method and budget for every layer, as `hea.calibrate` does, instead
-            of one method and budget for all layers that keep the limit.
-        execution: a limit of time, and functions that get "tokens" of the result, the estimate, and each complete entry
-            of "layers".
+        per_layer: as in `recommendation.recommend`.
+        execution: its functions get "tokens" of the result, the estimate, and each complete entry of "layers".
 
     Returns:
         a dictionary for JSON:
@@ -167,13 +164,7 @@ def analyze(
 
 
 class _Study:
-    """The measurements, which are collected call by call.
-
-    Attributes:
-        budgets: in columns, in order.
-        batch: the number of the current batch.
-        tokens: layer -> number of tokens of the longest sequence.
-    """
+    """The measurements, which are collected call by call."""
 
     def __init__(
         self,
@@ -182,9 +173,11 @@ class _Study:
         summary: AttentionSummary,
         num_batches: int,
     ) -> None:
-        self.budgets, self.batch = sorted({one.columns for one in candidates}), 0
-        self.tokens: dict[Layer, int] = {}
         self._methods, self._candidates, self._summary, self._num_batches = methods, candidates, summary, num_batches
+        self.budgets = sorted({one.columns for one in candidates})
+        self.batch = 0  # the number of the current batch
+        self.tokens: dict[Layer, int] = {}  # of the longest sequence
+        self._layers = {call.name: call.layer for call in summary.calls}  # of the modules
         self._calls = Counter(call.name for call in summary.calls)
         self._done: Counter[str] = Counter()  # the calls of each module that are measured
         self._table: ErrorTable = defaultdict(dict)
@@ -193,14 +186,12 @@ class _Study:
 
     def plan(self, seconds: float, batches: Sequence[Batch]) -> list[Step]:
         """A step for each call of a module; `seconds` is the time for one sequence of the first call."""
-        pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in self._summary.calls]
-        names = [call.name if call.layer is None else f"layer {call.layer}" for call in self._summary.calls]
+        calls = self._summary.calls
+        pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in calls]
+        names = [call.name if call.layer is None else f"layer {call.layer}" for call in calls]
+        steps = [Step(name, seconds * count / pairs[0]) for name, count in zip(names, pairs, strict=True)]
         sizes = [max(map(len, tensors_of(batch).values()), default=1) for batch in batches]
-        return [
-            Step(name, size * seconds * count / pairs[0])
-            for size in sizes
-            for name, count in zip(names, pairs, strict=True)
-        ]
+        return [step._replace(seconds=size * step.seconds) for size in sizes for step in steps]
 
     def add(self, call: Call, steps: Steps) -> dict[str, Any] | None:
         """Measure a call; returns the entry of its module if the module is complete."""
@@ -216,10 +207,12 @@ class _Study:
         if call.layer is not None:
             self.tokens[call.layer] = max(call.tokens, self.tokens.get(call.layer, 0))
         self._done[call.name] += 1
-        is_complete = self._done[call.name] == self._num_batches * self._calls[call.name]
-        return self._entry(call.name, call.layer) if is_complete else None
+        return None if self._is_missing(call.name) else self._entry(call.name)
 
-    def _entry(self, name: str, layer: Layer | None) -> dict[str, Any]:
+    def _is_missing(self, name: str) -> bool:
+        return self._done[name] < self._num_batches * self._calls[name]
+
+    def _entry(self, name: str) -> dict[str, Any]:
         def mean(key: Any) -> Any:
             values = self._values.get((name, key))
             return None if values is None else torch.stack(values).mean(0).tolist()
@@ -229,15 +222,14 @@ class _Study:
             for label, config in self._methods.items()
         }
         properties = {key: mean(key) for key in ("stable_rank", "head_to_tail")}
-        return {"layer": layer, "name": name, **properties, "errors": errors}
+        return {"layer": self._layers[name], "name": name, **properties, "errors": errors}
 
     def errors(self) -> ErrorTable:
         """The errors in batches in which all modules of the layer are measured."""
-        layers = {call.name: call.layer for call in self._summary.calls}
-        done, each = Counter[Layer | None](), Counter(call.layer for call in self._summary.calls)
-        for name, count in self._done.items():
-            done[layers[name]] += count
-        batches = {layer: done[layer] // count for layer, count in each.items()}
+        batches = {
+            layer: min(self._done[name] // self._calls[name] for name, of in self._layers.items() if of == layer)
+            for layer in self._summary.layers
+        }
         return {
             (layer, candidate): {index: error for index, error in errors.items() if index[0] < batches[layer]}
             for (layer, candidate), errors in self._table.items()
@@ -246,17 +238,12 @@ class _Study:
 
     def entries(self) -> list[dict[str, Any]]:
         """The entries of the modules that are complete in at least one batch."""
-        layers = {call.name: call.layer for call in self._summary.calls}
-        return [self._entry(name, layers[name]) for name, count in self._done.items() if count >= self._calls[name]]
+        return [self._entry(name) for name, count in self._done.items() if count >= self._calls[name]]
 
     def left_out(self) -> list[Any]:
         """The layers, or names of modules, that are not complete in all batches."""
-        missing = [
-            call.name if call.layer is None else call.layer
-            for call in self._summary.calls
-            if self._done[call.name] < self._num_batches * self._calls[call.name]
-        ]
-        return list(dict.fromkeys(missing))
+        missing = [name for name in self._calls if self._is_missing(name)]
+        return list(dict.fromkeys(name if self._layers[name] is None else self._layers[name] for name in missing))
 
 
 def _property_inputs(num_tokens: int) -> int:
@@ -305,17 +292,11 @@ def _matrix_properties(call: Call) -> dict[str, Tensor]:
 
 
 class Source(NamedTuple):
-    """A checkpoint to analyze.
+    """A checkpoint to analyze. A converted one is analyzed with exact attention."""
 
-    Attributes:
-        name: folder or hub id. A converted checkpoint is analyzed with exact attention.
-        allow_pickle: whether weights in a .bin file may be read.
-        device: where PyTorch computes; None for the CPU.
-    """
-
-    name: "str | pathlib.Path"
-    allow_pickle: bool = False
-    device: torch.device | None = None
+    name: "str | pathlib.Path"  # folder or hub id
+    allow_pickle: bool = False  # whether weights in a .bin file may be read
+    device: torch.device | None = None  # where PyTorch computes; None for the CPU
 
 
 def analyze_checkpoint(
@@ -332,10 +313,9 @@ def analyze_checkpoint(
     Args:
         source: folder or hub id, or a `Source`.
         data: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
-        length: number of tokens; pictures are resized to the nearest possible number. None for 2,048 tokens, or for the
-            whole text if it is shorter; for models of speech or of pictures of a fixed size, the number that they have,
-            and for those whose own pictures have more tokens, that number. The position table of a text model is
-            extended if needed, as by `hf-efficient-attn convert --max-length`.
+        length: number of tokens, to which pictures are resized and the position table of a text model is extended. None
+            for 2,048 tokens or those of the whole text; for models of speech, of pictures of a fixed size, or whose own
+            pictures have more tokens, the number that they have.
         rows: number of texts, pictures or excerpts of recordings.
         execution: as in `analyze`; `on_begin` gets all that the result has more than that of `analyze`.
         **options: `methods`, `budgets`, `max_error` and `per_layer` of `analyze`.

@@ -49,17 +49,11 @@ ErrorTable = dict[tuple[Layer, Candidate], Errors]
 
 
 class Choice(NamedTuple):
-    """What was chosen for a layer.
-
-    Attributes:
-        candidate: the method and its budget.
-        error: its error, averaged over the sequences.
-        bound: upper bound of its error on an unseen sequence.
-    """
+    """What was chosen for a layer."""
 
     candidate: Candidate
-    error: float
-    bound: float
+    error: float  # averaged over the sequences
+    bound: float  # upper bound of the error on an unseen sequence
 
 
 def calibrate(
@@ -307,12 +301,10 @@ def measure_errors(
     summary: AttentionSummary,
     max_error: float,
 ) -> tuple[ErrorTable, dict[Layer, int]]:
-    """Errors of every candidate in every layer; a candidate that exceeds `max_error` in a layer is dropped there.
+    """Errors of every candidate in every layer, and for each layer the number of tokens of the longest sequence.
 
-    A method without a causal form is no candidate for a causal layer.
-
-    Returns:
-        the errors, and for each layer the number of tokens of the longest sequence.
+    A candidate that exceeds `max_error` in a layer is dropped there, and so is a method without a causal form in a
+    causal layer.
     """
     causal = set(methods_with("causal"))
     remaining = {
@@ -373,10 +365,7 @@ def spread(table: Mapping[tuple[Layer, Candidate], Errors], candidate: Candidate
 def bound(errors: Errors, pooled: float, max_error: float) -> float:
     """Upper bound of the error on an unseen sequence, as `calibrate` defines it; inf if it is unknown.
 
-    Args:
-        errors: errors of a candidate in one layer.
-        pooled: standard deviation of the log errors over all layers.
-        max_error: the limit that the errors are compared with.
+    `errors` are those of a candidate in one layer, and `pooled` is the deviation of its log errors in all (`spread`).
     """
     if not errors or not all(map(math.isfinite, errors.values())):
         return math.inf

@@ -285,27 +285,16 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
 
 
 class AttentionSummary(NamedTuple):
-    """Facts about a model's attention, observed in one forward pass.
+    """Facts about a model's attention, observed in one forward pass."""
 
-    Attributes:
-        layers: the layers that compute attention, in order.
-        is_causal: whether some of them are causal.
-        is_rectangular: whether some modules have fewer keys than queries by construction.
-        max_kv_len: the largest number of keys.
-        calls: the calls of attention modules in their order, with tensors that hold no numbers.
-        takes_pictures: whether the model's inputs are pictures.
-        causal_layers: the layers with causal attention.
-        has_distance_bias: whether some scores have a bias by distance.
-    """
-
-    layers: tuple[Layer, ...]
-    is_causal: bool
-    is_rectangular: bool
-    max_kv_len: int
-    calls: tuple[Call, ...] = ()
-    takes_pictures: bool = False
+    layers: tuple[Layer, ...]  # that compute attention, in order
+    is_causal: bool  # whether some of them are causal
+    is_rectangular: bool  # whether some modules have fewer keys than queries by construction
+    max_kv_len: int  # the largest number of keys
+    calls: tuple[Call, ...] = ()  # of attention modules in their order, with tensors that hold no numbers
+    takes_pictures: bool = False  # whether the model's inputs are pictures
     causal_layers: frozenset[Layer] = frozenset()
-    has_distance_bias: bool = False
+    has_distance_bias: bool = False  # whether some scores have a bias by distance
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:

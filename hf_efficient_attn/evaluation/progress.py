@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -111,13 +112,8 @@ class Steps:
     time. The estimates are corrected by the durations of the steps that are done. Use it as a context manager, which
     removes the bar at the end.
 
-    Args:
-        plan: the steps in their order. Put the most informative ones first.
-        execution: the time limit, and whom to tell the estimate.
-        noun: what a step is called, in the singular.
-
-    Attributes:
-        left_out: the names of the steps that did not fit.
+    The most informative steps come first. `left_out` are the names of those that did not fit; `noun` is what a step is
+    called in the estimate.
     """
 
     def __init__(self, plan: Sequence[Step], execution: Execution, noun: str = "measurement") -> None:
@@ -183,7 +179,8 @@ class PassTimes:
     def __init__(self, model: PreTrainedModel, data: ModelData, tokens: int, batch: int) -> None:
         layers = sum(1 for _ in attention_modules(model))
         self._per_key = 2 * layers * (getattr(model.config, "hidden_size", None) or 0)
-        self._per_token = model.num_parameters(exclude_embeddings=True)
+        modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+        self._per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
         inputs = data.inputs(min(tokens, _PROBED_TOKENS) if data.is_text else tokens, 0, batch)
         with torch.no_grad():
             forward(model, inputs.values)

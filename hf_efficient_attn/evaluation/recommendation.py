@@ -60,7 +60,7 @@ def recommend(
         max_error: the limit for the error of a layer on an unseen sequence.
         per_layer: whether each layer gets the cheapest method and budget that keeps the limit. Otherwise, all layers
             that keep it get the same: the method and budget with which they save the most in total.
-        run: model and batch with which to measure the speed; None to leave that out.
+        run: model and batch with which to measure the speed and the error of the output; None to leave that out.
 
     Returns:
         "calibrated": the choice as `convert --config` and `hea.convert` take it, without default hyperparameters; None
@@ -168,10 +168,8 @@ def apply_command(
 ) -> str | None:
     """The command line that applies a recommendation, quoted for a shell; None if nothing is recommended.
 
-    Args:
-        source: the checkpoint.
-        result: of `analyze_checkpoint`, whose "source" gives the new checkpoint its name.
-        config: the analysis.json that the result is written to. None: the command contains the recommendation.
+    The "source" of the result gives the new checkpoint its name. Without `config`, the analysis.json that the result is
+    written to, the command contains the recommendation.
     """
     settings = result["calibrated"]
     if settings is None:
@@ -250,9 +248,6 @@ def recommend_method(measurements: Sequence[Row]) -> dict[str, str | None]:
     Methods that are no gain are not recommended. Of the others it is the fastest that keeps an error of .1, averaged
     over layers and heads, or, of several whose times are not different from that of the fastest, the one with the
     smallest error; if none keeps the error, the one with the smallest; if none is a gain, exact attention.
-
-    Args:
-        measurements: those of the methods.
 
     Returns:
         "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
