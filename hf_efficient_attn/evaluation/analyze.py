@@ -9,7 +9,6 @@ layer.
 """
 
 import contextlib
-import dataclasses
 import math
 import pathlib
 import time
@@ -44,7 +43,7 @@ from hf_efficient_attn.evaluation.defaults import Candidate, defaults_for, make_
 from hf_efficient_attn.evaluation.matrices import softmax_matrix
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, Steps, partial_result
+from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
 from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
 from hf_efficient_attn.evaluation.sparsity import head_to_tail, stable_rank
 from hf_efficient_attn.evaluation.timing import machine, use_device
@@ -78,6 +77,7 @@ def analyze(
     max_error: float = DEFAULT_MAX_ERROR,
     per_layer: bool = False,
     execution: Execution | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure stable rank, tail-to-head ratio and errors in every layer and head, and recommend layers to convert.
 
@@ -92,7 +92,9 @@ def analyze(
             left out.
         max_error: the limit.
         per_layer: as in `recommendation.recommend`.
-        execution: its functions get "tokens" of the result, the estimate, and each complete entry of "layers".
+        execution: its functions get `about` and "tokens" of the result, the estimate, and each complete entry of
+            "layers".
+        about: what is known of the model and the data, for the result.
 
     Returns:
         a dictionary for JSON:
@@ -117,7 +119,8 @@ def analyze(
         methods = {method_label(one): one for one in defaults_for(summary, is_causal=summary.is_causal)}
     candidates = make_candidates(list(methods.values()), BUDGETS if budgets is None else budgets, summary)
     study = _Study(methods, candidates, summary, len(batches))
-    execution.on_begin({"tokens": summary.max_kv_len})
+    about = {**(about or {}), "tokens": summary.max_kv_len}
+    execution.on_begin(about)
     steps = Steps(study.plan(_time_sequence(model, largest(batches), candidates), batches), execution, noun="layer")
     waiting = iter(steps)
 
@@ -136,9 +139,10 @@ def analyze(
         dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
         warnings = budget_warnings(entries, study.budgets)
         if dropped:
-            about = f"because an input has only {summary.max_kv_len} tokens"
-            warnings.insert(0, f"Left out: budgets of {', '.join(dropped)} columns, {about}.")
+            short = f"an input has only {summary.max_kv_len} tokens"
+            warnings.insert(0, f"Left out: budgets of {', '.join(dropped)} columns, because {short}.")
         return {
+            **about,
             "layers": entries,
             **recommend(measured, max_error, per_layer=per_layer, run=run),
             "warnings": warnings,
@@ -146,7 +150,6 @@ def analyze(
             "per_layer": per_layer,
             "budgets": study.budgets,
             "is_causal": summary.is_causal,
-            "tokens": summary.max_kv_len,
             "property_inputs": _property_inputs(summary.max_kv_len),
             "complete": not left_out,
             "left_out": left_out,
@@ -305,7 +308,6 @@ def analyze_checkpoint(
     *,
     length: int | None = None,
     rows: int = TEXT_ROWS,
-    execution: Execution | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """`analyze` the model of a checkpoint on a text, on pictures or on recordings.
@@ -317,8 +319,7 @@ def analyze_checkpoint(
             for 2,048 tokens or those of the whole text; for models of speech, of pictures of a fixed size, or whose own
             pictures have more tokens, the number that they have.
         rows: number of texts, pictures or excerpts of recordings.
-        execution: as in `analyze`; `on_begin` gets all that the result has more than that of `analyze`.
-        **options: `methods`, `budgets`, `max_error` and `per_layer` of `analyze`.
+        **options: `methods`, `budgets`, `max_error`, `per_layer` and `execution` of `analyze`.
 
     Returns:
         the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
@@ -362,15 +363,9 @@ def analyze_checkpoint(
         "machine": machine(model),
         "hf_efficient_attn": __version__,
     }
-    given = execution or Execution()
-    execution = dataclasses.replace(given, on_begin=lambda found: given.on_begin({**about, **found}))
-    try:
-        with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
-            # The head of a language model would compute a large matrix that is not needed.
-            result = analyze(model.base_model, [one.values for one in batches], execution=execution, **options)
-    except Interrupted as interruption:
-        raise Interrupted({**about, **interruption.result}) from None
-    return {**about, **result}
+    with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
+        # The head of a language model would compute a large matrix that is not needed.
+        return analyze(model.base_model, [one.values for one in batches], about=about, **options)
 
 
 def _note_on_length(inputs: ModelData, tokens: int, pixels: int | None, requested: int | None) -> str | None:

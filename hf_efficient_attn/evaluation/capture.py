@@ -88,17 +88,10 @@ class Call(NamedTuple):
         return self._replace(**tensors, key_mask=key_mask)
 
     def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Relative operator norm of a method's error, with the random draws of a converted model.
+        """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
-        It is the estimate of `hea.attention_error`, here from all queries.
-
-        Args:
-            config: the method.
-            parameters: its learned parameters by name; None for the values that a conversion starts from.
-
-        Returns:
-            float64 (B, H); 0 for sequences without a valid token, and for calls that a converted model computes
-            exactly.
+        It is 0 for sequences without a valid token, and for calls that a converted model computes exactly. `parameters`
+        are those that the method has learned; None for the values that a conversion starts from.
         """
         (batch, num_heads, q_len, _), valid = self.query.shape, None
         if self.why_exact(config) is not None:
