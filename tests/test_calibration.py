@@ -293,7 +293,10 @@ def test_bound_holds_for_unseen_errors():
 
 # The length that a choice was calibrated at.
 
-CHOICE = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70)
+
+def choice():
+    """A new one for each model, since it warns once."""
+    return hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70)
 
 
 def warnings_of(model, *batches):
@@ -330,7 +333,7 @@ def test_the_calibrated_length_is_stored(methods, tmp_path):
 
 
 def test_the_length_belongs_to_what_was_calibrated():
-    model = hea.convert(tiny_model("bert"), CHOICE, window_size=2)
+    model = hea.convert(tiny_model("bert"), choice(), window_size=2)
     assert "calibrated_length" not in model.config.efficient_attention
     old = {"method": "longformer", "window_size": 3, "version": 1}
     config = hea.EfficientAttentionConfig.from_dict(old)
@@ -366,17 +369,17 @@ def test_misplaced_and_mistyped_keys_are_refused(values, message):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_one_warning_of_a_longer_sequence(family):
-    model = hea.convert(tiny_model(family), CHOICE)
+    model = hea.convert(tiny_model(family), choice())
     short, long, longer = (tiny_batch(family, length=length) for length in (70, 71, 90))
     assert warnings_of(model, short, short) == []
     (message,) = warnings_of(model, long, longer)
     assert "71 tokens" in message and "up to 70 tokens" in message and "hea.calibrate" in message
     assert warnings_of(model, longer) == []
-    assert warnings_of(hea.convert(hea.convert(tiny_model(family), CHOICE), "sdpa"), longer) == []
+    assert warnings_of(hea.convert(hea.convert(tiny_model(family), choice()), "sdpa"), longer) == []
 
 
 def test_padding_does_not_make_a_sequence_longer():
-    model = hea.convert(tiny_model("bert"), CHOICE)
+    model = hea.convert(tiny_model("bert"), choice())
     padded = tiny_batch("bert", length=90, padding="right")
     padded["attention_mask"][:, 70:] = 0
     assert warnings_of(model, padded) == []
@@ -434,8 +437,8 @@ def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):
     monkeypatch.setattr(
         capture.Call, "compute", lambda call, config: called.append((call.layer, config)) or compute(call, config)
     )
-    choice = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, [1], 70)
-    assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), choice).ratio > 0
+    second = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, [1], 70)
+    assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), second).ratio > 0
     assert set(called) == {(1, hea.LongformerConfig(window_size=3))}
 
 
