@@ -297,6 +297,12 @@ def test_properties_of_few_or_short_inputs(monkeypatch):
 # rows as they finish, interruption, limit of time
 
 
+def test_a_method_that_stores_the_limit_is_recommended():
+    options = {"methods": {"a": make_config("auto")}, "budgets": [16], "max_error": 9.0}
+    (one, _) = analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **options)["recommended"]["layers"]
+    assert (one["attention"], one["method"], one["settings"]) == ("a", "auto", {"columns": 16, "max_error": 9.0})
+
+
 def test_rows_as_they_finish():
     events = []
     execution = Execution(on_estimate=events.append, on_row=lambda row: events.append(row["layer"]))

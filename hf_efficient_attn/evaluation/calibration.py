@@ -204,14 +204,8 @@ def choose_one(
     table: ErrorTable, candidates: Sequence[Candidate], max_error: float, num_keys: float
 ) -> dict[Layer, Choice]:
     """One candidate for all layers that keep the limit with it: the one that saves the most keys, `num_keys` exact."""
-    best: dict[Layer, Choice] = {}
-    most = 0.0
-    for candidate in candidates:
-        chosen = choose_each(table, [candidate], max_error)
-        saved = len(chosen) * (num_keys - candidate.columns)
-        if saved > most:
-            best, most = chosen, saved
-    return best
+    found = [choose_each(table, [candidate], max_error) for candidate in candidates if candidate.columns < num_keys]
+    return max(found, key=lambda chosen: sum(num_keys - one.candidate.columns for one in chosen.values()), default={})
 
 
 def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> EfficientAttentionConfig:

@@ -66,8 +66,7 @@ class LayerError:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = {"layer": self.layer, "name": self.name, "method": self.method, "tokens": self.tokens}
-        return plain | {"estimate": self.estimate.tolist(), "bound": self.bound.tolist()}
+        return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         for root in roots
         for module, location, config, _ in attention_modules(root)
     }
-    found: list[LayerError] = []
+    errors: list[LayerError | None] = []
 
     def method_in(call: Call) -> MethodConfig | None:
         method = methods[call.module]
@@ -167,17 +166,17 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         return call.compute(method, required_tensors(call.module, method, call.name))
 
     def visit(call: Call) -> None:
-        error = _layer_error(call, method_in(call), num_rows, seed)
-        found.extend([] if error is None else [error])
+        errors.append(_layer_error(call, method_in(call), num_rows, seed))
 
     with capture_attention(model, visit, compute, windows=True):
         forward(model, batch)
+    found = tuple(error for error in errors if error is not None)
     if not found:
         raise UnsupportedAttentionError(
             "the batch has no valid token in any attention layer, so that there is nothing to measure: check its "
             "attention_mask"
         )
-    return ModelError(tuple(found), num_rows)
+    return ModelError(found, num_rows)
 
 
 def _layer_error(call: Call, method: MethodConfig | None, num_rows: int | None, seed: int) -> LayerError | None:

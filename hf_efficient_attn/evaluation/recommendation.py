@@ -81,15 +81,16 @@ def recommend(
     # In causal attention a query has half of the keys on average.
     num_keys = (summary.max_kv_len + 1) / 2 if summary.is_causal else float(summary.max_kv_len)
     candidates = [one for one in measured.candidates if one.columns < num_keys]
-    if per_layer:
-        chosen = choose_each(measured.table, candidates, max_error)
-    else:
+    chosen = choose_each(measured.table, candidates, max_error)
+    if not per_layer:
         chosen = choose_one(measured.table, candidates, max_error, num_keys)
 
     def attention(candidate: Candidate) -> dict[str, Any]:
-        sized = {label: one.with_budget(candidate.columns) for label, one in measured.methods.items()}
-        label = next(label for label, config in sized.items() if config == candidate.config)
-        return {"attention": label, "columns": candidate.columns}
+        for label, method in measured.methods.items():
+            sized = method.with_budget(candidate.columns)
+            if candidate.config in (sized, sized.calibrated(max_error, accepted=True)):
+                return {"attention": label, "columns": candidate.columns}
+        raise AssertionError(candidate)
 
     if not chosen:
         pooled = {one: spread(measured.table, one, max_error) for one in measured.candidates}
