@@ -216,6 +216,8 @@ def capture_attention(
     configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
     # Modules of a converted model that give their method the hidden states would not ask the interface.
     forwards = [(module, vars(module).get("forward")) for module in known]
+    training = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
     setattr(compute_exact, TAKES_DISTANCE_BIAS, True)
@@ -227,31 +229,17 @@ def capture_attention(
         for module in known:
             attach(module, plan(module, None))
             attach_hook(module)
-        with eval_mode(model):
-            yield
-    finally:
-        for module, own in forwards:
-            attach(module, own)
-        for config, implementation in configs:
-            config._attn_implementation_internal = implementation
-        ALL_ATTENTION_FUNCTIONS.pop(_NAME)
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Within the context the model is in eval mode, and no gradients are computed.
-
-    Afterwards the mode of each module and the global random state are as they were before.
-    """
-    training = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
         for module, mode in training:
             module.training = mode
+        for module, own in forwards:
+            attach(module, own)
+        for config, implementation in configs:
+            config._attn_implementation_internal = implementation
+        ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 
 def forward(model: nn.Module, batch: Batch) -> Any:
