@@ -16,14 +16,21 @@ sizes that do not fit in memory or take hours are refused. No gradient flows thr
 """
 
 from hf_efficient_attn.evaluation.matrices import (
+    AttentionError,
+    attention_error,
+    exact_output,
     near_field_pairs,
+    relative_error,
     residual_matrix,
-    singular_values,
     softmax_matrix,
+)
+from hf_efficient_attn.evaluation.sparsity import (
+    OrderRatios,
+    head_to_tail,
+    order_statistics_ratio,
+    singular_values,
     stable_rank,
 )
-from hf_efficient_attn.evaluation.output_error import AttentionError, attention_error, exact_output, relative_error
-from hf_efficient_attn.evaluation.sparsity import OrderRatios, head_to_tail, order_statistics_ratio
 
 __all__ = [
     "AttentionError",

@@ -11,7 +11,7 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis, cli
-from hf_efficient_attn.evaluation import norms, output_error
+from hf_efficient_attn.evaluation import matrices as dense
 from hf_efficient_attn.evaluation import sparsity as kernel_sparsity
 from recipes.analysis import budget, sparsity, spectrum
 from recipes.common import inputs
@@ -48,26 +48,20 @@ def test_head_to_tail_of_every_prefix_of_the_kernel_matrix():
                 assert found[b, h, i - 4].item() == pytest.approx((entries[i:].sum() / entries[:i].sum()).item())
 
 
-def test_head_to_tail_of_equal_entries():
-    # All entries are equal. The head has i of them and the tail i^2 - i.
-    found = analysis.head_to_tail(torch.zeros(60, 4), torch.zeros(60, 4))
-    assert found.tolist() == pytest.approx([i - 1 for i in range(50, 61)])
-
-
-def test_head_to_tail_of_a_diagonal():
-    # |q_i - k_j|^2 is 2 s^2 off the diagonal and 0 on it. With scale 1/2 the entries are exp(-s^2 / 2) and 1.
-    points = 3.0 * torch.eye(16)
-    found = analysis.head_to_tail(points, points, scale=0.5, first=2)
-    assert found.tolist() == pytest.approx([(i - 1) * math.exp(-4.5) for i in range(2, 17)])
-
-
-def test_head_to_tail_does_not_underflow_where_the_prefix_is_small():
-    # The last query is 0, so the entries of its row are e^5000 times as large as the others.
-    query = torch.full((8, 1), 100.0)
-    query[-1] = 0.0
-    found = analysis.head_to_tail(query, torch.zeros(8, 1), scale=1.0, first=3)
-    assert found[:-1].tolist() == pytest.approx([2.0, 3.0, 4.0, 5.0, 6.0])
-    assert found[-1].item() == pytest.approx(0.0, abs=1e-12)
+@pytest.mark.parametrize(
+    ("query", "key", "options", "expected"),
+    [
+        # All entries are equal. The head has i of them and the tail i^2 - i.
+        (torch.zeros(60, 4), torch.zeros(60, 4), {}, [i - 1 for i in range(50, 61)]),
+        # |q_i - k_j|^2 is 2 s^2 off the diagonal and 0 on it. With scale 1/2 the entries are exp(-s^2 / 2) and 1.
+        (3 * torch.eye(16), 3 * torch.eye(16), {"scale": 0.5, "first": 2}, [i * math.exp(-4.5) for i in range(1, 16)]),
+        # The last query is 0, so the entries of its row are e^5000 times as large as the others: no underflow.
+        (torch.tensor([100.0] * 7 + [0.0])[:, None], torch.zeros(8, 1), {"scale": 1.0, "first": 3}, [2, 3, 4, 5, 6, 0]),
+    ],
+    ids=["equal", "diagonal", "small"],
+)
+def test_head_to_tail_of_known_kernels(query, key, options, expected):
+    assert analysis.head_to_tail(query, key, **options).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_head_to_tail_does_not_depend_on_the_number_of_heads_at_a_time(monkeypatch):
@@ -87,33 +81,27 @@ def test_order_statistics_ratio():
         assert found.to_next[h].item() == pytest.approx((entries[8] / entries[9]).item())
 
 
-def test_order_statistics_ratio_of_a_diagonal():
-    points = 2.0 * torch.eye(10)
-    found = analysis.order_statistics_ratio(points, points, scale=1.0)
-    assert found.to_double.item() == found.to_next.item() == pytest.approx(math.exp(4.0))
+TOKENS = torch.zeros(60, 2)
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "message"),
+    ("measure", "inputs_of", "options", "message"),
     [
-        (torch.zeros(2, 3), torch.zeros(3, 3), "of one shape"),
-        (torch.zeros(60, 2, dtype=torch.int64), torch.zeros(60, 2, dtype=torch.int64), "floating"),
-        (torch.zeros(1, 60, 0), torch.zeros(1, 60, 0), "contains no numbers"),
-        (torch.zeros(1, 1).expand(5000, 1), torch.zeros(1, 1).expand(5000, 1), "4096 tokens or fewer"),
-    ],
+        (measure, inputs_of, {}, message)
+        for measure in ("head_to_tail", "order_statistics_ratio")
+        for inputs_of, message in [
+            ((torch.zeros(2, 3), torch.zeros(3, 3)), "of one shape"),
+            ((TOKENS.long(), TOKENS.long()), "floating"),
+            ((TOKENS[..., :0], TOKENS[..., :0]), "contains no numbers"),
+            ((torch.zeros(1, 1).expand(5000, 1),) * 2, "4096 tokens or fewer"),
+        ]
+    ]
+    + [("head_to_tail", (TOKENS, TOKENS), {"first": first}, "first") for first in (0, 61, 2.0, True)]
+    + [("order_statistics_ratio", (TOKENS[:1], TOKENS[:1]), {}, "at least 2 tokens")],
 )
-def test_invalid_inputs_of_kernel_measures_are_refused(query, key, message):
-    for measure in (analysis.head_to_tail, analysis.order_statistics_ratio):
-        with pytest.raises(REFUSED, match=message):
-            measure(query, key)
-
-
-@pytest.mark.parametrize("first", [0, 61, 2.0, True])
-def test_prefixes_that_do_not_exist_are_refused(first):
-    with pytest.raises(REFUSED, match="first"):
-        analysis.head_to_tail(torch.zeros(60, 2), torch.zeros(60, 2), first=first)
-    with pytest.raises(REFUSED, match="at least 2 tokens"):
-        analysis.order_statistics_ratio(torch.zeros(1, 2), torch.zeros(1, 2))
+def test_invalid_inputs_of_kernel_measures_are_refused(measure, inputs_of, options, message):
+    with pytest.raises(REFUSED, match=message):
+        getattr(analysis, measure)(*inputs_of, **options)
 
 
 # --- spectra ---
@@ -186,34 +174,22 @@ def test_near_field_is_what_the_method_computes_without_samples(config_class, ne
 
 
 def test_residual_is_the_softmax_matrix_outside_the_near_field():
-    query, key = normal(1, 2, 40, 4), normal(1, 2, 40, 4, seed=1)
-    config = hea.KDEformerConfig(block_size=8)
-    whole, pairs = analysis.softmax_matrix(query, key), analysis.near_field_pairs(config, query, key)
-    found = analysis.residual_matrix(config, query, key)
-    assert torch.equal(found[~pairs], whole[~pairs]) and not found[pairs].any()
-    assert pairs.any() and found.any()
-
-
-def test_residual_has_a_lower_stable_rank():
     # Eight well separated clusters of consecutive tokens: the softmax matrix is close to eight blocks of 1/8.
-    points = 4.0 * torch.eye(8).repeat_interleave(8, 0)[None, None]
-    options = {"scale": 0.5}
-    before = analysis.stable_rank(analysis.softmax_matrix(points, points, **options)).item()
+    points, options = 4.0 * torch.eye(8).repeat_interleave(8, 0)[None, None], {"scale": 0.5}
     config = hea.KDEformerConfig(block_size=8, num_hashes=20, near_field="lsh")
-    after = analysis.stable_rank(analysis.residual_matrix(config, points, points, **options)).item()
-    assert before == pytest.approx(8.0, rel=0.1)
-    assert after < before
+    whole, pairs = analysis.softmax_matrix(points, points, **options), analysis.near_field_pairs(config, points, points)
+    found = analysis.residual_matrix(config, points, points, **options)
+    assert torch.equal(found[~pairs], whole[~pairs]) and not found[pairs].any()
+    assert analysis.stable_rank(whole).item() == pytest.approx(8.0, rel=0.1)
+    assert analysis.stable_rank(found).item() < analysis.stable_rank(whole).item()
 
 
-@pytest.mark.parametrize("method", ["linear", "performer"])
-def test_methods_without_a_near_field_are_refused(method):
-    with pytest.raises(REFUSED, match="longformer"):
-        analysis.near_field_pairs(method, normal(1, 1, 9, 4), normal(1, 1, 9, 4))
-
-
-def test_near_field_of_all_pairs_is_refused():
-    with pytest.raises(REFUSED, match="smaller block_size"):
-        analysis.residual_matrix("kdeformer", normal(1, 1, 9, 4), normal(1, 1, 9, 4))
+@pytest.mark.parametrize(
+    ("method", "message"), [("linear", "longformer"), ("performer", "longformer"), ("kdeformer", "smaller block_size")]
+)
+def test_methods_without_a_near_field_are_refused(method, message):
+    with pytest.raises(REFUSED, match=message):
+        analysis.residual_matrix(method, normal(1, 1, 9, 4), normal(1, 1, 9, 4))
 
 
 def test_inputs_too_large_for_memory_are_refused():
@@ -231,30 +207,28 @@ def test_inputs_too_large_for_memory_are_refused():
             analysis.singular_values(wrong)
 
 
-@pytest.mark.parametrize("shape", [(9, 5), (5, 9), (2, 3, 40, 7), (600, 700), (2, 530, 520)])
-def test_operator_norm(shape):
-    matrix = normal(*shape).double()
-    expected = torch.linalg.matrix_norm(matrix, ord=2)
-    torch.testing.assert_close(norms.operator_norm(matrix), expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(norms.operator_norm(1e200 * matrix), 1e200 * expected, rtol=1e-5, atol=0)
+LOCAL = torch.ones(600, 600, dtype=torch.float64).tril(3).triu(-3)
 
 
-def test_operator_norm_of_attention_matrices():
-    """Matrices whose largest singular values are close together, or far from the others."""
-    local = torch.ones(600, 600, dtype=torch.float64).tril(3).triu(-3)
-    for matrix in (local / local.sum(1, keepdim=True), (3 * normal(600, 600).double()).softmax(1), torch.eye(700)):
-        expected = torch.linalg.matrix_norm(matrix.double(), ord=2)
-        torch.testing.assert_close(norms.operator_norm(matrix), expected, rtol=1e-4, atol=0)
+@pytest.mark.parametrize(
+    "matrix",
+    [normal(*shape).double() for shape in ((9, 5), (5, 9), (2, 3, 40, 7), (600, 700), (2, 530, 520))]
+    # Largest singular values that are close together, or far from the others.
+    + [LOCAL / LOCAL.sum(1, keepdim=True), (3 * normal(600, 600).double()).softmax(1), torch.eye(700)],
+    ids=lambda matrix: f"{tuple(matrix.shape)}",
+)
+def test_operator_norm(matrix):
+    expected, random = torch.linalg.matrix_norm(matrix.double(), ord=2), torch.get_rng_state()
+    torch.testing.assert_close(dense.operator_norm(matrix), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(dense.operator_norm(1e200 * matrix.double()), 1e200 * expected, rtol=1e-4, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_operator_norm_of_special_matrices():
-    random = torch.get_rng_state()
-    matrices = torch.tensor([[[1.0, torch.nan], [0.0, 1.0]], [[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]])
-    found = norms.operator_norm(matrices)
-    assert found[0].isnan() and found[1:].tolist() == pytest.approx([4.0, 0.0])
-    assert norms.operator_norm(torch.zeros(3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
-    assert norms.operator_norm(torch.zeros(600, 600)).item() == 0.0
-    assert torch.equal(torch.get_rng_state(), random)
+    found = dense.operator_norm(torch.tensor([[[1.0, torch.nan], [0.0, 1.0]], [[3.0, 0.0], [0.0, 4.0]]]))
+    assert found[0].isnan() and found[1] == pytest.approx(4.0)
+    assert dense.operator_norm(torch.zeros(3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
+    assert dense.operator_norm(torch.zeros(2, 600, 600)).tolist() == [0.0, 0.0]
 
 
 # --- errors ---
@@ -275,7 +249,7 @@ def test_relative_error():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("length", [5, 9, 12])
 def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length, monkeypatch):
-    monkeypatch.setattr(output_error, "_CHUNK_QUERIES", 4)
+    monkeypatch.setattr(dense, "_CHUNK_QUERIES", 4)
     query, key, value = normal(2, 4, length, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 6, seed=2)
     mask = None
     if padded:
@@ -372,25 +346,13 @@ def test_help_of_commands(recipe, capsys):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "arguments"),
-    [
-        (budget, []),
-        (sparsity, []),
-        (sparsity, ["--model", "gpt2"]),
-        (spectrum, ["--source", "glove"]),
-        (spectrum, ["--source", "deit"]),
-    ],
-)
-def test_missing_data_is_one_message(recipe, arguments, capsys, monkeypatch):
-    monkeypatch.setenv("HEA_DATA", "no/such/folder")
-    assert run(recipe, *arguments) == 2
-    err = capsys.readouterr().err
-    assert "no/such/folder" in err and "HEA_DATA" in err and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("recipe", "arguments", "message"),
     [
+        (budget, [], "no/such/folder"),
+        (sparsity, [], "no/such/folder"),
+        (sparsity, ["--model", "gpt2"], "HEA_DATA"),
+        (spectrum, ["--source", "glove"], "HEA_DATA"),
+        (spectrum, ["--source", "deit"], "no/such/folder"),
         (budget, ["--source", "imdb"], "glove, random"),
         (budget, ["--source", "random", "--method", "kdeformr"], "kdeformer"),
         (budget, ["--source", "random", "--budget", "none"], "number of tokens"),
@@ -401,9 +363,11 @@ def test_missing_data_is_one_message(recipe, arguments, capsys, monkeypatch):
         (spectrum, ["--csv", "no/such/folder/file.csv"], "its folder must exist"),
     ],
 )
-def test_invalid_arguments_of_commands_are_refused(recipe, arguments, message, capsys):
+def test_invalid_arguments_of_commands_are_refused(recipe, arguments, message, capsys, monkeypatch):
+    monkeypatch.setenv("HEA_DATA", "no/such/folder")
     assert run(recipe, *arguments) == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
 
 
 def test_spectrum_of_random_numbers(tmp_path, plot, capsys):
@@ -423,7 +387,7 @@ def test_spectrum_of_random_numbers(tmp_path, plot, capsys):
     assert "of 2 cases" in capsys.readouterr().out
 
 
-def test_scale_is_passed_to_the_measurements():
+def test_scale_is_passed_to_the_measurements(capsys):
     # With scores of 0 every weight is 1 / 32 and every output is the mean of the values.
     tensors = budget.read("random", None, 32, 0)
     query, key = spectrum.read("random", None, 32, 0, 0, 0)
@@ -434,6 +398,9 @@ def test_scale_is_passed_to_the_measurements():
     rows = budget.measure(configs, tensors, [8], seeds=1, rounds=1, memory=False, scale=0.0)
     other = budget.measure(configs, tensors, [8], seeds=1, rounds=1, memory=False, scale=1.0)
     assert rows[1]["error"] != other[1]["error"]
+    arguments = ["--source", "random", "--length", "32", "--budget", "8", "--rounds", "1", "--seeds", "1"]
+    assert run(budget, *arguments, "--no-memory", "--method", "longformer", "--scale", "0") == 0
+    assert "scale 0" in (out := capsys.readouterr().out) and "an error of 0.000" in out
 
 
 def write_glove(folder, count=300):
@@ -485,15 +452,6 @@ def test_budget_skips_methods_that_are_not_registered(monkeypatch, capsys):
     assert "| hyperattention | 8" in out and "±" in out
 
 
-def test_scale_option_of_budget(capsys):
-    arguments = ["--source", "random", "--length", "32", "--budget", "8", "--rounds", "1", "--seeds", "1"]
-    arguments += ["--no-memory", "--method", "longformer"]
-    assert run(budget, *arguments, "--scale", "0") == 0
-    assert "scale 0" in (out := capsys.readouterr().out) and "an error of 0.000" in out
-    assert run(budget, *arguments) == 0
-    assert "an error of 0.000" not in capsys.readouterr().out
-
-
 @pytest.mark.exhaustive
 def test_budget_measures_memory(capsys, tmp_path):
     rows = tmp_path / "rows.csv"
@@ -513,14 +471,10 @@ def write_squad(folder):
     return contexts
 
 
-def test_squad_texts(tmp_path):
+def test_sparsity_on_minilm(tmp_path, minilm, plot, capsys):
     contexts = write_squad(tmp_path)
     assert inputs.squad_texts(tmp_path, "paragraph") == contexts
     assert inputs.squad_texts(tmp_path, "article") == [f"{contexts[0]} {contexts[1]}", contexts[2]]
-
-
-def test_sparsity_on_minilm(tmp_path, minilm, plot, capsys):
-    write_squad(tmp_path)
     rows = tmp_path / "rows.csv"
     arguments = ["--data", str(tmp_path), "--first", "20", "--length", "60", "--threads", "1"]
     assert run(sparsity, *arguments, "--csv", str(rows), "--plot", str(plot)) == 0
@@ -531,6 +485,8 @@ def test_sparsity_on_minilm(tmp_path, minilm, plot, capsys):
     assert is_png(plot)
     out = capsys.readouterr().out
     assert "2 texts (paragraphs of SQuAD) of 20 to 60 tokens; 1 shorter ones omitted" in out
+    assert run(sparsity, "--data", str(tmp_path), "--first", "200") == 2
+    assert "smaller --first" in capsys.readouterr().err
     # The same measure on queries and keys of the first layer for the second text.
     model, tokenizer, longest = inputs.load_text_model("minilm", tmp_path)
     (layers,) = inputs.text_activations(model, tokenizer, 60, [inputs.squad_texts(tmp_path, "paragraph")[1]], 2)
@@ -538,12 +494,6 @@ def test_sparsity_on_minilm(tmp_path, minilm, plot, capsys):
     expected = analysis.head_to_tail(layers[0].query, layers[0].key, first=20).amax(2)[0]
     of_second = [(int(r["head"]), float(r["max_ratio"])) for r in found if r["layer"] == "0" and r["of_text"] == "1"]
     assert of_second and all(ratio == pytest.approx(expected[head].item(), rel=1e-4) for head, ratio in of_second)
-
-
-def test_sparsity_refuses_texts_that_are_too_short(tmp_path, minilm, capsys):
-    write_squad(tmp_path)
-    assert run(sparsity, "--data", str(tmp_path), "--first", "200") == 2
-    assert "smaller --first" in capsys.readouterr().err
 
 
 def test_sparsity_and_spectrum_on_shared_data(data, capsys):

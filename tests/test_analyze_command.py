@@ -24,6 +24,8 @@ from test_benchmark_command import (  # noqa: F401 (fixtures)
 )
 from tiny_models import tiny_batch, tiny_model
 
+WINDOW = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8], "max_error": 9.0}
+
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
@@ -58,22 +60,20 @@ def test_padding_does_not_count_in_an_analysis():
     ids = torch.arange(5, 45)[None]
     padded = {"input_ids": torch.cat((ids, torch.full((1, 10), 7)), 1), "attention_mask": torch.ones(1, 50).long()}
     padded["attention_mask"][:, 40:] = 0
-    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [9], "max_error": 9.0}
-    short, long = (analyze.analyze(model, [batch], **options) for batch in ({"input_ids": ids}, padded))
+    short, long = (analyze.analyze(model, [batch], **WINDOW) for batch in ({"input_ids": ids}, padded))
     for one, other in zip(short["layers"], long["layers"], strict=True):
         for key in ("stable_rank", "head_to_tail"):
             assert one[key] == pytest.approx(other[key], rel=1e-4)
-        assert one["errors"]["w"]["9"] == pytest.approx(other["errors"]["w"]["9"], rel=1e-3)
+        assert one["errors"]["w"]["8"] == pytest.approx(other["errors"]["w"]["8"], rel=1e-3)
     assert short["calibrated"]["calibrated_length"] == long["calibrated"]["calibrated_length"] == 40
 
 
 def test_batches_are_averaged():
     model, one, other = tiny_model("bert"), tiny_batch("bert", batch=1), tiny_batch("bert", batch=1, seed=1)
     both = {name: torch.cat((one[name], other[name])) for name in one}
-    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [9], "max_error": 9.0}
-    together, apart = (analyze.analyze(model, batches, **options) for batches in ([both], [one, other]))
+    together, apart = (analyze.analyze(model, batches, **WINDOW) for batches in ([both], [one, other]))
     for entry, same in zip(together["layers"], apart["layers"], strict=True):
-        assert entry["errors"]["w"]["9"] == pytest.approx(same["errors"]["w"]["9"], rel=1e-4)
+        assert entry["errors"]["w"]["8"] == pytest.approx(same["errors"]["w"]["8"], rel=1e-4)
     pairs = zip(together["recommended"]["layers"], apart["recommended"]["layers"], strict=True)
     assert all(entry["bound"] == pytest.approx(same["bound"], rel=1e-4) for entry, same in pairs)
 
@@ -146,18 +146,32 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
 
     monkeypatch.setattr(analyze, "analyze_checkpoint", meanwhile)
     assert command(*flat, "--methods", "nystromformer", "--output", inside) == 0
-    out = capsys.readouterr().out
-    assert f"--config {inside / 'analysis-1.json'} " in out and "does not store" not in out
+    out, mine = capsys.readouterr().out, inside / "analysis-1.json"
+    assert f"--config {mine} " in out and "does not store" not in out
     assert (inside / "analysis.json").read_text() == "theirs"
-    stored = json.loads((inside / "analysis-1.json").read_text())["command"]
-    assert f"    {stored}\n" in out
+    assert f"    {json.loads(mine.read_text())['command']}\n" in out
 
 
-def test_a_command_that_does_not_store_the_length_says_so(flat, capsys):
-    assert command(*flat, "--methods", "nystromformer") == 0
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (
+            ["--methods", "nystromformer"],
+            ["--method nystromformer", "does not store the length of 60 tokens up to which this holds. With --output "],
+        ),
+        (
+            ["--methods", "longformer", "--calibrate", "1e-7"],
+            ["No method keeps an error of .00 in any layer. The nearest is layer ", "Allow a larger error"],
+        ),
+        (["--methods", "linear,nystromformer"], ["Warning: linear: the error hardly falls with the budget"]),
+    ],
+    ids=["length", "nothing", "budget"],
+)
+def test_what_the_report_says(arguments, messages, flat, capsys):
+    assert command(*flat, *arguments) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "--method nystromformer" in out
-    assert "does not store the length of 60 tokens up to which this holds. With --output FOLDER, analyze" in out
+    assert all(message in out for message in messages)
+    assert ("hf-efficient-attn convert" in out) == ("--calibrate" not in arguments)
 
 
 def test_a_mix_without_a_file_is_one_line(made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
@@ -184,19 +198,6 @@ def test_extended_positions_are_part_of_the_command(made, text, capsys):  # noqa
     assert "--max-length" not in run_json(capsys, *arguments, "--length", 100)["command"]
 
 
-def test_two_limits_are_refused(made, text, capsys):  # noqa: F811
-    arguments = ["analyze", made("bert"), "--data", text, "--max-error", "0.1"]
-    assert command(*arguments, "--calibrate", "0.2") == 2
-    assert "two limits" in capsys.readouterr().err
-
-
-def test_nothing_keeps_the_limit(flat, capsys):
-    assert command(*flat, "--methods", "longformer", "--calibrate", "1e-7") == 0
-    out = capsys.readouterr().out
-    assert "keep the model exact" in out and "The nearest is layer" in out
-    assert "hf-efficient-attn convert" not in out
-
-
 def table_of(errors):
     """{(label, columns): {layer: error}} -> candidates and the errors of two sequences."""
     candidates = [calibration.Candidate(columns, make_config(label).with_budget(columns)) for label, columns in errors]
@@ -211,24 +212,26 @@ def table_of(errors):
 def test_one_choice_saves_the_most():
     errors = {("longformer", 9): {0: 0.05, 1: 0.5, 2: 0.5}, ("kdeformer", 16): {0: 0.05, 1: 0.06, 2: 0.5}}
     candidates, table = table_of(errors)
-    assert set(calibration.choose_one(table, candidates, 0.1, 100)) == {0, 1}
-    assert {one.candidate.columns for one in calibration.choose_one(table, candidates, 0.1, 100).values()} == {16}
+
+    def columns(chosen):
+        return {layer: one.candidate.columns for layer, one in chosen.items()}
+
+    assert columns(calibration.choose_one(table, candidates, 0.1, 100)) == {0: 16, 1: 16}
     # With 18 keys, two layers with 16 columns save 4 keys, and one with 9 columns saves 9.
-    assert {one.candidate.columns for one in calibration.choose_one(table, candidates, 0.1, 18).values()} == {9}
-    each = calibration.choose_each(table, candidates, 0.1)
-    assert {layer: one.candidate.columns for layer, one in each.items()} == {0: 9, 1: 16}
+    assert columns(calibration.choose_one(table, candidates, 0.1, 18)) == {0: 9}
+    assert columns(calibration.choose_each(table, candidates, 0.1)) == {0: 9, 1: 16}
     assert calibration.choose_one(table, candidates, 0.01, 100) == {}
 
 
 def test_both_recommendations_keep_one_limit(made, text, capsys):  # noqa: F811
     arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 2, "--budgets", "16,32"]
-    one = run_json(capsys, *arguments, "--max-error", "0.6")
-    each = run_json(capsys, *arguments, "--calibrate", "0.6")
-    for result in (one, each):
-        assert result["recommended"]["layers"]
-        assert all(entry["error"] <= entry["bound"] <= 0.6 for entry in result["recommended"]["layers"])
-    assert len({(e["method"], e["columns"]) for e in one["recommended"]["layers"]}) == 1
-    assert set(one["recommended"]["exact_layers"]) >= set(each["recommended"]["exact_layers"])
+    one, each = (
+        run_json(capsys, *arguments, option, "0.6")["recommended"] for option in ("--max-error", "--calibrate")
+    )
+    for found in (one, each):
+        assert found["layers"] and all(entry["error"] <= entry["bound"] <= 0.6 for entry in found["layers"])
+    assert len({(entry["method"], entry["columns"]) for entry in one["layers"]}) == 1
+    assert set(one["exact_layers"]) >= set(each["exact_layers"])
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -243,25 +246,22 @@ def test_calibrated_settings_can_be_loaded(family, made, text, capsys):  # noqa:
     assert "seed" not in json.dumps(given), "default values are left out"
 
 
-def test_error_that_does_not_fall():
-    def entries(*pairs):
-        return [
-            {"layer": i, "name": "", "errors": {"linear": {"64": [a], "256": [b]}}} for i, (a, b) in enumerate(pairs)
-        ]
-
-    (all_layers,) = recommendation.budget_warnings(entries((0.5, 0.5), (0.6, 0.7)), [64, 256])
-    assert "hardly falls with the budget: 0.55 at 64 columns, 0.60 at 256" in all_layers
-    (some,) = recommendation.budget_warnings(entries((0.5, 0.1), (0.6, 0.6), (0.4, 0.4)), [64, 256])
-    assert "in layers 1-2: 0.50 at 64 columns" in some
-    (one,) = recommendation.budget_warnings(entries((0.5, 0.1), (0.6, 0.6)), [64, 256])
-    assert "in layer 1: 0.60 at 64 columns" in one
-    assert recommendation.budget_warnings(entries((0.5, 0.1), (1e-9, 2e-9)), [64, 256]) == []
-    assert recommendation.budget_warnings(entries((0.5, 0.5)), [64]) == []
-
-
-def test_the_warning_is_printed(flat, capsys):
-    assert command(*flat, "--methods", "linear,nystromformer") == 0
-    assert "Warning: linear: the error hardly falls with the budget" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("errors", "budgets", "sentence"),
+    [
+        ([(0.5, 0.5), (0.6, 0.7)], [64, 256], "hardly falls with the budget: 0.55 at 64 columns, 0.60 at 256"),
+        ([(0.5, 0.1), (0.6, 0.6), (0.4, 0.4)], [64, 256], "in layers 1-2: 0.50 at 64 columns"),
+        ([(0.5, 0.1), (0.6, 0.6)], [64, 256], "in layer 1: 0.60 at 64 columns"),
+        ([(0.5, 0.1), (1e-9, 2e-9)], [64, 256], None),
+        ([(0.5, 0.5)], [64], None),
+    ],
+)
+def test_error_that_does_not_fall(errors, budgets, sentence):
+    entries = [
+        {"layer": i, "name": "", "errors": {"linear": {"64": [a], "256": [b]}}} for i, (a, b) in enumerate(errors)
+    ]
+    found = recommendation.budget_warnings(entries, budgets)
+    assert (sentence in found[0] and len(found) == 1) if sentence else found == []
 
 
 def test_default_length(made, tmp_path, capsys, photographs):  # noqa: F811
@@ -279,53 +279,53 @@ def test_default_length(made, tmp_path, capsys, photographs):  # noqa: F811
     assert "180 x 180 pixels" in pictures["notes"][0]
 
 
-def test_long_sequences_have_no_properties(monkeypatch):
-    monkeypatch.setattr(analyze, "_MAX_LENGTH", 60)
-    model = tiny_model("bert")
-    found = analyze.analyze(model, [tiny_batch("bert")], methods={"w": hea.LongformerConfig()}, budgets=[8])
-    assert found["property_inputs"] == 0
-    assert [entry["stable_rank"] for entry in found["layers"]] == [None, None]
-    assert all(entry["errors"]["w"]["8"] for entry in found["layers"])
-
-
-def test_properties_of_few_inputs(monkeypatch):
-    monkeypatch.setattr(analyze, "_PROPERTY_ENTRIES", 70 * 70)
+def test_properties_of_few_or_short_inputs(monkeypatch):
     model, batch = tiny_model("bert"), tiny_batch("bert", batch=3)
-    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8]}
-    three, one = (analyze.analyze(model, [{"input_ids": batch["input_ids"][:n]}], **options) for n in (3, 1))
+    monkeypatch.setattr(analyze, "_PROPERTY_ENTRIES", 70 * 70)
+    three, one = (analyze.analyze(model, [{"input_ids": batch["input_ids"][:n]}], **WINDOW) for n in (3, 1))
     assert three["property_inputs"] == 1
     for entry, other in zip(three["layers"], one["layers"], strict=True):
         assert entry["stable_rank"] == pytest.approx(other["stable_rank"], rel=1e-4)
         assert entry["errors"]["w"]["8"] != pytest.approx(other["errors"]["w"]["8"], rel=1e-4)
+    monkeypatch.setattr(analyze, "_MAX_LENGTH", 60)
+    long = analyze.analyze(model, [batch], **WINDOW)
+    assert long["property_inputs"] == 0
+    assert [entry["stable_rank"] for entry in long["layers"]] == [None, None]
+    assert all(entry["errors"]["w"]["8"] for entry in long["layers"])
 
 
 # rows as they finish, interruption, limit of time
 
 
+def test_a_method_that_stores_the_limit_is_recommended():
+    options = {"methods": {"a": make_config("auto")}, "budgets": [16], "max_error": 9.0}
+    (one, _) = analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **options)["recommended"]["layers"]
+    assert (one["attention"], one["method"], one["settings"]) == ("a", "auto", {"columns": 16, "max_error": 9.0})
+
+
 def test_rows_as_they_finish():
     events = []
     execution = Execution(on_estimate=events.append, on_row=lambda row: events.append(row["layer"]))
-    model = tiny_model("bert")
-    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8]}
-    found = analyze.analyze(model, [tiny_batch("bert")], **options, execution=execution)
+    found = analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **WINDOW, execution=execution)
     assert events[0].startswith("Expected: ") and "2 layers" in events[0]
     assert events[1:] == [0, 1]
     assert found["complete"]
+
+
+def _interrupt(*arguments):
+    raise KeyboardInterrupt
 
 
 def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
     errors = capture.Call.errors
 
     def interrupt(call, config, *rest):
-        if call.layer == 1:
-            raise KeyboardInterrupt
-        return errors(call, config, *rest)
+        return _interrupt() if call.layer == 1 else errors(call, config, *rest)
 
     monkeypatch.setattr(capture.Call, "errors", interrupt)
-    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8], "max_error": 9.0}
     model = tiny_model("bert").train()
     with pytest.raises(Interrupted) as raised:
-        analyze.analyze(model, [tiny_batch("bert")], **options)
+        analyze.analyze(model, [tiny_batch("bert")], **WINDOW)
     assert model.training and model.config._attn_implementation == "sdpa"
     result = raised.value.result
     assert [entry["layer"] for entry in result["layers"]] == [0]
@@ -345,25 +345,18 @@ def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys,
 
 
 def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hf_efficient_attn.evaluation.recommendation.measure_speed", interrupt)
-    options = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8], "max_error": 9.0}
+    monkeypatch.setattr(recommendation, "measure_speed", _interrupt)
     with pytest.raises(Interrupted) as raised:
-        analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **options)
+        analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **WINDOW)
     result = raised.value.result
     assert (result["complete"], result["left_out"]) == (True, [])
     assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
 
 
 def test_an_interruption_before_the_first_layer_gives_nothing(flat, tmp_path, capsys, monkeypatch):
-    def interrupt(call, config, *rest):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(capture.Call, "errors", interrupt)
+    monkeypatch.setattr(capture.Call, "errors", _interrupt)
     with pytest.raises(KeyboardInterrupt) as raised:
-        analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], methods={"w": hea.LongformerConfig()}, budgets=[8])
+        analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **WINDOW)
     assert not isinstance(raised.value, Interrupted)
     capsys.readouterr()
     assert command(*flat, "--output", tmp_path / "out") == 130
@@ -407,6 +400,8 @@ def test_the_report(flat, capsys):
 
 def test_heat_maps(made, photographs, tmp_path, capsys):  # noqa: F811
     pytest.importorskip("matplotlib")
+    assert command("analyze", made("deit", True), "--data", photographs, "--length", 10**12) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
     arguments = ["analyze", made("deit", True), "--data", photographs, "--rows", 2, "--budgets", "8,16,24",
                  "--length", 66, "--output", tmp_path / "out", "--calibrate", "0.95"]  # fmt: skip
     assert command(*arguments) == 0
@@ -492,6 +487,7 @@ def test_short_numbers(value, shown):
         (["--data", "TEXT", "--length", "999999999999"], "give more text"),
         (["--data", "TEXT", "--output", "missing/folder"], "does not exist"),
         (["--data", "TEXT", "--device", "abacus"], "--device abacus"),
+        (["--data", "TEXT", "--max-error", "0.1", "--calibrate", "0.2"], "two limits"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -502,12 +498,6 @@ def test_analysis_refused(arguments, message, made, text, capsys):  # noqa: F811
     assert out == ""
     assert len(err.splitlines()) == 1
     assert message in err
-
-
-def test_huge_pictures_are_refused(made, photographs, capsys):  # noqa: F811
-    assert command("analyze", made("deit", True), "--data", photographs, "--length", 10**12) == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1
 
 
 def test_budgets_beyond_the_length_are_left_out_with_a_note(made, text, capsys):  # noqa: F811

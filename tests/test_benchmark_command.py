@@ -30,8 +30,8 @@ from hf_efficient_attn.evaluation import (
     comparison,
     generation,
     memory,
-    payoff,
-    plan,
+    progress,
+    recommendation,
     timing,
 )
 from hf_efficient_attn.evaluation.comparison import Procedure
@@ -409,16 +409,16 @@ def _row(attention, speed_up, error, length=4096, spread=0.01):
 
 def test_the_fastest_of_the_accurate_methods_is_recommended():
     rows = [_row("sdpa", 1.0, 0.0), _row("a", 4.0, 0.3), _row("b", 2.0, 0.1), _row("c", 3.0, 0.05), _row("d", 1.0, 0.0)]
-    found = payoff.recommend_method(rows)
+    found = recommendation.recommend_method(rows)
     assert found["recommended"] == "c"
     assert found["recommendation"] == (
         "Recommended at 4096 tokens: c, 3.0 times as fast as exact attention with an error of 0.050, the fastest with "
         "an error of at most 0.1."
     )
-    found = payoff.recommend_method([_row("a", 4.0, 0.3), _row("b", 2.0, 0.2), _row("d", 1.0, 0.0)])
+    found = recommendation.recommend_method([_row("a", 4.0, 0.3), _row("b", 2.0, 0.2), _row("d", 1.0, 0.0)])
     assert found["recommended"] == "b"
     assert "none of them keeps 0.1" in found["recommendation"]
-    found = payoff.recommend_method([_row("a", 1.15, 0.3), _row("b", 0.5, 0.0)])
+    found = recommendation.recommend_method([_row("a", 1.15, 0.3), _row("b", 0.5, 0.0)])
     assert found["recommended"] == "sdpa"
     assert "exact attention (sdpa)" in found["recommendation"]
 
@@ -426,25 +426,29 @@ def test_the_fastest_of_the_accurate_methods_is_recommended():
 def test_times_that_do_not_differ_decide_nothing():
     """Two runs of noisy rounds recommend the same, whichever of two equal methods happens to be faster."""
     for first, second in ((2.0, 2.2), (2.2, 2.0)):
-        found = payoff.recommend_method([_row("a", first, 0.01, spread=0.2), _row("b", second, 0.09, spread=0.2)])
+        found = recommendation.recommend_method(
+            [_row("a", first, 0.01, spread=0.2), _row("b", second, 0.09, spread=0.2)]
+        )
         assert found["recommended"] == "a"
         assert "differ too little" in found["recommendation"]
-        found = payoff.recommend_method([_row("a", first, 0.01, spread=0.02), _row("b", second, 0.09, spread=0.02)])
+        found = recommendation.recommend_method(
+            [_row("a", first, 0.01, spread=0.02), _row("b", second, 0.09, spread=0.02)]
+        )
         assert found["recommended"] == ("b" if second > first else "a")
     # A gain that is smaller than the spread of the rounds is none, and a single round has the spread of a busy machine.
     for gain, spread, recommended in ((1.3, 0.2, "sdpa"), (1.3, 0.1, "a"), (1.3, 0.0, "sdpa"), (1.5, 0.0, "a")):
         rows = [_row("a", gain, 0.01, spread=spread), _row("b", 0.9, 0.0)]
-        assert payoff.recommend_method(rows)["recommended"] == recommended
-        assert payoff.pays_from(rows, "a") == (4096 if recommended == "a" else None)
+        assert recommendation.recommend_method(rows)["recommended"] == recommended
+        assert recommendation.pays_from(rows, "a") == (4096 if recommended == "a" else None)
 
 
 def test_nothing_is_recommended_without_a_comparison():
     nothing = {"recommended": None, "recommendation": None}
-    assert payoff.recommend_method([]) == nothing
-    assert payoff.recommend_method([_row("sdpa", 1.0, 0.0), _row("a", 2.0, 0.0)]) == nothing
-    assert payoff.recommend_method([_row("a", 2.0, None), _row("b", 3.0, None)]) == nothing
+    assert recommendation.recommend_method([]) == nothing
+    assert recommendation.recommend_method([_row("sdpa", 1.0, 0.0), _row("a", 2.0, 0.0)]) == nothing
+    assert recommendation.recommend_method([_row("a", 2.0, None), _row("b", 3.0, None)]) == nothing
     longer = [_row("a", 2.0, 0.2), _row("b", 3.0, 0.3), _row("a", 9.0, 0.4, 8192)]  # the last length is not complete
-    assert "at 4096 tokens: a" in payoff.recommend_method(longer)["recommendation"]
+    assert "at 4096 tokens: a" in recommendation.recommend_method(longer)["recommendation"]
 
 
 def test_the_recommendation_is_printed(made, text, capsys):
@@ -570,8 +574,8 @@ def rows_of(speeds):
 )
 def test_pays_from(speeds, expected):
     rows = rows_of(speeds)
-    assert payoff.pays_from(rows, "m") == expected
-    sentence = payoff.summarise({"measurements": rows, "pays_from": {"m": expected}})[0]
+    assert recommendation.pays_from(rows, "m") == expected
+    sentence = recommendation.summarise({"measurements": rows, "pays_from": {"m": expected}})[0]
     if expected is None:
         assert "does not pay off up to 2048 tokens" in sentence
     else:
@@ -798,8 +802,8 @@ def test_a_limit_of_time(made, text):
 @pytest.mark.parametrize(("seconds", "order"), [(1e9, [90, 60, 30]), (50.0, [60, 30, 90]), (1.0, [30, 60, 90])])
 def test_the_greatest_length_that_fits_is_measured_first(seconds, order, made, text, monkeypatch):
     """Then shorter ones, and last those that do not fit; every pass takes as many seconds as a tenth of its tokens."""
-    monkeypatch.setattr(plan.PassTimes, "exact", lambda times, tokens: tokens / 10)
-    monkeypatch.setattr(plan.PassTimes, "method", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(progress.PassTimes, "exact", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(progress.PassTimes, "method", lambda times, tokens: tokens / 10)
     monkeypatch.setattr(Execution, "seconds_left", lambda execution: seconds)
     found = benchmark.Benchmark(
         made("bert"), {"window": hea.LongformerConfig(window_size=3)}, [30, 60, 90], data=text, procedure=ONE_ROW,
@@ -811,8 +815,8 @@ def test_the_greatest_length_that_fits_is_measured_first(seconds, order, made, t
 
 
 def test_default_lengths_within_a_limit_keep_the_greatest_that_fits(made, text, monkeypatch):
-    monkeypatch.setattr(plan.PassTimes, "exact", lambda times, tokens: tokens / 10)
-    monkeypatch.setattr(plan.PassTimes, "method", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(progress.PassTimes, "exact", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(progress.PassTimes, "method", lambda times, tokens: tokens / 10)
     monkeypatch.setattr(Execution, "seconds_left", lambda execution: 60.0 * 5)
     found = benchmark.Benchmark(
         made("bert"), {"window": hea.LongformerConfig(window_size=3)}, None, data=text, procedure=ONE_ROW,
@@ -1005,7 +1009,7 @@ def test_the_device_is_that_of_the_model_and_its_inputs(made, text, capsys):
 
 def test_estimates_follow_the_number_of_products(made, text):
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    times = plan.PassTimes(model, ModelData(model, made("bert"), text, longest=64, rows=1), 64, 1)
+    times = progress.PassTimes(model, ModelData(model, made("bert"), text, longest=64, rows=1), 64, 1)
     assert times.exact(64) > 0
     assert 2 * times.exact(4096) < times.exact(8192) < 4 * times.exact(4096)
     assert times.method(8192) == pytest.approx(2 * times.method(4096))

@@ -1,5 +1,6 @@
 """`hea.calibrate`, the capture of attention calls, and the bound on errors of unseen sequences."""
 
+import contextlib
 import copy
 import json
 import math
@@ -126,58 +127,46 @@ def test_a_mix_is_one_config():
     linear = calibration.Choice(calibration.Candidate(7, hea.LinearConfig()), 0.1, 0.2)
     found = calibration.make_settings({0: window, 1: linear, 2: window}, 70)
     assert found.calibrated_length == 70
-    assert [(one.layers, one.config.method) for one in found.entries] == [
-        ((0, 2), "longformer"),
-        ((1,), "linear"),
-    ]
+    assert [(one.layers, one.config.method) for one in found.entries] == [((0, 2), "longformer"), ((1,), "linear")]
     assert found.to_dict()["layers"][0]["window_size"] == 3
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "vit", "llama"])
-def test_the_model_is_unchanged(family):
-    model = tiny_model(family).train()
+@pytest.mark.parametrize(
+    ("family", "ending"), [*((family, None) for family in ("bert", "gpt2", "vit", "llama", "linformer")),
+                           ("bert", IndexError), ("bert", KeyboardInterrupt)],
+)  # fmt: skip
+def test_the_model_is_unchanged(family, ending, monkeypatch):
+    """After a calibration, a failure in the second batch and an interruption, with learned parameters too."""
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    model = (tiny_model("bert") if family == "linformer" else tiny_model(family)).train()
+    if family == "linformer":
+        hea.convert(model, family, projection_dim=8)
     next(module for module in model.modules() if not list(module.children())).eval()
-    before = {
-        "state": copy.deepcopy(model.state_dict()),
-        "training": [m.training for m in model.modules()],
-        "config": model.config.to_dict(),
-        "attention": model.config._attn_implementation,
-    }
-    torch.manual_seed(3)
-    random = torch.get_rng_state()
-    with torch.enable_grad():
-        hea.calibrate(model, batches(family, 2), max_error=5.0, methods=["kdeformer"], budgets=[16])
-        assert torch.is_grad_enabled()
-    assert torch.equal(torch.get_rng_state(), random)
-    assert [m.training for m in model.modules()] == before["training"]
-    assert model.config.to_dict() == before["config"]
-    assert model.config._attn_implementation == before["attention"]
-    assert all(torch.equal(x, before["state"][name]) for name, x in model.state_dict().items())
-    assert capture._NAME not in transformers.AttentionInterface().valid_keys()
-
-
-def test_the_model_is_unchanged_after_a_failure():
-    model = tiny_model("bert").train()
-    wrong = [*batches("bert", 1), {"input_ids": torch.full((1, 70), 10**6)}]
-    with pytest.raises(IndexError):
-        hea.calibrate(model, wrong, max_error=5.0, methods=["longformer"], budgets=[16])
-    assert model.training
-    assert model.config._attn_implementation == "sdpa"
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    assert capture._NAME not in ALL_ATTENTION_FUNCTIONS
-
-
-def test_learned_parameters_are_kept():
-    model = hea.convert(tiny_model("bert"), "linformer", projection_dim=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "learned_parameters" in name:
                 parameter.add_(1.0)
-    state = copy.deepcopy(model.state_dict())
-    hea.calibrate(model, batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[16])
-    assert model.config._attn_implementation == "linformer"
+    state, training = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    config, attention = model.config.to_dict(), model.config._attn_implementation
+    data = batches("bert" if family == "linformer" else family, 2)
+    if ending is IndexError:
+        data[1] = {"input_ids": torch.full((1, 70), 10**6)}
+    elif ending is KeyboardInterrupt:
+        monkeypatch.setattr(capture.Call, "errors", interrupt)
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    with torch.enable_grad():
+        with pytest.raises(ending) if ending else contextlib.nullcontext():
+            hea.calibrate(model, data, max_error=5.0, methods=["kdeformer"], budgets=[16])
+        assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in model.modules()] == training
+    assert (model.config.to_dict(), model.config._attn_implementation) == (config, attention)
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert capture._NAME not in transformers.AttentionInterface().valid_keys()
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
@@ -253,14 +242,12 @@ def test_padding_does_not_count():
     short = tiny_batch("bert", batch=1, length=50)
     long = {"input_ids": torch.cat((short["input_ids"], torch.full((1, 20), 7)), 1)}
     long["attention_mask"] = (torch.arange(70) < 50).long()[None]
-    config = hea.LongformerConfig(window_size=4)
-    settings = hea.EfficientAttentionConfig(config)
+    settings = hea.EfficientAttentionConfig(hea.LongformerConfig(window_size=4))
+    padded = layer_errors(model, settings, [long])
     for layer, errors in layer_errors(model, settings, [short]).items():
-        assert errors == pytest.approx(layer_errors(model, settings, [long])[layer], rel=1e-3)
-
-
-def test_a_sequence_without_valid_tokens_does_not_count():
-    model, data = tiny_model("bert"), tiny_batch("bert", padding="right")
+        assert errors == pytest.approx(padded[layer], rel=1e-3)
+    # A sequence without valid tokens does not count at all.
+    data = tiny_batch("bert", padding="right")
     data["attention_mask"][1] = 0
     candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
     summary = capture.summarize_attention(model, data)
@@ -276,7 +263,7 @@ def test_the_result_contains_the_seed():
     assert hea.calibrate(model, data, seed=5, **options).entries[0].config.seed == 5
 
 
-def test_bound_is_above_the_measured_errors():
+def test_bound_and_spread_of_errors():
     errors = {(0, i): error for i, error in enumerate([0.1, 0.1, 0.1, 0.2])}
     assert calibration.bound(errors, 0.0, 0.5) > 0.2
     flat = {(0, i): 0.1 for i in range(4)}
@@ -284,9 +271,7 @@ def test_bound_is_above_the_measured_errors():
     assert calibration.bound(flat, 0.2, 0.5) == pytest.approx(0.1 * math.exp(2 * 0.2 * math.sqrt(1.25)))
     assert calibration.bound({(0, 0): math.nan}, 0.1, 0.5) == math.inf
     assert calibration.bound({(0, 0): 0.0}, 0.1, 0.5) < 0.5
-
-
-def test_few_sequences_that_are_alike_do_not_promise_too_much():
+    # Few sequences that are alike do not promise too much.
     one = calibration.Candidate(8, hea.LongformerConfig(window_size=4))
     table = {(0, one): {(0, i): 0.1 + 1e-6 * i for i in range(2)}}
     assert calibration.spread(table, one, 0.5) == pytest.approx(0.25 / math.sqrt(2), rel=1e-3)
@@ -307,6 +292,11 @@ def test_bound_holds_for_unseen_errors():
 
 
 # The length that a choice was calibrated at.
+
+
+def choice():
+    """A new one for each model, since it warns once."""
+    return hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70)
 
 
 def warnings_of(model, *batches):
@@ -342,10 +332,14 @@ def test_the_calibrated_length_is_stored(methods, tmp_path):
     assert model.config.efficient_attention["calibrated_length"] == 70
 
 
-def test_other_hyperparameters_are_not_calibrated():
-    model = tiny_model("bert")
-    hea.convert(model, hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70), window_size=2)
+def test_the_length_belongs_to_what_was_calibrated():
+    model = hea.convert(tiny_model("bert"), choice(), window_size=2)
     assert "calibrated_length" not in model.config.efficient_attention
+    old = {"method": "longformer", "window_size": 3, "version": 1}
+    config = hea.EfficientAttentionConfig.from_dict(old)
+    assert config.calibrated_length is None
+    assert config.to_dict().items() >= old.items() and "calibrated_length" not in config.to_dict()
+    assert warnings_of(hea.convert(tiny_model("bert"), config), tiny_batch("bert")) == []
 
 
 def test_the_longest_sequence_counts_without_padding():
@@ -355,54 +349,43 @@ def test_the_longest_sequence_counts_without_padding():
     assert config.calibrated_length == 60
 
 
-def test_a_choice_without_calibrated_length_can_be_read():
-    old = {"method": "longformer", "window_size": 3, "version": 1}
-    config = hea.EfficientAttentionConfig.from_dict(old)
-    assert config.calibrated_length is None
-    assert config.to_dict().items() >= old.items() and "calibrated_length" not in config.to_dict()
-    assert warnings_of(hea.convert(tiny_model("bert"), config), tiny_batch("bert")) == []
-
-
 @pytest.mark.parametrize("length", [0, -1, 2.5, "70", True])
 def test_an_invalid_calibrated_length_is_refused(length):
     with pytest.raises(UnsupportedAttentionError, match=r"calibrated_length=.* must be a number of tokens"):
         hea.EfficientAttentionConfig("longformer", calibrated_length=length)
 
 
-def test_misplaced_and_mistyped_keys_are_refused():
-    mix = [{"layers": [0], "method": "longformer", "calibrated_length": 70}]
-    with pytest.raises(UnsupportedAttentionError, match="'calibrated_length' belongs beside 'layers'"):
-        hea.EfficientAttentionConfig.from_dict({"layers": mix})
-    with pytest.raises(UnsupportedAttentionError, match="Did you mean 'calibrated_length'"):
-        hea.EfficientAttentionConfig.from_dict({"method": "longformer", "calibrated_lenght": 70})
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layers": [{"layers": [0], "method": "longformer", "calibrated_length": 70}]}, "belongs beside 'layers'"),
+        ({"method": "longformer", "calibrated_lenght": 70}, "Did you mean 'calibrated_length'"),
+    ],
+)
+def test_misplaced_and_mistyped_keys_are_refused(values, message):
+    with pytest.raises(UnsupportedAttentionError, match=message):
+        hea.EfficientAttentionConfig.from_dict(values)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_one_warning_of_a_longer_sequence(family):
-    model = tiny_model(family)
-    choice = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70)
-    hea.convert(model, choice)
+    model = hea.convert(tiny_model(family), choice())
     short, long, longer = (tiny_batch(family, length=length) for length in (70, 71, 90))
     assert warnings_of(model, short, short) == []
     (message,) = warnings_of(model, long, longer)
     assert "71 tokens" in message and "up to 70 tokens" in message and "hea.calibrate" in message
     assert warnings_of(model, longer) == []
+    assert warnings_of(hea.convert(hea.convert(tiny_model(family), choice()), "sdpa"), longer) == []
 
 
 def test_padding_does_not_make_a_sequence_longer():
-    model = hea.convert(tiny_model("bert"), hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70))
+    model = hea.convert(tiny_model("bert"), choice())
     padded = tiny_batch("bert", length=90, padding="right")
     padded["attention_mask"][:, 70:] = 0
     assert warnings_of(model, padded) == []
     padded["attention_mask"][0, :80] = 1
     (message,) = warnings_of(model, padded)
     assert "80 tokens" in message
-
-
-def test_exact_layers_do_not_warn():
-    model = hea.convert(tiny_model("bert"), hea.EfficientAttentionConfig("nystromformer", None, [0], 70))
-    hea.convert(model, "sdpa")
-    assert warnings_of(model, tiny_batch("bert", length=90)) == []
 
 
 @pytest.mark.exhaustive
@@ -423,25 +406,29 @@ def test_compiled_models_neither_warn_nor_break():
     torch._dynamo.reset()
 
 
-def test_calibrate_warns_if_nothing_is_saved(monkeypatch):
-    model, data, measured = tiny_model("bert"), batches("bert", 2), []
-    options = {"max_error": 5.0, "methods": ["longformer"], "budgets": [16]}
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "message"),
+    [
+        (0.4, 0.3, 0.5, r"at 70 tokens .* saves nothing.* is 0\.4 times.*0\.3 to 0\.5 in 3 .*longer"),
+        (1.7, 1.1, 1.8, r"is 1\.7 times as fast.*1\.1 to 1\.8"),  # within the spread of the rounds
+        (1.7, 1.6, 1.8, None),
+    ],
+)
+def test_calibrate_warns_if_nothing_is_saved(ratio, low, high, message, monkeypatch):
+    measured = []
 
     def speed(*arguments):
         measured.append(arguments)
-        return timing.Timing(5.0, 2.0, 0.4, 0.3, 0.5)
+        return timing.Timing(1.0, ratio, ratio, low, high)
 
     monkeypatch.setattr(calibration, "measure_speed", speed)
-    with pytest.warns(UserWarning, match=r"at 70 tokens .* saves nothing.* is 0\.4 times.*0\.3 to 0\.5 in 3 .*longer"):
-        config = hea.calibrate(model, data, **options)
-    assert measured[0][2] == config
-    monkeypatch.setattr(calibration, "measure_speed", lambda *arguments: timing.Timing(1.0, 1.7, 1.7, 1.1, 1.8))
-    with pytest.warns(UserWarning, match=r"is 1\.7 times as fast.*1\.1 to 1\.8"):  # within the spread of the rounds
-        hea.calibrate(model, data, **options)
-    monkeypatch.setattr(calibration, "measure_speed", lambda *arguments: timing.Timing(1.0, 1.7, 1.7, 1.6, 1.8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert hea.calibrate(model, data, **options) == config
+        with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
+            config = hea.calibrate(
+                tiny_model("bert"), batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[16]
+            )
+    assert measured[0][2] == config
 
 
 def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):
@@ -450,8 +437,8 @@ def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):
     monkeypatch.setattr(
         capture.Call, "compute", lambda call, config: called.append((call.layer, config)) or compute(call, config)
     )
-    choice = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, [1], 70)
-    assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), choice).ratio > 0
+    second = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, [1], 70)
+    assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), second).ratio > 0
     assert set(called) == {(1, hea.LongformerConfig(window_size=3))}
 
 
@@ -467,17 +454,6 @@ def test_the_error_of_the_output_is_that_of_the_converted_model(family):
         exact, approximate = (x[batch["attention_mask"].bool()] for x in (exact, approximate))
     error = (approximate - exact).norm() / exact.norm()
     assert 1e-6 < found == pytest.approx(error.item(), rel=1e-3)
-
-
-def test_the_model_is_unchanged_after_an_interruption(monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(capture.Call, "errors", interrupt)
-    model = tiny_model("bert").train()
-    with pytest.raises(KeyboardInterrupt):
-        hea.calibrate(model, batches("bert", 1), max_error=5.0, methods=["longformer"], budgets=[16])
-    assert model.training and model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.exhaustive

@@ -305,7 +305,7 @@ def test_default_methods():
             assert names and compared and shown == ["auto", "nearfar"]
             assert {*names, *compared, *shown} <= set(defaults.default_methods(**options))
             assert [config.method for config in defaults.default_configs(**options)] == compared
-            variants = defaults.default_variants(**options)
+            variants = defaults.default_configs(purpose="calibrate", **options)
             assert {config.method for config in variants} == set(names)
             assert [config.default_rank for config in variants] == sorted(config.default_rank for config in variants)
             for config in variants:

@@ -115,10 +115,9 @@ def analyze(
     if output is not None:
         check_folder(output, _FILES, force=force)
     # JSON is for programs: nothing else is printed then.
-    rows_shown = _Rows()
-    shown: dict[str, Any] = {"on_begin": rows_shown.begin, "on_estimate": typer.echo, "on_row": rows_shown.add}
-    shown = {} if as_json else shown
-    execution = Execution(minutes=minutes, **shown)
+    table = _Rows()
+    shown: dict[str, Any] = {"on_begin": table.begin, "on_estimate": typer.echo, "on_row": table.add}
+    execution = Execution(minutes=minutes, **({} if as_json else shown))
     work = functools.partial(
         analyze_checkpoint,
         Checkpoint(source, allow_pickle, parse_device(device)),
@@ -143,9 +142,8 @@ def analyze(
     if as_json:
         print_json(result)
     else:
-        typer.echo("\n".join([*_report(result), *_wrap(note_on_command(result, config))]))
-        for path in written:
-            typer.echo(f"Written: {path}")
+        notes = [*_wrap(note_on_command(result, config)), *(f"Written: {path}" for path in written)]
+        typer.echo("\n".join([*_report(result), *notes]))
     raise typer.Exit(status)
 
 
@@ -156,8 +154,7 @@ def _limit(max_error: float | None, calibrate: float | None) -> float:
             f"--max-error {max_error} and --calibrate {calibrate} are two limits, and there is one recommendation: "
             "give --calibrate for a method and budget per layer, or --max-error for one method and budget"
         )
-    given = max_error if calibrate is None else calibrate
-    return 0.2 if given is None else given
+    return next((given for given in (calibrate, max_error) if given is not None), 0.2)
 
 
 class _Rows:
@@ -203,6 +200,8 @@ def _wrap(note: str | None) -> list[str]:
 
 def _report(result: dict[str, Any]) -> list[str]:
     """What follows the table: what it contains, and the recommendation."""
+    from hf_efficient_attn.integration.layers import ranges
+
     rows, budgets = result["data"]["rows"], ", ".join(map(str, result["budgets"]))
     properties = (
         "Stable rank and tail/head need tables of tokens by tokens and are measured up to 4,096 tokens."
@@ -219,7 +218,7 @@ def _report(result: dict[str, Any]) -> list[str]:
     lines = ["", *textwrap.wrap(about, 100)]
     notes = [*result["notes"], *(f"Warning: {sentence}" for sentence in result["warnings"])]
     if not result["complete"]:
-        layers = _ranges(result["left_out"])
+        layers = ranges(result["left_out"])
         notes.append(
             f"Not complete. Layers that were not measured and stay exact: {layers}. Give more time, or fewer --rows, "
             "--methods or --budgets."
@@ -231,6 +230,9 @@ def _report(result: dict[str, Any]) -> list[str]:
 
 def _recommendation(result: dict[str, Any]) -> list[str]:
     """The recommendation, its expected error and saving, and the command for it."""
+    from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
+    from hf_efficient_attn.integration.layers import ranges
+
     limit, found = _short(result["max_error"]), result["recommended"]
     if found is None:
         lines = [f"Recommendation: keep the model exact. No method keeps an error of {limit} in any layer."]
@@ -248,7 +250,7 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
         for one in found["layers"]
     ]
     if found["exact_layers"]:
-        lines.append(f"    {_ranges(found['exact_layers'])}: exact")
+        lines.append(f"    {ranges(found['exact_layers'])}: exact")
     lines.append(
         f"Expected: mean error {_short(found['error'])} in the converted layers. Over all layers, attention costs as "
         f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
@@ -258,17 +260,5 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
     saves = found["saves"] is not False
     if found["speed_up"] is not None:
         speed = f"Measured here: attention is {found['speed_up']:.1f} times as fast as exact attention"
-        lines.append(speed + ("." if saves else f": this saves nothing, or too little. {_how_to_save()}."))
+        lines.append(speed + ("." if saves else f": this saves nothing, or too little. {HOW_TO_SAVE}."))
     return [*lines, "To apply it:" if saves else "To apply it all the same:", f"    {result['command']}"]
-
-
-def _ranges(layers: list[Any]) -> str:
-    from hf_efficient_attn.integration.layers import ranges
-
-    return ranges(layers)
-
-
-def _how_to_save() -> str:
-    from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
-
-    return HOW_TO_SAVE

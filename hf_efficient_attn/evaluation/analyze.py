@@ -8,12 +8,12 @@ The model computes all inputs together, as far as memory allows, so that a row o
 layer.
 """
 
-import dataclasses
-import functools
+import contextlib
+import math
 import pathlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,6 @@ from hf_efficient_attn.evaluation.calibration import (
     check_max_error,
     largest,
 )
-from hf_efficient_attn.evaluation.candidates import Candidate, make_candidates
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,
@@ -37,15 +36,16 @@ from hf_efficient_attn.evaluation.capture import (
     capture_attention,
     forward,
     summarize_attention,
+    tensors_of,
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
-from hf_efficient_attn.evaluation.defaults import default_variants, method_label
-from hf_efficient_attn.evaluation.matrices import softmax_matrix, stable_rank
+from hf_efficient_attn.evaluation.defaults import Candidate, defaults_for, make_candidates, method_label
+from hf_efficient_attn.evaluation.matrices import softmax_matrix
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, Steps, partial_result
+from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
 from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
-from hf_efficient_attn.evaluation.sparsity import head_to_tail
+from hf_efficient_attn.evaluation.sparsity import head_to_tail, stable_rank
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT
@@ -77,6 +77,7 @@ def analyze(
     max_error: float = DEFAULT_MAX_ERROR,
     per_layer: bool = False,
     execution: Execution | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure stable rank, tail-to-head ratio and errors in every layer and head, and recommend layers to convert.
 
@@ -85,16 +86,15 @@ def analyze(
 
     Args:
         model: as in `hea.calibrate`.
-        batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch. For the properties,
-            dense matrices of tokens by tokens are formed for one head at a time.
+        batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch.
         methods: label -> config; None for the default methods, as in `hea.calibrate`.
         budgets: costs per query in columns; None for 64, 128, 256 and 512. Those that reach the number of tokens are
             left out.
         max_error: the limit.
-        per_layer: whether to recommend the cheapest method and budget for every layer, as `hea.calibrate` does, instead
-            of one method and budget for all layers that keep the limit.
-        execution: a limit of time, and functions that get "tokens" of the result, the estimate, and each complete entry
-            of "layers".
+        per_layer: as in `recommendation.recommend`.
+        execution: its functions get `about` and "tokens" of the result, the estimate, and each complete entry of
+            "layers".
+        about: what is known of the model and the data, for the result.
 
     Returns:
         a dictionary for JSON:
@@ -116,20 +116,12 @@ def analyze(
     batches, execution = check_batches(batches), execution or Execution()
     summary = summarize_attention(model, largest(batches))
     if methods is None:
-        variants = default_variants(
-            is_causal=summary.is_causal,
-            is_rectangular=summary.is_rectangular,
-            takes_pictures=summary.takes_pictures,
-        )
-        methods = {
-            method_label(config): config
-            for config in variants
-            if config.adds_distance_bias or not summary.has_distance_bias
-        }
+        methods = {method_label(one): one for one in defaults_for(summary, is_causal=summary.is_causal)}
     candidates = make_candidates(list(methods.values()), BUDGETS if budgets is None else budgets, summary)
-    study = _Study(methods, sorted({one.columns for one in candidates}), candidates, summary, len(batches))
-    execution.on_begin({"tokens": summary.max_kv_len})
-    steps = Steps(study.plan(_time_sequence(model, largest(batches), study), batches), execution, noun="layer")
+    study = _Study(methods, candidates, summary, len(batches))
+    about = {**(about or {}), "tokens": summary.max_kv_len}
+    execution.on_begin(about)
+    steps = Steps(study.plan(_time_sequence(model, largest(batches), candidates), batches), execution, noun="layer")
     waiting = iter(steps)
 
     def visit(call: Call) -> None:
@@ -139,168 +131,122 @@ def analyze(
         if entry is not None:
             execution.on_row(entry)
 
-    def result(*, is_over: bool) -> dict[str, Any] | None:
-        entries = study.entries()
+    def result(run: tuple[nn.Module, Batch] | None) -> dict[str, Any] | None:
+        entries, left_out = study.entries(), study.left_out()
         if not entries:
             return None
-        left_out = study.left_out()
-        measured = Measured(methods, candidates, study.table, study.tokens, summary)
-        # After Ctrl-C the user does not want to wait for the measurement of the speed.
-        run = (model, largest(batches)) if is_over else None
-        chosen = recommend(measured, max_error, per_layer=per_layer, run=run)
+        measured = Measured(methods, candidates, study.errors(), study.tokens, summary)
+        dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
+        warnings = budget_warnings(entries, study.budgets)
+        if dropped:
+            short = f"an input has only {summary.max_kv_len} tokens"
+            warnings.insert(0, f"Left out: budgets of {', '.join(dropped)} columns, because {short}.")
         return {
+            **about,
             "layers": entries,
-            **chosen,
-            "warnings": _dropped_budgets(budgets, summary.max_kv_len) + budget_warnings(entries, study.budgets),
+            **recommend(measured, max_error, per_layer=per_layer, run=run),
+            "warnings": warnings,
             "max_error": max_error,
             "per_layer": per_layer,
             "budgets": study.budgets,
             "is_causal": summary.is_causal,
-            "tokens": summary.max_kv_len,
             "property_inputs": _property_inputs(summary.max_kv_len),
             "complete": not left_out,
             "left_out": left_out,
         }
 
-    with partial_result(lambda: result(is_over=False)):
-        with steps:
-            try:
-                with capture_attention(model, visit):
-                    for batch in batches:
-                        forward(model, batch)
-                        study.batch += 1
-            except _EnoughError:
-                pass
-        found = result(is_over=True)
+    # After Ctrl-C the user does not want to wait for the measurement of the speed.
+    with partial_result(lambda: result(None)):
+        with steps, contextlib.suppress(_EnoughError), capture_attention(model, visit):
+            for batch in batches:
+                forward(model, batch)
+                study.batch += 1
+        found = result((model, largest(batches)))
     assert found is not None  # the first step is always carried out
     return found
 
 
 class _Study:
-    """The measurements, which are collected call by call.
-
-    Attributes:
-        methods: label -> config without a budget.
-        budgets: in columns, in order.
-        candidates: the methods at their budgets, the cheapest first.
-        summary: of the model.
-        batch: the number of the current batch.
-        table: errors of the layers that are complete in a batch, as `calibration` defines them.
-        tokens: layer -> number of tokens of the longest sequence.
-    """
+    """The measurements, which are collected call by call."""
 
     def __init__(
         self,
         methods: Mapping[str, MethodConfig],
-        budgets: list[int],
-        candidates: list[Candidate],
+        candidates: Sequence[Candidate],
         summary: AttentionSummary,
         num_batches: int,
     ) -> None:
-        self.methods, self.budgets, self.candidates, self.summary = methods, budgets, candidates, summary
-        self.batch, self._num_batches = 0, num_batches
-        self.table: ErrorTable = {}
-        self.tokens: dict[Layer, int] = {}
-        self._modules: dict[str, _Measurements] = {}
-        self._calls = Counter(call.name for call in summary.modules)
-        self._layer_calls = Counter(call.layer for call in summary.modules)
-        # Of the current batch: layer -> number of calls, and the errors of its sequences.
-        self._pending: dict[Layer, tuple[int, dict[Candidate, dict[int, float]]]] = {}
+        self._methods, self._candidates, self._summary, self._num_batches = methods, candidates, summary, num_batches
+        self.budgets = sorted({one.columns for one in candidates})
+        self.batch = 0  # the number of the current batch
+        self.tokens: dict[Layer, int] = {}  # of the longest sequence
+        self._layers = {call.name: call.layer for call in summary.calls}  # of the modules
+        self._calls = Counter(call.name for call in summary.calls)
+        self._done: Counter[str] = Counter()  # the calls of each module that are measured
+        self._table: ErrorTable = defaultdict(dict)
+        # (module, property or config) -> one tensor (H,) for each sequence
+        self._values: dict[tuple[str, Any], list[Tensor]] = defaultdict(list)
 
     def plan(self, seconds: float, batches: Sequence[Batch]) -> list[Step]:
         """A step for each call of a module; `seconds` is the time for one sequence of the first call."""
-        calls = self.summary.modules
-        return [
-            Step(
-                call.name if call.layer is None else f"layer {call.layer}",
-                _batch_size(batch) * seconds * call.num_pairs / calls[0].num_pairs,
-            )
-            for batch in batches
-            for call in calls
-        ]
+        calls = self._summary.calls
+        pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in calls]
+        names = [call.name if call.layer is None else f"layer {call.layer}" for call in calls]
+        steps = [Step(name, seconds * count / pairs[0]) for name, count in zip(names, pairs, strict=True)]
+        sizes = [max(map(len, tensors_of(batch).values()), default=1) for batch in batches]
+        return [step._replace(seconds=size * step.seconds) for size in sizes for step in steps]
 
     def add(self, call: Call, steps: Steps) -> dict[str, Any] | None:
         """Measure a call; returns the entry of its module if the module is complete."""
-        found = self._modules.setdefault(call.name, _Measurements(call.layer))
-        count, pending = self._pending.pop(call.layer, (0, {})) if call.layer is not None else (0, {})
-        for number, candidate in enumerate(self.candidates):
+        for number, candidate in enumerate(self._candidates, 1):
             errors = call.errors(candidate.config.to_measure())
-            found.add(candidate.config, errors)
-            add_errors(pending.setdefault(candidate, {}), call, errors)
-            steps.advance((number + 1) / (len(self.candidates) + 1))
+            self._values[call.name, candidate.config].extend(errors)
+            if call.layer is not None:
+                add_errors(self._table[call.layer, candidate], self.batch, call, errors)
+            steps.advance(number / (len(self._candidates) + 1))
         for index in range(min(_property_inputs(call.key.shape[2]), call.query.shape[0])):
             for name, values in _matrix_properties(call.row(index)).items():
-                found.add(name, values)
-        found.calls += 1
+                self._values[call.name, name].append(values)
         if call.layer is not None:
-            self._complete(call, count + 1, pending)
-        return self._entry(call.name) if found.calls == self._num_batches * self._calls[call.name] else None
+            self.tokens[call.layer] = max(call.tokens, self.tokens.get(call.layer, 0))
+        self._done[call.name] += 1
+        return None if self._is_missing(call.name) else self._entry(call.name)
 
-    def _complete(self, call: Call, count: int, pending: dict[Candidate, dict[int, float]]) -> None:
-        """Move the errors of a layer into the table when all its modules are measured."""
-        assert call.layer is not None
-        self.tokens[call.layer] = max(call.tokens, self.tokens.get(call.layer, 0))
-        if count < self._layer_calls[call.layer]:
-            self._pending[call.layer] = count, pending
-            return
-        for candidate, errors in pending.items():
-            known = self.table.setdefault((call.layer, candidate), {})
-            known.update({(self.batch, index): error for index, error in errors.items()})
+    def _is_missing(self, name: str) -> bool:
+        return self._done[name] < self._num_batches * self._calls[name]
 
     def _entry(self, name: str) -> dict[str, Any]:
-        found = self._modules[name]
+        def mean(key: Any) -> Any:
+            values = self._values.get((name, key))
+            return None if values is None else torch.stack(values).mean(0).tolist()
+
+        errors = {
+            label: {str(columns): mean(config.with_budget(columns)) for columns in self.budgets}
+            for label, config in self._methods.items()
+        }
+        properties = {key: mean(key) for key in ("stable_rank", "head_to_tail")}
+        return {"layer": self._layers[name], "name": name, **properties, "errors": errors}
+
+    def errors(self) -> ErrorTable:
+        """The errors in batches in which all modules of the layer are measured."""
+        batches = {
+            layer: min(self._done[name] // self._calls[name] for name, of in self._layers.items() if of == layer)
+            for layer in self._summary.layers
+        }
         return {
-            "layer": found.layer,
-            "name": name,
-            "stable_rank": found.mean("stable_rank"),
-            "head_to_tail": found.mean("head_to_tail"),
-            "errors": {
-                label: {str(columns): found.mean(config.with_budget(columns)) for columns in self.budgets}
-                for label, config in self.methods.items()
-            },
+            (layer, candidate): {index: error for index, error in errors.items() if index[0] < batches[layer]}
+            for (layer, candidate), errors in self._table.items()
+            if batches[layer]
         }
 
     def entries(self) -> list[dict[str, Any]]:
         """The entries of the modules that are complete in at least one batch."""
-        return [self._entry(name) for name, found in self._modules.items() if found.calls >= self._calls[name]]
+        return [self._entry(name) for name, count in self._done.items() if count >= self._calls[name]]
 
     def left_out(self) -> list[Any]:
         """The layers, or names of modules, that are not complete in all batches."""
-        missing = [
-            call.name if call.layer is None else call.layer
-            for call in self.summary.modules
-            if call.name not in self._modules
-            or self._modules[call.name].calls < self._num_batches * self._calls[call.name]
-        ]
-        return list(dict.fromkeys(missing))
-
-
-class _Measurements:
-    """Measurements of one attention module, which are averaged over sequences."""
-
-    def __init__(self, layer: Layer | None) -> None:
-        self.layer, self.calls = layer, 0
-        self._values: dict[Any, list[Tensor]] = {}
-
-    def add(self, key: Any, values: Tensor) -> None:
-        """Add the values of some sequences (B, H), or of one sequence (H,)."""
-        self._values.setdefault(key, []).extend(values.reshape(-1, values.shape[-1]))
-
-    def mean(self, key: Any) -> list[float] | None:
-        """The mean over sequences for every head; None if nothing was added."""
-        values = self._values.get(key)
-        if values is None:
-            return None
-        means: list[float] = torch.stack(values).mean(0).tolist()
-        return means
-
-
-def _dropped_budgets(budgets: Sequence[int] | None, num_tokens: int) -> list[str]:
-    """A sentence about the requested budgets that save nothing, if there are any."""
-    dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= num_tokens]
-    if not dropped:
-        return []
-    return [f"Left out: budgets of {', '.join(dropped)} columns, because an input has only {num_tokens} tokens."]
+        missing = [name for name in self._calls if self._is_missing(name)]
+        return list(dict.fromkeys(name if self._layers[name] is None else self._layers[name] for name in missing))
 
 
 def _property_inputs(num_tokens: int) -> int:
@@ -308,43 +254,27 @@ def _property_inputs(num_tokens: int) -> int:
     return 0 if num_tokens > _MAX_LENGTH else max(1, _PROPERTY_ENTRIES // num_tokens**2)
 
 
-def _batch_size(batch: Batch) -> int:
-    """The number of sequences in a batch."""
-    values = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor) and x.ndim]
-    return max((len(value) for value in values), default=1)
-
-
-def _time_sequence(model: nn.Module, batch: Batch, study: _Study) -> float:
+def _time_sequence(model: nn.Module, batch: Batch, candidates: Sequence[Candidate]) -> float:
     """Estimate how long the measurements of one sequence take in the first attention module, in seconds."""
     seconds = [0.0]
 
     def visit(call: Call) -> None:
-        one, size = call.row(0), call.query.shape[0]
-        middle = study.budgets[len(study.budgets) // 2]
-        for config in {config.with_budget(middle) for config in study.methods.values()}:
-            seconds[0] += _seconds(functools.partial(one.errors, config)) * len(study.candidates) / len(study.methods)
+        one, (size, num_heads) = call.row(0), call.query.shape[:2]
+        one.errors(candidates[0].config)  # fills caches
+        start = time.perf_counter()
+        for candidate in candidates:
+            one.errors(candidate.config)
+        seconds[0] = time.perf_counter() - start
         inputs = min(_property_inputs(call.key.shape[2]), size)
         if inputs:
-            head = one._replace(query=one.query[:, :1], key=one.key[:, :1])
-            seconds[0] += _seconds(lambda: _matrix_properties(head)) * call.query.shape[1] * inputs / size
+            start = time.perf_counter()
+            _matrix_properties(one._replace(query=one.query[:, :1], key=one.key[:, :1]))
+            seconds[0] += (time.perf_counter() - start) * num_heads * inputs / size
         raise _EnoughError
 
-    try:
-        with capture_attention(model, visit):
-            forward(model, batch)
-    except _EnoughError:
-        pass
+    with contextlib.suppress(_EnoughError), capture_attention(model, visit):
+        forward(model, batch)
     return seconds[0]
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    """The shorter of the durations of two calls: the first one also fills caches."""
-    durations = []
-    for _ in range(2):
-        start = time.perf_counter()
-        work()
-        durations.append(time.perf_counter() - start)
-    return min(durations)
 
 
 def _matrix_properties(call: Call) -> dict[str, Tensor]:
@@ -353,32 +283,23 @@ def _matrix_properties(call: Call) -> dict[str, Tensor]:
     is_square = query.shape[2] == key.shape[2]
     if call.key_mask is not None:
         valid = call.key_mask[0]
-        query = query[:, :, valid] if is_square else query
-        key = key[:, :, valid]
+        query, key = query[:, :, valid] if is_square else query, key[:, :, valid]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    properties: dict[str, list[Tensor]] = {"stable_rank": [], "head_to_tail": []}
-    for head in range(query.shape[1]):
-        q, k = query[:, head : head + 1], key[:, head : head + 1]
+    properties: dict[str, list[Tensor]] = defaultdict(list)
+    for q, k in zip(query.split(1, 1), key.split(1, 1), strict=True):
         weights = softmax_matrix(q, k, is_causal=call.is_causal, scale=call.scale)
         properties["stable_rank"].append(stable_rank(weights).flatten())
         if is_square and q.shape[2]:
-            ratio = head_to_tail(q, k, scale=call.scale, first=q.shape[2])
-            properties["head_to_tail"].append(ratio.flatten())
-    return {name: torch.cat(values).cpu() for name, values in properties.items() if values}
+            properties["head_to_tail"].append(head_to_tail(q, k, scale=call.scale, first=q.shape[2]).flatten())
+    return {name: torch.cat(values).cpu() for name, values in properties.items()}
 
 
 class Source(NamedTuple):
-    """A checkpoint to analyze.
+    """A checkpoint to analyze. A converted one is analyzed with exact attention."""
 
-    Attributes:
-        name: folder or hub id. A converted checkpoint is analyzed with exact attention.
-        allow_pickle: whether weights in a .bin file may be read.
-        device: where PyTorch computes; None for the CPU.
-    """
-
-    name: "str | pathlib.Path"
-    allow_pickle: bool = False
-    device: torch.device | None = None
+    name: "str | pathlib.Path"  # folder or hub id
+    allow_pickle: bool = False  # whether weights in a .bin file may be read
+    device: torch.device | None = None  # where PyTorch computes; None for the CPU
 
 
 def analyze_checkpoint(
@@ -387,7 +308,6 @@ def analyze_checkpoint(
     *,
     length: int | None = None,
     rows: int = TEXT_ROWS,
-    execution: Execution | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """`analyze` the model of a checkpoint on a text, on pictures or on recordings.
@@ -395,13 +315,11 @@ def analyze_checkpoint(
     Args:
         source: folder or hub id, or a `Source`.
         data: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
-        length: number of tokens; pictures are resized to the nearest possible number. None for 2,048 tokens, or for the
-            whole text if it is shorter; for models of speech or of pictures of a fixed size, the number that they have,
-            and for those whose own pictures have more tokens, that number. The position table of a text model is
-            extended if needed, as by `hf-efficient-attn convert --max-length`.
+        length: number of tokens, to which pictures are resized and the position table of a text model is extended. None
+            for 2,048 tokens or those of the whole text; for models of speech, of pictures of a fixed size, or whose own
+            pictures have more tokens, the number that they have.
         rows: number of texts, pictures or excerpts of recordings.
-        execution: as in `analyze`; `on_begin` gets all that the result has more than that of `analyze`.
-        **options: `methods`, `budgets`, `max_error` and `per_layer` of `analyze`.
+        **options: `methods`, `budgets`, `max_error`, `per_layer` and `execution` of `analyze`.
 
     Returns:
         the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
@@ -445,15 +363,9 @@ def analyze_checkpoint(
         "machine": machine(model),
         "hf_efficient_attn": __version__,
     }
-    given = execution or Execution()
-    execution = dataclasses.replace(given, on_begin=lambda found: given.on_begin({**about, **found}))
-    try:
-        with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
-            # The head of a language model would compute a large matrix that is not needed.
-            result = analyze(model.base_model, [one.values for one in batches], execution=execution, **options)
-    except Interrupted as interruption:
-        raise Interrupted({**about, **interruption.result}) from None
-    return {**about, **result}
+    with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
+        # The head of a language model would compute a large matrix that is not needed.
+        return analyze(model.base_model, [one.values for one in batches], about=about, **options)
 
 
 def _note_on_length(inputs: ModelData, tokens: int, pixels: int | None, requested: int | None) -> str | None:

@@ -38,9 +38,8 @@ from hf_efficient_attn.evaluation.data import (
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.payoff import pays_from, recommend_method, summarise
-from hf_efficient_attn.evaluation.plan import PassTimes, plan_of, total
-from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
+from hf_efficient_attn.evaluation.progress import Execution, PassTimes, Step, Steps, partial_result, plan_of, total
+from hf_efficient_attn.evaluation.recommendation import pays_from, recommend_method, summarise
 from hf_efficient_attn.evaluation.speech import takes_speech
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
 from hf_efficient_attn.hub.card import write_card

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.evaluation.candidates import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,
@@ -21,7 +20,9 @@ from hf_efficient_attn.evaluation.capture import (
     exact_output,
     forward,
     summarize_attention,
+    tensors_of,
 )
+from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -42,24 +43,17 @@ HOW_TO_SAVE = (
 _UNKNOWN_SPREAD = 0.25
 
 
-# (number of the batch, index in the batch) -> error of one sequence in a layer: the mean over heads; if several modules
-# belong to the layer, the largest of their means.
+# (number of the batch, index in the batch) -> error of one sequence in a layer, see `add_errors`.
 Errors = dict[tuple[int, int], float]
 ErrorTable = dict[tuple[Layer, Candidate], Errors]
 
 
 class Choice(NamedTuple):
-    """What was chosen for a layer.
-
-    Attributes:
-        candidate: the method and its budget.
-        error: its error, averaged over the sequences.
-        bound: upper bound of its error on an unseen sequence.
-    """
+    """What was chosen for a layer."""
 
     candidate: Candidate
-    error: float
-    bound: float
+    error: float  # averaged over the sequences
+    bound: float  # upper bound of the error on an unseen sequence
 
 
 def calibrate(
@@ -201,10 +195,8 @@ def choose_each(table: ErrorTable, candidates: Sequence[Candidate], max_error: f
             errors = table.get((layer, candidate), {})
             limit = bound(errors, pooled[candidate], max_error)
             stored = candidate.config.calibrated(max_error, accepted=True)
-            if limit <= max_error and stored is not None:
-                own = candidate._replace(config=stored)
-                chosen[layer] = Choice(own, statistics.fmean(errors.values()), limit)
-                break
+            if limit <= max_error and stored is not None and layer not in chosen:
+                chosen[layer] = Choice(candidate._replace(config=stored), statistics.fmean(errors.values()), limit)
     return chosen
 
 
@@ -212,14 +204,8 @@ def choose_one(
     table: ErrorTable, candidates: Sequence[Candidate], max_error: float, num_keys: float
 ) -> dict[Layer, Choice]:
     """One candidate for all layers that keep the limit with it: the one that saves the most keys, `num_keys` exact."""
-    best: dict[Layer, Choice] = {}
-    most = 0.0
-    for candidate in candidates:
-        chosen = choose_each(table, [candidate], max_error)
-        saved = len(chosen) * (num_keys - candidate.columns)
-        if saved > most:
-            best, most = chosen, saved
-    return best
+    found = [choose_each(table, [candidate], max_error) for candidate in candidates if candidate.columns < num_keys]
+    return max(found, key=lambda chosen: sum(num_keys - one.candidate.columns for one in chosen.values()), default={})
 
 
 def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> EfficientAttentionConfig:
@@ -239,19 +225,18 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
 
     Projections and the other parts of the model are not included. Layers that stay exact are.
     """
-    seconds = [[0.0, 0.0] for _ in range(_ROUNDS)]  # of the attention with `settings`, and exact, in each round
+    seconds: list[list[tuple[float, float]]] = []  # of the attention with `settings`, and exact, in each round
 
     def visit(call: Call) -> None:
-        config, works = settings.for_layer(call.location.layer, call.name), {}
-        if config is not None and call.why_exact(config) is None:
-            works[""] = functools.partial(call.compute, config)
+        config = settings.for_layer(call.location.layer, call.name)
+        works = {} if config is None or call.why_exact(config) else {"": functools.partial(call.compute, config)}
         exact, timed = paired_seconds(call.compute_exact, works, _ROUNDS)
-        for total, pair in zip(seconds, timed.get("", zip(exact, exact, strict=True)), strict=True):
-            total[0], total[1] = total[0] + pair[0], total[1] + pair[1]
+        seconds.append(timed.get("", list(zip(exact, exact, strict=True))))
 
     with capture_attention(model, visit):
         forward(model, batch)
-    return summary([(own, exact) for own, exact in seconds])
+    rounds = zip(*seconds, strict=True)
+    return summary([(sum(own for own, _ in pairs), sum(exact for _, exact in pairs)) for pairs in rounds])
 
 
 def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:
@@ -288,8 +273,9 @@ def check_max_error(max_error: float) -> None:
 
 def check_batches(batches: Iterable[Batch]) -> list[Batch]:
     """The batches as a list that is not empty."""
-    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
-        given = "a batch itself" if isinstance(batches, (Mapping, Tensor)) else shown(batches)
+    is_batch = isinstance(batches, (Mapping, Tensor))
+    if is_batch or isinstance(batches, str) or not isinstance(batches, Iterable):
+        given = "a batch itself" if is_batch else shown(batches)
         raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
     batches = list(batches)
     if not batches:
@@ -299,14 +285,7 @@ def check_batches(batches: Iterable[Batch]) -> list[Batch]:
 
 def largest(batches: Sequence[Batch]) -> Batch:
     """The batch with the longest sequences: with the most numbers per sequence in one of its tensors."""
-
-    def size(batch: Batch) -> int:
-        if not isinstance(batch, (Mapping, Tensor)):
-            return 0  # `forward` refuses it
-        tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor)]
-        return max((math.prod(x.shape[1:]) for x in tensors), default=0)
-
-    return max(batches, key=size)
+    return max(batches, key=lambda batch: max((math.prod(x.shape[1:]) for x in tensors_of(batch).values()), default=0))
 
 
 def measure_errors(
@@ -316,12 +295,10 @@ def measure_errors(
     summary: AttentionSummary,
     max_error: float,
 ) -> tuple[ErrorTable, dict[Layer, int]]:
-    """Errors of every candidate in every layer; a candidate that exceeds `max_error` in a layer is dropped there.
+    """Errors of every candidate in every layer, and for each layer the number of tokens of the longest sequence.
 
-    A method without a causal form is no candidate for a causal layer.
-
-    Returns:
-        the errors, and for each layer the number of tokens of the longest sequence.
+    A candidate that exceeds `max_error` in a layer is dropped there, and so is a method without a causal form in a
+    causal layer.
     """
     causal = set(methods_with("causal"))
     remaining = {
@@ -329,39 +306,35 @@ def measure_errors(
         for layer in summary.layers
     }
     table: ErrorTable = {(layer, candidate): {} for layer, rest in remaining.items() for candidate in rest}
-    measured: dict[tuple[Layer, Candidate], dict[int, float]] = {}
     tokens: dict[Layer, int] = {}
 
     def visit(call: Call) -> None:
-        if call.layer is None:
-            return
-        tokens[call.layer] = max(call.tokens, tokens.get(call.layer, 0))
-        for candidate in remaining[call.layer]:
-            errors = measured.setdefault((call.layer, candidate), {})
-            add_errors(errors, call, call.errors(candidate.config.to_measure()))
+        if call.layer is not None:
+            tokens[call.layer] = max(call.tokens, tokens.get(call.layer, 0))
+            for candidate in remaining[call.layer]:
+                errors = call.errors(candidate.config.to_measure())
+                add_errors(table[call.layer, candidate], number, call, errors)
 
     with capture_attention(model, visit):
-        for number, batch in enumerate(tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)):
-            measured.clear()
+        bar = tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)
+        for number, batch in enumerate(bar):  # noqa: B007 (`visit` reads the number)
             forward(model, batch)
-            for (layer, candidate), errors in measured.items():
-                table[layer, candidate].update({(number, index): error for index, error in errors.items()})
-                if any(not error <= max_error for error in errors.values()):
-                    remaining[layer].remove(candidate)
+            for layer, rest in remaining.items():
+                rest[:] = [one for one in rest if all(error <= max_error for error in table[layer, one].values())]
     return table, tokens
 
 
-def add_errors(found: "dict[int, float]", call: Call, errors: Tensor) -> None:
-    """Add the errors (B, H) of a call to those of its layer: index in the batch -> the largest mean over heads.
+def add_errors(known: Errors, number: int, call: Call, errors: Tensor) -> None:
+    """Add the errors (B, H) of a call in batch `number` to those of its layer. Sequences without a token do not count.
 
-    Sequences without a valid token do not count.
+    If several modules belong to the layer, the largest of their means over heads counts.
     """
     valid = None
     if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
         valid = call.key_mask.any(1).tolist()
     for index, error in enumerate(errors.mean(1).tolist()):
         if valid is None or valid[index]:
-            found[index] = max(error, found.get(index, 0.0))
+            known[number, index] = max(error, known.get((number, index), 0.0))
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:
@@ -378,18 +351,15 @@ def spread(table: Mapping[tuple[Layer, Candidate], Errors], candidate: Candidate
     squares, count = _UNKNOWN_SPREAD**2, 1
     for (_, other), errors in table.items():
         if other == candidate and len(errors) > 1:
-            logs = _logs(errors, max_error)
-            squares, count = squares + statistics.variance(logs) * (len(logs) - 1), count + len(logs) - 1
+            squares += statistics.variance(_logs(errors, max_error)) * (len(errors) - 1)
+            count += len(errors) - 1
     return math.sqrt(squares / count)
 
 
 def bound(errors: Errors, pooled: float, max_error: float) -> float:
     """Upper bound of the error on an unseen sequence, as `calibrate` defines it; inf if it is unknown.
 
-    Args:
-        errors: errors of a candidate in one layer.
-        pooled: standard deviation of the log errors over all layers.
-        max_error: the limit that the errors are compared with.
+    `errors` are those of a candidate in one layer, and `pooled` is the deviation of its log errors in all (`spread`).
     """
     if not errors or not all(map(math.isfinite, errors.values())):
         return math.inf

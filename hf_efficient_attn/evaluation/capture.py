@@ -20,13 +20,14 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.attention import ModuleLocation, is_causal_call
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.head_numbers import head_slice_of
 from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask, read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import refuse_arguments, why_cross_attention_is_exact
 from hf_efficient_attn.integration.windows import take_window
-from hf_efficient_attn.methods import MethodConfig, attention
+from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
 
 # The batches of a model: mappings of its arguments, or tensors of its main input.
@@ -87,17 +88,10 @@ class Call(NamedTuple):
         return self._replace(**tensors, key_mask=key_mask)
 
     def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Relative operator norm of a method's error, with the random draws of a converted model.
+        """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
-        It is the estimate of `hea.attention_error`, here from all queries.
-
-        Args:
-            config: the method.
-            parameters: its learned parameters by name; None for the values that a conversion starts from.
-
-        Returns:
-            float64 (B, H); 0 for sequences without a valid token, and for calls that a converted model computes
-            exactly.
+        It is 0 for sequences without a valid token, and for calls that a converted model computes exactly. `parameters`
+        are those that the method has learned; None for the values that a conversion starts from.
         """
         (batch, num_heads, q_len, _), valid = self.query.shape, None
         if self.why_exact(config) is not None:
@@ -111,9 +105,12 @@ class Call(NamedTuple):
 
     def compute(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
+        heads = head_slice_of(config.method, self.module, self.query.shape[1])
+        if heads is not None and parameters is not None:
+            parameters = parameters_of_slice(config, parameters, heads, self.query.shape[1])
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters,
+            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters, heads=heads,
             distance_bias=self.distance_bias,
         )  # fmt: skip
 
@@ -138,7 +135,11 @@ def exact_output(call: Call) -> Tensor:
 
 @contextlib.contextmanager
 def capture_attention(
-    model: nn.Module, visit: Callable[[Call], None], compute: Callable[[Call], Tensor] = exact_output
+    model: nn.Module,
+    visit: Callable[[Call], None],
+    compute: Callable[[Call], Tensor] = exact_output,
+    *,
+    windows: bool = False,
 ) -> Iterator[None]:
     """Pass every attention call of `model` to `visit` within the context.
 
@@ -150,6 +151,7 @@ def capture_attention(
         visit: called with each `Call`.
         compute: another attention, which the model computes in place of the exact one. It gets a call whose `exact` is
             empty, and what it returns becomes `exact`.
+        windows: whether `visit` gets the calls with a sliding window too, which no method computes.
 
     Raises:
         UnsupportedAttentionError: `model` contains no Transformers model, or its attention does not use Transformers'
@@ -190,18 +192,17 @@ def capture_attention(
         window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
         refuse_arguments(name, module, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
-        if location.window is not None:  # no method computes it
-            exact = exact_layer(
-                query, key, value, mask.keys, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window
-            )
+        tensors = (query, key, value, mask.keys)
+        if location.window is not None:
+            exact = exact_layer(*tensors, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window)
+            if windows:
+                visit(Call(location, *tensors, is_causal, scaling, exact, _never_exact, module))
             return exact.transpose(1, 2).contiguous(), None
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
-        tensors = (query, key, value, mask.keys)
-        empty = value.new_empty(0)
-        call = Call(location, *tensors, is_causal, scaling, empty, why_exact, module, distance_bias)
+        call = Call(location, *tensors, is_causal, scaling, value.new_empty(0), why_exact, module, distance_bias)
         exact = compute(call)
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
@@ -215,6 +216,8 @@ def capture_attention(
     configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
     # Modules of a converted model that give their method the hidden states would not ask the interface.
     forwards = [(module, vars(module).get("forward")) for module in known]
+    training = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
     setattr(compute_exact, TAKES_DISTANCE_BIAS, True)
@@ -226,31 +229,17 @@ def capture_attention(
         for module in known:
             attach(module, plan(module, None))
             attach_hook(module)
-        with eval_mode(model):
-            yield
-    finally:
-        for module, own in forwards:
-            attach(module, own)
-        for config, implementation in configs:
-            config._attn_implementation_internal = implementation
-        ALL_ATTENTION_FUNCTIONS.pop(_NAME)
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Within the context the model is in eval mode, and no gradients are computed.
-
-    Afterwards the mode of each module and the global random state are as they were before.
-    """
-    training = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
         for module, mode in training:
             module.training = mode
+        for module, own in forwards:
+            attach(module, own)
+        for config, implementation in configs:
+            config._attn_implementation_internal = implementation
+        ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 
 def forward(model: nn.Module, batch: Batch) -> Any:
@@ -270,36 +259,23 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     return model(**inputs)
 
 
-class ModuleCall(NamedTuple):
-    """A call of an attention module: its name and layer, and the number of pairs of queries and keys in all heads."""
-
-    name: str
-    layer: Layer | None
-    num_pairs: int
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch that have a dimension; none for what `forward` refuses."""
+    items = batch.items() if isinstance(batch, Mapping) else [("", batch)]
+    return {name: x for name, x in items if isinstance(x, Tensor) and x.ndim}
 
 
 class AttentionSummary(NamedTuple):
-    """Facts about a model's attention, observed in one forward pass.
+    """Facts about a model's attention, observed in one forward pass."""
 
-    Attributes:
-        layers: the layers that compute attention, in order.
-        is_causal: whether some of them are causal.
-        is_rectangular: whether some modules have fewer keys than queries by construction.
-        max_kv_len: the largest number of keys.
-        modules: the calls of attention modules in their order.
-        takes_pictures: whether the model's inputs are pictures.
-        causal_layers: the layers with causal attention.
-        has_distance_bias: whether some scores have a bias by distance.
-    """
-
-    layers: tuple[Layer, ...]
-    is_causal: bool
-    is_rectangular: bool
-    max_kv_len: int
-    modules: tuple[ModuleCall, ...] = ()
-    takes_pictures: bool = False
+    layers: tuple[Layer, ...]  # that compute attention, in order
+    is_causal: bool  # whether some of them are causal
+    is_rectangular: bool  # whether some modules have fewer keys than queries by construction
+    max_kv_len: int  # the largest number of keys
+    calls: tuple[Call, ...] = ()  # of attention modules in their order, with tensors that hold no numbers
+    takes_pictures: bool = False  # whether the model's inputs are pictures
     causal_layers: frozenset[Layer] = frozenset()
-    has_distance_bias: bool = False
+    has_distance_bias: bool = False  # whether some scores have a bias by distance
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
@@ -308,19 +284,16 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
     Raises:
         UnsupportedAttentionError: no numbered layer computes its attention through Transformers' interface.
     """
-    calls: list[tuple[Layer | None, bool, int]] = []
-    biased: list[bool] = []
-    modules: list[ModuleCall] = []
+    calls: list[Call] = []
 
     def visit(call: Call) -> None:
-        calls.append((call.layer, call.is_causal, call.key.shape[2]))
-        biased.append(call.distance_bias is not None)
-        num_pairs = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
-        modules.append(ModuleCall(call.name, call.layer, num_pairs))
+        # Without numbers, so that the tensors of one layer at a time are in memory.
+        empty: dict[str, Any] = {name: x.to("meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        calls.append(call._replace(**empty))
 
     with capture_attention(model, visit):
         forward(model, batch)
-    layers = tuple(layer for layer in in_order(layer for layer, _, _ in calls) if layer is not None)
+    layers = tuple(layer for layer in in_order(call.layer for call in calls) if layer is not None)
     if not layers:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} has no numbered layers that compute their attention through Transformers' "
@@ -328,13 +301,13 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         )
     return AttentionSummary(
         layers,
-        is_causal=any(is_causal for _, is_causal, _ in calls),
+        is_causal=any(call.is_causal for call in calls),
         is_rectangular=any(getattr(module, "is_rectangular", False) for module in model.modules()),
-        max_kv_len=max(kv_len for _, _, kv_len in calls),
-        modules=tuple(modules),
+        max_kv_len=max(call.key.shape[2] for call in calls),
+        calls=tuple(calls),
         takes_pictures=takes_pictures(transformers_models(model)[0]),
-        causal_layers=frozenset(layer for layer, is_causal, _ in calls if is_causal and layer is not None),
-        has_distance_bias=any(biased),
+        causal_layers=frozenset(call.layer for call in calls if call.is_causal and call.layer is not None),
+        has_distance_bias=any(call.distance_bias is not None for call in calls),
     )
 
 

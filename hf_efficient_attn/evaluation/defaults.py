@@ -1,12 +1,26 @@
-"""The methods that the commands and `hea.calibrate` use when the user names none.
+"""The methods that the commands and `hea.calibrate` use when the user names none, and the budgets to choose from.
 
 A method becomes one of them by the class attribute `default_rank` of its config (see `MethodConfig`). It should
 approximate softmax attention and have no learned parameters, so that it is useful without training.
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, NoReturn
 
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.evaluation.capture import AttentionSummary
+from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
+
+_BUDGETS = (32, 64, 128, 256, 512, 1024)
+
+
+class Candidate(NamedTuple):
+    """A method at a budget; `columns` is the cost per query."""
+
+    columns: int
+    config: MethodConfig
 
 
 def default_methods(*, purpose: str | None = None, is_causal: bool = False, is_rectangular: bool = False) -> list[str]:
@@ -29,38 +43,36 @@ def default_methods(*, purpose: str | None = None, is_causal: bool = False, is_r
 
 
 def default_configs(
-    *, is_causal: bool = False, is_rectangular: bool = False, takes_pictures: bool = False
+    *,
+    purpose: Literal["compare", "calibrate"] = "compare",
+    is_causal: bool = False,
+    is_rectangular: bool = False,
+    takes_pictures: bool = False,
+    has_distance_bias: bool = False,
 ) -> list[MethodConfig]:
-    """One config of each default method to compare, in the order of the registry.
+    """Configs of the default methods.
 
     Args:
+        purpose: "compare" for one config of each in the order of the registry; "calibrate" for the fastest first, in
+            bidirectional attention with all variants of each.
         is_causal: as in `default_methods`.
         is_rectangular: as in `default_methods`.
         takes_pictures: whether the inputs are pictures. Their classifiers read the first token, which therefore has to
             attend to all tokens: methods that have global tokens get one.
+        has_distance_bias: whether some scores have a bias by distance.
     """
-    names = default_methods(purpose="compare", is_causal=is_causal, is_rectangular=is_rectangular)
-    return [_adapted(make_config(name), takes_pictures) for name in names]
-
-
-def default_variants(
-    *, is_causal: bool = False, is_rectangular: bool = False, takes_pictures: bool = False
-) -> list[MethodConfig]:
-    """Configs of the default methods to calibrate, fastest first; in bidirectional attention, all variants of each.
-
-    The arguments are those of `default_configs`.
-    """
-    names = default_methods(purpose="calibrate", is_causal=is_causal, is_rectangular=is_rectangular)
-    classes = sorted((method_info(name).config_class for name in names), key=lambda kind: kind.default_rank or 0)
-    return [
-        _adapted(make_config(kind.method, **values), takes_pictures)
-        for kind in classes
-        for values in (({},) if is_causal else kind.default_variants)
-    ]
-
-
-def _adapted(config: MethodConfig, takes_pictures: bool) -> MethodConfig:
-    return make_config(config, global_tokens=1) if takes_pictures and hasattr(config, "global_tokens") else config
+    names = default_methods(purpose=purpose, is_causal=is_causal, is_rectangular=is_rectangular)
+    configs = [make_config(name) for name in names]
+    if purpose == "calibrate":
+        configs.sort(key=lambda config: config.default_rank or 0)
+        configs = [
+            make_config(config, **values)
+            for config in configs
+            for values in (({},) if is_causal else config.default_variants)
+        ]
+    if takes_pictures:
+        configs = [make_config(one, global_tokens=1) if hasattr(one, "global_tokens") else one for one in configs]
+    return [config for config in configs if config.adds_distance_bias or not has_distance_bias]
 
 
 def method_label(config: MethodConfig) -> str:
@@ -71,3 +83,67 @@ def method_label(config: MethodConfig) -> str:
         if getattr(config, spec.name) != spec.default
     ]
     return config.method + (f" ({', '.join(changed)})" if changed else "")
+
+
+def make_candidates(
+    methods: "Sequence[str | MethodConfig] | None",
+    budgets: Sequence[int] | None,
+    summary: AttentionSummary,
+    seed: int = 0,
+    *,
+    each_layer: bool = False,
+) -> list[Candidate]:
+    """Every method at every budget below the longest sequence, the cheapest first; raises as `calibrate` does.
+
+    With `each_layer`, methods without a causal form are allowed as long as some layers are not causal.
+    """
+    is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
+    configs = defaults_for(summary, is_causal=is_causal) if methods is None else configs_of(methods)
+    if not configs and methods is not None:
+        raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
+    check_methods(configs, is_causal, summary.is_rectangular)
+    given = _BUDGETS if budgets is None else budgets
+    if not isinstance(given, Iterable):
+        raise UnsupportedAttentionError(f"budgets must be a list of integers, not {shown(given)}: write budgets=[...]")
+    for columns in given:
+        if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
+            raise UnsupportedAttentionError(f"a budget of {columns!r} columns is not possible; give integers above 0")
+    useful = [columns for columns in sorted(set(given)) if columns < summary.max_kv_len]
+    if not useful:
+        refuse_short(summary.max_kv_len, sorted(set(given)))
+    cheapest: dict[MethodConfig, int] = {}
+    for columns in useful:
+        for config in configs:
+            sized = config.with_budget(columns)
+            if seed and hasattr(sized, "seed"):
+                sized = make_config(sized, seed=sized.seed + seed)
+            # A method without a budget has the same config at all of them.
+            cheapest.setdefault(sized, columns)
+    return [Candidate(columns, config) for config, columns in cheapest.items()]
+
+
+def defaults_for(summary: AttentionSummary, *, is_causal: bool) -> list[MethodConfig]:
+    """The configs to calibrate for a model when the user names none."""
+    return default_configs(
+        purpose="calibrate",
+        is_causal=is_causal,
+        is_rectangular=summary.is_rectangular,
+        takes_pictures=summary.takes_pictures,
+        has_distance_bias=summary.has_distance_bias,
+    )
+
+
+def configs_of(methods: "Sequence[str | MethodConfig] | str | MethodConfig | None") -> list[MethodConfig]:
+    """The configs of the methods to choose from, given as a list or as a single method."""
+    if methods is not None and (isinstance(methods, str) or not isinstance(methods, Iterable)):
+        methods = [methods]
+    return [make_config(method) for method in methods or ()]
+
+
+def refuse_short(longest: int, budgets: Iterable[int]) -> NoReturn:
+    """Refuse sequences of at most `longest` tokens, which are within all budgets."""
+    raise UnsupportedAttentionError(
+        f"the longest sequence has {longest} tokens without its padding. Budgets of "
+        f"{', '.join(map(str, budgets)) or 'nothing'} columns save nothing there, because a method computes a sequence "
+        "within its budget exactly: give longer sequences or smaller budgets, or keep the model exact"
+    )

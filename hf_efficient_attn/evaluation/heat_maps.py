@@ -11,7 +11,6 @@ from hf_efficient_attn.io.writing import replacing
 _MOST_NUMBERS = 12
 # An error of 1 is as large as the output itself. Larger errors have the colour of 1.
 _LARGEST_ERROR = 1.0
-
 # Largest ratio of the ends of a logarithmic scale.
 _LOG_RANGE = 1000.0
 
@@ -43,10 +42,8 @@ def draw_maps(result: Mapping[str, Any], path: pathlib.Path) -> None:
         for title, key in (("stable rank of the attention matrix", "stable_rank"), ("tail / head", "head_to_tail"))
         if any(entry[key] for entry in layers)
     ]
-    largest = max(
-        (x for entry in layers for sizes in entry["errors"].values() for heads in sizes.values() for x in heads),
-        default=0.0,
-    )
+    sizes = [heads for entry in layers for sizes in entry["errors"].values() for heads in sizes.values()]
+    largest = max(map(max, sizes), default=0.0)
     scale = Normalize(0.0, min(_LARGEST_ERROR, largest) if largest > 0 else 1.0)
     rows = [properties] if properties else []
     for label in layers[0]["errors"]:
@@ -108,8 +105,6 @@ def _log_scale(values: Values) -> Any:
 
 def _draw_map(axes: Any, one: _Map, names: list[str], num_heads: int, *, has_numbers: bool) -> Any:
     """Draw one heat map; layers may have different numbers of heads."""
-    from matplotlib import colormaps
-
     padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in one.values]
     axes.axis("on")
     image = axes.imshow(padded, aspect="auto", cmap=one.cmap, norm=one.norm)
@@ -120,17 +115,11 @@ def _draw_map(axes: Any, one: _Map, names: list[str], num_heads: int, *, has_num
     axes.set_yticks(range(0, len(names), step), names[::step], fontsize="x-small")
     axes.set_xticks(range(0, num_heads, max(1, round(num_heads / 16))))
     axes.tick_params(labelsize="x-small", length=2)
-    if has_numbers:
-        colours = colormaps[one.cmap]
-        for layer, heads in enumerate(padded):
-            for head, value in enumerate(heads):
-                if math.isfinite(value):
-                    red, green, blue, _ = colours(one.norm(value))
-                    is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-                    axes.text(
-                        head, layer, short_number(value), ha="center", va="center", fontsize=6,
-                        color="white" if is_dark else "black",
-                    )  # fmt: skip
+    cells = [(layer, head, x) for layer, heads in enumerate(padded) for head, x in enumerate(heads) if math.isfinite(x)]
+    for layer, head, value in cells if has_numbers else ():
+        # Both maps of colours become lighter from one end to the other.
+        color = "white" if one.norm(value) < 0.6 else "black"
+        axes.text(head, layer, short_number(value), ha="center", va="center", fontsize=6, color=color)
     return image
 
 

@@ -1,23 +1,47 @@
-"""Dense attention matrices in float64, with and without the near field of a method, and their ranks.
+"""Dense attention matrices in float64, their norms, exact outputs, and the errors of methods on tensors.
 
-Parts of `hea.analysis`. Matrices that do not fit in memory, or take hours to decompose, are refused.
+Parts of `hea.analysis`. Matrices that do not fit in memory are refused.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.norms import operator_norm
-from hf_efficient_attn.evaluation.pairs import allowed_pairs, check_heads
-from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info, naive_attention
+from hf_efficient_attn.methods import (
+    MethodConfig,
+    attention,
+    available_methods,
+    make_config,
+    method_info,
+    naive_attention,
+)
 
 # Largest number of entries of a dense matrix, all heads together: 4 GiB of float64.
 _MAX_ENTRIES = 1 << 29
-# Largest shorter side of a matrix to decompose: some minutes on one core.
-_MAX_SIDE = 4096
+# Longest shorter side of a matrix whose operator norm is computed from all eigenvalues of M^T M.
+_SMALL_SIDE = 512
+# Largest number of steps of the Lanczos iteration. Attention matrices take 5 to 60.
+_MAX_STEPS = 300
+# Queries of `exact_output` that are computed at a time.
+_CHUNK_QUERIES = 1024
+
+
+class AttentionError(NamedTuple):
+    """Relative error |A - E| / |E| of an output A with respect to the exact output E.
+
+    Attributes:
+        operator: (...), in the operator norm.
+        frobenius: (...), in the Frobenius norm.
+    """
+
+    operator: Tensor
+    frobenius: Tensor
 
 
 @torch.no_grad()
@@ -45,13 +69,12 @@ def softmax_matrix(
         UnsupportedAttentionError: shapes that do not match, or a matrix of more than 4 GiB.
     """
     check_heads(query, key, attention_mask)
-    _check_dense("softmax_matrix", query.shape[0] * query.shape[1], query.shape[2], key.shape[2])
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    check_dense("softmax_matrix", *query.shape[:3], key.shape[2])
     allowed = allowed_pairs(query, key, attention_mask, is_causal)
     if attention_mask is not None:
         key = key.masked_fill(~attention_mask[:, None, :, None], 0.0)
-    factor = query.shape[3] ** -0.5 if scale is None else float(scale)
-    scores = (query.double() @ key.double().transpose(2, 3)).mul_(factor)
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = (query.double() @ key.mT).mul_(query.shape[3] ** -0.5 if scale is None else float(scale))
     return scores.masked_fill_(~allowed, -torch.inf).softmax(3).nan_to_num_(0.0)
 
 
@@ -71,14 +94,9 @@ def near_field_pairs(
     They are the non-zero weights of the method's naive form without its samples, which follows the same plan as the
     fast form. All scores are 0 there, so that no weight underflows, unless the scores decide which pairs are near.
 
-    Args:
-        method_or_config: a method whose near field is a set of pairs: one with `block_size` or `window_size`.
-        query: (B, H, Nq, D).
-        key: (B, H_kv, Nk, D); H_kv divides H.
-        attention_mask: bool (B, Nk), True = attend.
-        is_causal: as in `softmax_matrix`.
-        scale: factor of the scores; 1/sqrt(D) by default. It has an effect with `near_field="auto"` only.
-        seed: as in `hea.attention`: it is added to the seed of the config.
+    The method must have a near field that is a set of pairs: `block_size` or `window_size`. `scale` has an effect with
+    `near_field="auto"` only, and `seed` is added to the seed of the config. The other arguments are those of
+    `softmax_matrix`.
 
     Returns:
         bool (B, H, Nq, Nk).
@@ -87,18 +105,20 @@ def near_field_pairs(
         UnsupportedAttentionError: a method without a near field, a near field that contains all pairs (the sequence is
             within the budget, or the far field cannot be separated from it), or too many tokens.
     """
-    config = make_config(method_or_config)
     check_heads(query, key, attention_mask)
-    _check_dense("near_field_pairs", query.shape[0] * query.shape[1], query.shape[2], key.shape[2])
-    fields = {spec.name for spec in dataclasses.fields(config)}
+    config = make_config(method_or_config)
+    check_dense("near_field_pairs", *query.shape[:3], key.shape[2])
+    fields = _fields(config)
     sizes = [getattr(config, name) for name in ("block_size", "window_size") if name in fields]
+    # The weights of features are never 0, so that such a method is no proposal for a near field.
+    kinds = ((name, _fields(method_info(name).config_class)) for name in available_methods())
+    proposed = ", ".join(name for name, of in kinds if of & {"block_size", "window_size"} and "num_features" not in of)
     if not sizes or ("num_features" in fields and not any(sizes)):
         raise UnsupportedAttentionError(
-            f"{config.method} has no near field of pairs. Methods that have one: {', '.join(_near_field_methods())}"
+            f"{config.method} has no near field of pairs. Methods that have one: {proposed}"
         )
     if "num_samples" in fields:
         config = make_config(config, num_samples=0)
-    grouped = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     used_scale = 0.0
     if getattr(config, "near_field", None) == "auto" and not is_causal:
         query, key, used_scale = _without_underflow(query, key, attention_mask, scale)
@@ -108,11 +128,10 @@ def near_field_pairs(
         config, query, key, units, attention_mask=attention_mask, is_causal=is_causal, scale=used_scale, seed=seed
     )
     pairs = weights > 0
-    if torch.equal(pairs, allowed_pairs(query, grouped, attention_mask, is_causal).expand_as(pairs)):
+    if torch.equal(pairs, allowed_pairs(query, key, attention_mask, is_causal).expand_as(pairs)):
         raise UnsupportedAttentionError(
             f"{config.method}: its near field contains all pairs or cannot be separated from its far field, so that "
-            "the residual is empty. Take a longer sequence, a smaller block_size or window_size, or one of "
-            f"{', '.join(_near_field_methods())}"
+            f"the residual is empty. Take a longer sequence, a smaller block_size or window_size, or one of {proposed}"
         )
     return pairs
 
@@ -124,23 +143,17 @@ def _without_underflow(
     if query.dtype == torch.float32:
         # The hash of a token is the same in float64, but not in float32 if the token is float16.
         query, key = query.double(), key.double()
-    sizes = torch.linalg.vector_norm(key.double(), dim=3)
+    largest, sizes = (torch.linalg.vector_norm(x.double(), dim=3) for x in (query, key))
     if mask is not None:
         sizes = sizes.masked_fill(~mask[:, None], 0.0)
-    spread = 2.0 * (sizes.amax() * torch.linalg.vector_norm(query.double(), dim=3).amax()).item()
+    spread = 2.0 * (sizes.amax() * largest.amax()).item()
     most = max(1.0, -math.log(torch.finfo(query.dtype).tiny) - math.log(key.shape[2]))
     scale = query.shape[3] ** -0.5 if scale is None else scale
     return query, key, scale if abs(scale) * spread <= most else math.copysign(most / spread, scale)
 
 
-def _near_field_methods() -> list[str]:
-    """The methods whose config gives a size of the near field, and no features, whose weights are never 0."""
-    found = []
-    for name in available_methods():
-        fields = {spec.name for spec in dataclasses.fields(method_info(name).config_class)}
-        if fields & {"block_size", "window_size"} and "num_features" not in fields:
-            found.append(name)
-    return found
+def _fields(config: MethodConfig | type[MethodConfig]) -> set[str]:
+    return {spec.name for spec in dataclasses.fields(config)}
 
 
 @torch.no_grad()
@@ -156,16 +169,7 @@ def residual_matrix(
 ) -> Tensor:
     """D^-1 A_res of KDEformer's Eq. 10: the softmax matrix with 0 at the pairs of a method's near field.
 
-    D is that of the whole matrix A, as in Eq. 11.
-
-    Args:
-        method_or_config: as in `near_field_pairs`.
-        query: (B, H, Nq, D).
-        key: (B, H_kv, Nk, D); H_kv divides H.
-        attention_mask: bool (B, Nk), True = attend.
-        is_causal: as in `softmax_matrix`.
-        scale: factor of the scores; 1/sqrt(D) by default.
-        seed: as in `near_field_pairs`.
+    D is that of the whole matrix A, as in Eq. 11. The arguments are those of `near_field_pairs`.
 
     Returns:
         float64 (B, H, Nq, Nk).
@@ -181,52 +185,191 @@ def residual_matrix(
 
 
 @torch.no_grad()
-def singular_values(matrix: Tensor) -> Tensor:
-    """Singular values in descending order: (..., N, M) -> float64 (..., min(N, M)).
+def operator_norm(matrix: Tensor) -> Tensor:
+    """The largest singular value: (..., N, M) -> float64 (...), NaN for matrices that are not finite.
 
-    Raises:
-        UnsupportedAttentionError: not a floating-point matrix, or one whose decomposition takes more than minutes.
+    If the shorter side has at most 512 entries, it is the root of the largest eigenvalue of M^T M, which is as accurate
+    as a decomposition of M. Larger matrices take the Lanczos iteration, to a relative accuracy of 1e-5.
     """
-    _check_matrix("singular_values", matrix)
-    if min(matrix.shape[-2:]) > _MAX_SIDE:
-        raise UnsupportedAttentionError(
-            f"singular_values: decomposing a matrix of {matrix.shape[-2]} x {matrix.shape[-1]} takes too long; give "
-            f"{_MAX_SIDE} queries or keys, or fewer"
-        )
-    values: Tensor = torch.linalg.svdvals(matrix.double())
-    return values
+    matrix = matrix.double()
+    if matrix.shape[-2] < matrix.shape[-1]:
+        matrix = matrix.transpose(-2, -1)
+    if 0 in matrix.shape:
+        return matrix.new_zeros(matrix.shape[:-2])
+    # Scaled to entries of at most 1, so that squares neither overflow nor underflow.
+    size = matrix.abs().amax((-2, -1))
+    is_finite = size.isfinite() & (size > 0)
+    scaled = torch.where(is_finite[..., None, None], matrix / size[..., None, None], 0.0)
+    if matrix.shape[-1] <= _SMALL_SIDE:
+        largest = torch.linalg.eigvalsh(scaled.transpose(-2, -1) @ scaled)[..., -1].clamp(min=0.0).sqrt()
+    else:
+        norms = [_lanczos_norm(one) for one in scaled.reshape(-1, *scaled.shape[-2:])]
+        largest = torch.tensor(norms, dtype=size.dtype, device=size.device).view(size.shape)
+    return torch.where(size.isfinite(), largest * torch.where(is_finite, size, 0.0), torch.nan)
+
+
+def _lanczos_norm(matrix: Tensor) -> float:
+    """Operator norm of one matrix (N, M) by the Lanczos iteration for M^T M, with full reorthogonalisation.
+
+    The estimate is the largest eigenvalue of the projection on the Krylov space. Its residual bounds its distance from
+    an eigenvalue, so that the iteration stops when the residual is small enough.
+    """
+    generator = torch.Generator().manual_seed(0)  # not the global one, whose state must not change
+    vector = torch.randn(matrix.shape[1], generator=generator, dtype=torch.float64).to(matrix.device)
+    basis, images, value = matrix.new_empty(0, matrix.shape[1]), [], 0.0
+    for _ in range(min(matrix.shape[1], _MAX_STEPS)):
+        basis = torch.cat((basis, (vector / vector.norm())[None]))
+        images.append(matrix.mv(basis[-1]) @ matrix)
+        vector = images[-1]
+        for _ in range(2):  # once is not enough in floating-point numbers
+            vector = vector - (basis @ vector) @ basis
+        values, vectors = torch.linalg.eigh((basis @ torch.stack(images).mT).cpu())
+        value, length = max(0.0, float(values[-1])), float(vector.norm())
+        if length * abs(float(vectors[-1, -1])) <= 1e-5 * value or length == 0.0:
+            break
+    return math.sqrt(value)
 
 
 @torch.no_grad()
-def stable_rank(matrix: Tensor) -> Tensor:
-    """|M|_F^2 / |M|_op^2 (KDEformer, section 2): (..., N, M) -> float64 (...), from 1 to the rank; 0 for a zero matrix.
+def exact_output(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact attention in float64, chunked over queries: the reference for the methods.
 
-    The operator norm of large matrices is computed iteratively, to a relative accuracy of 1e-5.
+    `value` is (B, H_kv, Nk, Dv); the other arguments are those of `softmax_matrix`.
+
+    Returns:
+        float64 (B, H, Nq, Dv); 0 for queries with nothing to attend to.
 
     Raises:
-        UnsupportedAttentionError: not a floating-point matrix, or one that does not fit in memory.
+        UnsupportedAttentionError: shapes that do not match.
     """
-    _check_matrix("stable_rank", matrix)
-    matrix = matrix.double()
-    largest = operator_norm(matrix)
-    ratio = torch.linalg.matrix_norm(matrix) / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    return torch.where(largest > 0, ratio.square(), 0.0)
+    check_heads(query, key, attention_mask)
+    if value.ndim != 4 or value.shape[:3] != key.shape[:3]:
+        raise UnsupportedAttentionError(f"value {tuple(value.shape)} does not match key {tuple(key.shape)}")
+    if attention_mask is not None:
+        masked = ~attention_mask[:, None, :, None]
+        key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), key.double(), value.double()
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    outs = []
+    for start in range(0, query.shape[2], _CHUNK_QUERIES):
+        chunk = slice(start, start + _CHUNK_QUERIES)
+        has_mask = attention_mask is not None or is_causal
+        allowed = allowed_pairs(query, key, attention_mask, is_causal, chunk) if has_mask else None
+        out = scaled_dot_product_attention(query[:, :, chunk], key, value, attn_mask=allowed, scale=scale)
+        outs.append(out if allowed is None else out.masked_fill_(~allowed.any(3, keepdim=True), 0.0))
+    return torch.cat(outs, 2)
 
 
-def _check_matrix(function: str, matrix: Tensor) -> None:
-    """Check that `matrix` is a floating-point tensor (..., N, M) that fits in memory as float64."""
-    if matrix.ndim < 2 or not matrix.is_floating_point():
+@torch.no_grad()
+def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
+    """Relative error |A - E| / |E| of every matrix, in the operator norm and in the Frobenius norm.
+
+    Args:
+        approximate: A, (..., N, Dv).
+        exact: E, (..., N, Dv).
+
+    Returns:
+        AttentionError of float64 (...); 0 where A = E = 0, inf where only E = 0.
+
+    Raises:
+        UnsupportedAttentionError: shapes that differ.
+    """
+    if approximate.shape != exact.shape or exact.ndim < 2:
         raise UnsupportedAttentionError(
-            f"{function}: give a floating-point tensor (..., N, M); got {matrix.dtype} {tuple(matrix.shape)}"
+            f"relative_error: give two outputs of one shape (..., N, Dv); got {tuple(approximate.shape)} and "
+            f"{tuple(exact.shape)}"
         )
-    _check_dense(function, math.prod(matrix.shape[:-2]), *matrix.shape[-2:])
+    exact = exact.double()
+    difference = approximate.double() - exact
+
+    def ratio(norm: Callable[[Tensor], Tensor]) -> Tensor:
+        error = norm(difference)
+        return torch.where(error == 0, 0.0, error / norm(exact))
+
+    return AttentionError(ratio(operator_norm), ratio(torch.linalg.matrix_norm))
 
 
-def _check_dense(function: str, num_matrices: int, q_len: int, kv_len: int) -> None:
-    """Check that dense float64 matrices of all heads fit in memory."""
-    if num_matrices * q_len * kv_len > _MAX_ENTRIES:
+@torch.no_grad()
+def attention_error(
+    method_or_config: str | MethodConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    seed: int = 0,
+    exact: Tensor | None = None,
+    **hyperparameters: Any,
+) -> AttentionError:
+    """Error of a method against exact attention on the same inputs, for every head.
+
+    The relative operator norm is the measure of KDEformer's section 4.1. With as many queries as keys, the queries at
+    masked positions are padding and do not count. Memory is linear in the length of the sequence.
+
+    The arguments are those of `hea.attention`. `exact` (B, H, Nq, Dv) is the result of `exact_output` for these inputs,
+    if it is known already.
+
+    Returns:
+        AttentionError of float64 (B, H).
+
+    Raises:
+        UnsupportedAttentionError: as `hea.attention`.
+    """
+    out = attention(
+        method_or_config, query, key, value, attention_mask=attention_mask, is_causal=is_causal, scale=scale, seed=seed,
+        **hyperparameters,
+    )  # fmt: skip
+    if exact is None:
+        exact = exact_output(query, key, value, attention_mask=attention_mask, is_causal=is_causal, scale=scale)
+    if attention_mask is not None and query.shape[2] == key.shape[2]:
+        padding = ~attention_mask[:, None, :, None]
+        out, exact = out.masked_fill(padding, 0.0), exact.masked_fill(padding, 0.0)
+    return relative_error(out, exact)
+
+
+def allowed_pairs(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool, chunk: slice = slice(None)
+) -> Tensor:
+    """The pairs that exact attention uses, for the queries of a chunk: bool (B or 1, 1, chunk, Nk)."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    position = torch.arange(q_len, device=query.device)[chunk] + (kv_len - q_len)
+    allowed = torch.ones(1, 1, position.shape[0], kv_len, dtype=torch.bool, device=query.device)
+    if is_causal:
+        allowed = allowed & (torch.arange(kv_len, device=query.device) <= position[:, None])
+    return allowed if key_mask is None else allowed & key_mask[:, None, None]
+
+
+def check_heads(query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:
+    """Check that query (B, H, Nq, D), key (B, H_kv, Nk, D) and key_mask (B, Nk) match."""
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}"
+    if not query.ndim == key.ndim == 4 or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise UnsupportedAttentionError(f"give query and key as (batch, num_heads, length, head_dim); got {shapes}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise UnsupportedAttentionError(f"the number of key heads must divide that of query heads; got {shapes}")
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != key.shape[:3:2]):
         raise UnsupportedAttentionError(
-            f"{function}: {num_matrices} float64 matrices of {q_len} x {kv_len} take "
-            f"{num_matrices * q_len * kv_len / (1 << 27):.0f} GiB, and the limit is {_MAX_ENTRIES >> 27} GiB. Take "
-            "fewer heads or sequences at a time, or fewer tokens"
+            f"attention_mask must be bool {(key.shape[0], key.shape[2])}, True = attend; got {key_mask.dtype} "
+            f"{tuple(key_mask.shape)}"
+        )
+
+
+def check_dense(function: str, *shape: int) -> None:
+    """Check that dense float64 matrices (..., N, M) of all heads fit in memory."""
+    (*heads, q_len, kv_len), entries = shape, math.prod(shape)
+    if entries > _MAX_ENTRIES:
+        raise UnsupportedAttentionError(
+            f"{function}: {math.prod(heads)} float64 matrices of {q_len} x {kv_len} take {entries / (1 << 27):.0f} "
+            f"GiB, and the limit is {_MAX_ENTRIES >> 27} GiB. Take fewer heads or sequences at a time, or fewer tokens"
         )

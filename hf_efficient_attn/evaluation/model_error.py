@@ -5,35 +5,28 @@ the same queries, keys and values, so that no attention is computed exactly as a
 that a layer adds to the inputs that it gets, and these contain the errors of the layers before it.
 """
 
-import contextlib
-import functools
 import statistics
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import Batch, eval_mode, forward
-from hf_efficient_attn.integration.attention import is_causal_call, location_of, method_at
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
+from hf_efficient_attn.integration.attention import method_at
 from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
-from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.integration.masks import read_mask
+from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
-from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
-from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
-from hf_efficient_attn.ops.tokens import ceil_div, take
+from hf_efficient_attn.ops.tokens import take
 
-# Rows of causal attention that are computed at a time, with the keys up to the last of them.
-_CAUSAL_ROWS = 16
+# Rows that are computed at a time.
+_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -73,8 +66,7 @@ class LayerError:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = {"layer": self.layer, "name": self.name, "method": self.method, "tokens": self.tokens}
-        return plain | {"estimate": self.estimate.tolist(), "bound": self.bound.tolist()}
+        return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -103,19 +95,15 @@ class ModelError:
         return {"num_rows": self.num_rows, "layers": [one.to_dict() for one in self.layers]}
 
     def __str__(self) -> str:
-        titles = ("layer", "method", "tokens", "error", "bound", "worst head")
-        lines = [titles]
+        lines = [("layer", "method", "tokens", "error", "bound", "worst head")]
         for one in self.layers:
             name = one.name if one.layer is None else str(one.layer)
             worst = f"{one.bound.max().item():.3f} ({one.worst_head})"
             lines.append((name, one.method, f"{one.tokens}", f"{one.mean:.3f}", f"{one.mean_bound:.3f}", worst))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        signs = "<<>>>>"
-        rows = [
-            "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)).rstrip()
-            for line in lines
+        formats = [
+            f"{{:{sign}{max(map(len, cells))}}}" for sign, cells in zip("<<>>>>", zip(*lines, strict=True), strict=True)
         ]
-        return "\n".join(rows)
+        return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
 def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 128, seed: int = 0) -> ModelError:
@@ -154,134 +142,77 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
     """
     if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 1):
         raise UnsupportedAttentionError(f"num_rows={num_rows!r} must be an integer of 1 or more, or None for all rows")
-    found: list[LayerError] = []
-    estimate = functools.partial(_estimate, num_rows=num_rows, seed=seed)
-    with _observe(model, lambda call: found.extend(estimate(call))):
+    roots = transformers_models(model)
+    if all(method_of(config) is None for root in roots for config in configs_of(root)):
+        raise UnsupportedAttentionError(
+            f"{type(roots[0]).__name__} computes exact attention in every layer, so that there is no error: convert it "
+            "first, with hea.convert(model, method)"
+        )
+    methods = {
+        module: method_at(config, method_of(config), location)
+        for root in roots
+        for module, location, config, _ in attention_modules(root)
+    }
+    errors: list[LayerError | None] = []
+
+    def method_in(call: Call) -> MethodConfig | None:
+        method = methods[call.module]
+        return None if method is None or call.why_exact(method) is not None else method
+
+    def compute(call: Call) -> Tensor:
+        method = method_in(call)
+        if method is None:
+            return exact_output(call)
+        return call.compute(method, required_tensors(call.module, method, call.name))
+
+    def visit(call: Call) -> None:
+        errors.append(_layer_error(call, method_in(call), num_rows, seed))
+
+    with capture_attention(model, visit, compute, windows=True):
         forward(model, batch)
+    found = tuple(error for error in errors if error is not None)
     if not found:
         raise UnsupportedAttentionError(
             "the batch has no valid token in any attention layer, so that there is nothing to measure: check its "
             "attention_mask"
         )
-    return ModelError(tuple(found), num_rows)
+    return ModelError(found, num_rows)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of an attention module in the running model; tensors as in `capture.Call`, `out` (B, H, Nq, Dv)."""
-
-    layer: Layer | None
-    name: str
-    method: str
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-    out: Tensor
-    is_causal: bool
-    scale: float
-    distance_bias: Tensor | None
-
-
-@contextlib.contextmanager
-def _observe(model: nn.Module, visit: Callable[[_Call], None]) -> Iterator[None]:
-    """Pass every call of a method's attention function within the context to `visit`. Not thread-safe."""
-    roots = transformers_models(model)
-    names = {name for root in roots for config in configs_of(root) if (name := method_of(config)) is not None}
-    if not names:
-        raise UnsupportedAttentionError(
-            f"{type(roots[0]).__name__} computes exact attention in every layer, so that there is no error: convert it "
-            "first, with hea.convert(model, method)"
-        )
-    modules = {one.module for root in roots for one in attention_modules(root)}
-    local = ALL_ATTENTION_FUNCTIONS._local_mapping
-    before = {name: local.get(name) for name in names}
-    # Modules that give their method the hidden states would pass the attention function by; the result is the same.
-    forwards = [(module, vars(module).get("forward")) for module in modules]
-    try:
-        for name in names:
-            ALL_ATTENTION_FUNCTIONS[name] = _observed(ALL_ATTENTION_FUNCTIONS[name], name, modules, visit)
-        for module in modules:
-            attach(module, plan(module, None))
-        with eval_mode(model):
-            yield
-    finally:
-        for module, own in forwards:
-            attach(module, own)
-        for name, function in before.items():
-            ALL_ATTENTION_FUNCTIONS.pop(name)
-            if function is not None:
-                ALL_ATTENTION_FUNCTIONS[name] = function
-
-
-def _observed(
-    function: Callable[..., tuple[Tensor, None]], name: str, modules: set[nn.Module], visit: Callable[[_Call], None]
-) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function of a method that also passes its calls to `visit`."""
-
-    def call(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        distance_bias = take_bias({**kwargs}, query.device)
-        out, weights = function(module, query, key, value, attention_mask, **kwargs)
-        if module in modules:
-            location, config = location_of(module), getattr(module, "config", None)
-            mask = read_mask(name, attention_mask)
-            is_causal = is_causal_call(module, location, mask, kwargs.get("is_causal"))
-            method = method_at(config, name, location)
-            is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
-            label = EXACT if method is None else method.method
-            if is_cross and method is not None and why_cross_attention_is_exact(method, config) is not None:
-                label = EXACT
-            scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
-            tensors = (query, key, value, mask.keys, out.transpose(1, 2))
-            visit(_Call(location.label, location.name, label, *tensors, is_causal, scale, distance_bias))
-        return out, weights
-
-    setattr(call, TAKES_DISTANCE_BIAS, True)
-    return call
-
-
-def _estimate(call: _Call, num_rows: int | None, seed: int) -> Iterator[LayerError]:
-    """The error of one call; nothing if no sequence has a valid token."""
+def _layer_error(call: Call, method: MethodConfig | None, num_rows: int | None, seed: int) -> LayerError | None:
+    """The error of one call; None if no sequence has a valid token."""
     mask = call.key_mask
     sequences = [b for b in range(len(call.query)) if mask is None or bool(mask[b].any())]
     if not sequences:
-        return
-    tokens = call.key.shape[2] if mask is None else int(mask.sum(1).max())
-    if call.method == EXACT:
+        return None
+    if method is None:
         zeros = torch.zeros(len(sequences), call.query.shape[1], dtype=torch.float64)
-        yield LayerError(call.layer, call.name, EXACT, tokens, zeros, zeros)
-        return
+        return LayerError(call.layer, call.name, EXACT, call.tokens, zeros, zeros)
     # One sequence at a time, because the mask of causal rows is (H, p, Nk).
-    errors = [_sequence_error(call, b, num_rows, seed) for b in sequences]
-    estimate, bound = (
-        torch.stack([getattr(error, name).double().cpu() for error in errors]) for name in RowError._fields
-    )
-    yield LayerError(call.layer, call.name, call.method, tokens, estimate, bound)
+    errors = zip(*(_sequence_error(call, b, num_rows, seed) for b in sequences), strict=True)
+    estimate, bound = (torch.stack(values).double().cpu() for values in errors)
+    return LayerError(call.layer, call.name, method.method, call.tokens, estimate, bound)
 
 
-def _sequence_error(call: _Call, b: int, num_rows: int | None, seed: int) -> RowError:
+def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowError:
     """The error of each head on sequence b of the batch."""
-    num_heads, q_len, kv_len = call.query.shape[1], call.query.shape[2], call.key.shape[2]
-    groups = num_heads // call.key.shape[1]
-    dtype = accumulation_dtype(call.value.dtype)
-    query, key, value = (x[b].to(dtype) for x in (call.query, call.key, call.value))
-    key_mask = query_mask = None
+    num_heads, q_len = call.query.shape[1:3]
+    groups, key_mask = num_heads // call.key.shape[1], None
+    query, key, value = (x[b].to(accumulation_dtype(x.dtype)) for x in (call.query, call.key, call.value))
     if call.key_mask is not None:
         key_mask = call.key_mask[b].expand(num_heads, -1)
-        masked = ~call.key_mask[b][None, :, None]
-        key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
-        query_mask = key_mask if q_len == kv_len else None
+        key, value = (x.masked_fill(~call.key_mask[b][:, None], 0.0) for x in (key, value))
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    query_mask = key_mask if q_len == call.key.shape[2] else None
     rows = sample_rows(
         num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, seed=seed, device=query.device
     )
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     with torch.autocast(query.device.type, enabled=False):
         exact = exact_rows(
-            query, key, value, rows, key_mask, is_causal=call.is_causal, scale=call.scale, table=call.distance_bias
+            query, key, value, rows, key_mask, is_causal=call.is_causal, scale=scale, table=call.distance_bias
         )
-        return row_error(take(call.out[b], rows.queries), exact, rows.valid, rows.population)
+        return row_error(take(call.exact[b], rows.queries), exact, rows.valid, rows.population)
 
 
 def exact_rows(
@@ -310,25 +241,18 @@ def exact_rows(
     Returns:
         (BH, p, Dv); 0 for queries without a key.
     """
-    (q_len, kv_len), count, device = (query.shape[1], key.shape[1]), rows.queries.shape[1], key.device
-    valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
-    queries, position = take(query, rows.queries)[:, None], rows.queries + (kv_len - q_len if is_causal else 0)
-    table = None if table is None else table.to(accumulation_dtype(query.dtype))
-    step, outs = _CAUSAL_ROWS if is_causal else count, []
-    for start in range(0, count, step):
-        end, last = min(start + step, count), kv_len
-        if is_causal and rows.valid is None:
-            # The last row of a block lies in the stratum end - 1, so that later keys can be left out.
-            last = max(1, kv_len - q_len + ceil_div(end * q_len, count))
-        bias = None if valid is None else valid[..., :last]
-        if is_causal or table is not None:
-            distance = torch.arange(last, device=device) - position[:, start:end, None]  # (BH, rows, keys)
-            own = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)
-            if table is not None:
-                largest = (table.shape[1] - 1) // 2
-                index = distance.clamp(-largest, largest) + largest
-                own = own + table.gather(1, index.flatten(1)).view(index.shape)
-            bias = own[:, None] if bias is None else own[:, None] + bias
-        block = queries[:, :, start:end], key[:, None, :last], value[:, None, :last]
-        outs.append(attend(*block, bias, scale=scale).out[:, 0])
+    position = rows.queries + (key.shape[1] - query.shape[1] if is_causal else 0)
+    outs = []
+    for part, at in zip(take(query, rows.queries).split(_ROWS, 1), position.split(_ROWS, 1), strict=True):
+        scores, distance = scale * part @ key.mT, torch.arange(key.shape[1], device=key.device) - at[..., None]
+        if table is not None:
+            largest = table.shape[1] // 2
+            index = distance.clamp(-largest, largest) + largest
+            scores = scores + table.to(scores.dtype).gather(1, index.flatten(1)).view(index.shape)
+        if is_causal:
+            scores = scores.masked_fill(distance > 0, -torch.inf)
+        if key_mask is not None:
+            scores = scores.masked_fill(~key_mask[:, None], -torch.inf)
+        is_empty = scores.amax(2, keepdim=True) == -torch.inf
+        outs.append(scores.softmax(2).masked_fill(is_empty, 0.0) @ value)
     return torch.cat(outs, 1)

@@ -1,16 +1,21 @@
-"""What follows from measured errors: one recommendation, with its expected error and saving and the command for it."""
+"""What follows from the measurements of `analyze` and `benchmark`: which method to use where, and from which length on.
 
+Two times of `benchmark` are different if the ranges of their ratios to exact attention over the rounds (`Timing.range`)
+are.
+"""
+
+import itertools
 import json
 import pathlib
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_efficient_attn.evaluation.calibration import (
-    Choice,
     ErrorTable,
     bound,
     choose_each,
@@ -20,31 +25,28 @@ from hf_efficient_attn.evaluation.calibration import (
     measure_speed,
     spread,
 )
-from hf_efficient_attn.evaluation.candidates import Candidate
-from hf_efficient_attn.evaluation.capture import AttentionSummary, Batch
+from hf_efficient_attn.evaluation.capture import AttentionSummary, Batch, tensors_of
+from hf_efficient_attn.evaluation.defaults import Candidate
+from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, Timing
 from hf_efficient_attn.integration.layers import Layer, ranges
-from hf_efficient_attn.integration.settings import changed_hyperparameters
+from hf_efficient_attn.integration.settings import EXACT, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
 
 # A larger budget should reduce the error of a method at least by this factor.
 _FALLS = 0.9
+# A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
+_MAX_ERROR = 0.1
+
+Row = Mapping[str, Any]
 
 
 class Measured(NamedTuple):
-    """What a recommendation is made from.
+    """What a recommendation is made from."""
 
-    Attributes:
-        methods: label -> config without a budget.
-        candidates: the methods at their budgets, the cheapest first.
-        table: the errors of every candidate in every layer.
-        tokens: layer -> number of tokens of the longest sequence.
-        summary: of the model.
-    """
-
-    methods: Mapping[str, MethodConfig]
-    candidates: Sequence[Candidate]
+    methods: Mapping[str, MethodConfig]  # label -> config without a budget
+    candidates: Sequence[Candidate]  # the methods at their budgets, the cheapest first
     table: ErrorTable
-    tokens: Mapping[Layer, int]
+    tokens: Mapping[Layer, int]  # of the longest sequence
     summary: AttentionSummary
 
 
@@ -58,7 +60,7 @@ def recommend(
         max_error: the limit for the error of a layer on an unseen sequence.
         per_layer: whether each layer gets the cheapest method and budget that keeps the limit. Otherwise, all layers
             that keep it get the same: the method and budget with which they save the most in total.
-        run: model and batch with which to measure the speed; None to leave that out.
+        run: model and batch with which to measure the speed and the error of the output; None to leave that out.
 
     Returns:
         "calibrated": the choice as `convert --config` and `hea.convert` take it, without default hyperparameters; None
@@ -79,19 +81,43 @@ def recommend(
     # In causal attention a query has half of the keys on average.
     num_keys = (summary.max_kv_len + 1) / 2 if summary.is_causal else float(summary.max_kv_len)
     candidates = [one for one in measured.candidates if one.columns < num_keys]
-    if per_layer:
-        chosen = choose_each(measured.table, candidates, max_error)
-    else:
+    chosen = choose_each(measured.table, candidates, max_error)
+    if not per_layer:
         chosen = choose_one(measured.table, candidates, max_error, num_keys)
+
+    def attention(candidate: Candidate) -> dict[str, Any]:
+        for label, method in measured.methods.items():
+            sized = method.with_budget(candidate.columns)
+            if candidate.config in (sized, sized.calibrated(max_error, accepted=True)):
+                return {"attention": label, "columns": candidate.columns}
+        raise AssertionError(candidate)
+
     if not chosen:
-        return {"recommended": None, "calibrated": None, "nearest": _nearest(measured, max_error)}
+        pooled = {one: spread(measured.table, one, max_error) for one in measured.candidates}
+        bounds = {key: bound(errors, pooled[key[1]], max_error) for key, errors in measured.table.items() if errors}
+        found: dict[str, Any] = {"recommended": None, "calibrated": None, "nearest": None}
+        if bounds:
+            layer, nearest = min(bounds, key=lambda key: bounds[key])
+            found["nearest"] = {"layer": layer, **attention(nearest), "bound": bounds[layer, nearest]}
+        return found
     settings = make_settings(chosen, max(measured.tokens[layer] for layer in chosen))
     exact = [layer for layer in summary.layers if layer not in chosen]
     costs = [choice.candidate.columns for choice in chosen.values()] + [num_keys] * len(exact)
     one = None if run is None else (run[0], _first_sequence(run[1]), settings)
     speed = None if one is None else measure_speed(*one)
+    layers = [
+        {
+            "layer": layer,
+            **attention(choice.candidate),
+            "method": choice.candidate.config.method,
+            "settings": changed_hyperparameters(choice.candidate.config),
+            "error": choice.error,
+            "bound": choice.bound,
+        }
+        for layer, choice in chosen.items()
+    ]
     recommended = {
-        "layers": [_entry(measured, layer, choice) for layer, choice in chosen.items()],
+        "layers": layers,
         "exact_layers": exact,
         "error": statistics.fmean(choice.error for choice in chosen.values()),
         "columns": statistics.fmean(costs),
@@ -104,50 +130,13 @@ def recommend(
     return {"recommended": recommended, "calibrated": settings.to_dict(defaults=False), "nearest": None}
 
 
-def _entry(measured: Measured, layer: Layer, choice: Choice) -> dict[str, Any]:
-    config = choice.candidate.config
-    return {
-        "layer": layer,
-        "attention": _label(measured, choice.candidate),
-        "method": config.method,
-        "columns": choice.candidate.columns,
-        "settings": changed_hyperparameters(config),
-        "error": choice.error,
-        "bound": choice.bound,
-    }
-
-
-def _label(measured: Measured, candidate: Candidate) -> str:
-    """The label of the method that a candidate is a budget of."""
-    return next(
-        label for label, one in measured.methods.items() if one.with_budget(candidate.columns) == candidate.config
-    )
-
-
-def _nearest(measured: Measured, max_error: float) -> dict[str, Any] | None:
-    """The layer and candidate with the smallest bound."""
-    pooled = {one: spread(measured.table, one, max_error) for one in measured.candidates}
-    bounds = {key: bound(errors, pooled[key[1]], max_error) for key, errors in measured.table.items() if errors}
-    if not bounds:
-        return None
-    layer, candidate = min(bounds, key=lambda key: bounds[key])
-    label = _label(measured, candidate)
-    return {
-        "layer": layer,
-        "attention": label,
-        "columns": candidate.columns,
-        "bound": bounds[layer, candidate],
-    }
-
-
 def _first_sequence(batch: Batch) -> Batch:
     """The first sequence of a batch, or the whole batch if its tensors have different first dimensions."""
-    if isinstance(batch, Tensor):
+    if not isinstance(batch, Mapping):
         return batch[:1]
-    sizes = {len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim}
-    if len(sizes) != 1:
-        return batch
-    return {name: x[:1] if isinstance(x, Tensor) and x.ndim else x for name, x in batch.items()}
+    tensors = tensors_of(batch)
+    is_aligned = len(set(map(len, tensors.values()))) == 1
+    return {**batch, **{name: x[:1] for name, x in tensors.items()}} if is_aligned else batch
 
 
 def budget_warnings(entries: Sequence[Mapping[str, Any]], budgets: Sequence[int]) -> list[str]:
@@ -157,18 +146,16 @@ def budget_warnings(entries: Sequence[Mapping[str, Any]], budgets: Sequence[int]
     small, large = str(budgets[0]), str(budgets[-1])
     sentences = []
     for label in entries[0]["errors"]:
-        firsts, lasts, names = [], [], []
+        flat = []  # the entries in which the error hardly falls: name, first and last error
         for entry in entries:
             first, last = (statistics.fmean(entry["errors"][label][size]) for size in (small, large))
             # An error that is small anyway, such as that of uniform attention, needs no warning.
             if not last <= max(_FALLS * first, 1e-3):
-                firsts.append(first)
-                lasts.append(last)
-                names.append(entry["name"] if entry["layer"] is None else entry["layer"])
-        if not names:
+                flat.append((entry["name"] if entry["layer"] is None else entry["layer"], first, last))
+        if not flat:
             continue
-        first, last = statistics.fmean(firsts), statistics.fmean(lasts)
-        distinct = list(dict.fromkeys(names))
+        names, firsts, lasts = zip(*flat, strict=True)
+        first, last, distinct = statistics.fmean(firsts), statistics.fmean(lasts), list(dict.fromkeys(names))
         where = f" in layer{'s' * (len(distinct) > 1)} {ranges(distinct)}" if len(names) < len(entries) else ""
         sentences.append(
             f"{label}: the error hardly falls with the budget{where}: {first:.2f} at {small} columns, {last:.2f} at "
@@ -182,30 +169,26 @@ def apply_command(
 ) -> str | None:
     """The command line that applies a recommendation, quoted for a shell; None if nothing is recommended.
 
-    Args:
-        source: the checkpoint.
-        result: of `analyze_checkpoint`, whose "source" gives the new checkpoint its name.
-        config: the analysis.json that the result is written to. None: the command contains the recommendation.
+    The "source" of the result gives the new checkpoint its name. Without `config`, the analysis.json that the result is
+    written to, the command contains the recommendation.
     """
     settings = result["calibrated"]
     if settings is None:
         return None
-    convert = ["hf-efficient-attn", "convert", str(source)]
+    entries, before, words = result["recommended"]["layers"], "", ["--config", str(config)]
+    if config is None and _is_mix(entries):
+        before = shlex.join(["printf", "%s", json.dumps(settings)]) + " > calibrated.json && "
+        words = ["--config", "calibrated.json"]
+    elif config is None:
+        words = ["--method", entries[0]["method"]]
+        for key, value in entries[0]["settings"].items():
+            words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+        if result["recommended"]["exact_layers"]:
+            words += ["--layers", ranges(one["layer"] for one in entries)]
+    if result["max_length"] is not None:
+        words += ["--max-length", str(result["max_length"])]
     name = str(result["source"]).rpartition("/")[2].lstrip("-") + "-efficient"
-    rest = [] if result["max_length"] is None else ["--max-length", str(result["max_length"])]
-    rest += ["-o", name]
-    if config is not None:
-        return shlex.join([*convert, "--config", str(config), *rest])
-    entries = result["recommended"]["layers"]
-    if _is_mix(entries):
-        written = shlex.join(["printf", "%s", json.dumps(settings)])
-        return f"{written} > calibrated.json && " + shlex.join([*convert, "--config", "calibrated.json", *rest])
-    words = ["--method", entries[0]["method"]]
-    for key, value in entries[0]["settings"].items():
-        words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-    if result["recommended"]["exact_layers"]:
-        words += ["--layers", ranges(one["layer"] for one in entries)]
-    return shlex.join([*convert, *words, *rest])
+    return before + shlex.join(["hf-efficient-attn", "convert", str(source), *words, "-o", name])
 
 
 def note_on_command(result: Mapping[str, Any], config: "pathlib.Path | None" = None) -> str | None:
@@ -222,3 +205,77 @@ def note_on_command(result: Mapping[str, Any], config: "pathlib.Path | None" = N
 def _is_mix(entries: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the layers of a recommendation have different methods or hyperparameters."""
     return any((one["method"], one["settings"]) != (entries[0]["method"], entries[0]["settings"]) for one in entries)
+
+
+def timing_of(row: Row) -> Timing:
+    """The times of a row of "measurements"."""
+    ratio, low, high = row["speed_up"], row["speed_up_min"], row["speed_up_max"]
+    return Timing(row["seconds"], row["seconds"] * ratio, ratio, low, high)
+
+
+def pays_from(measurements: Sequence[Row], label: str) -> int | None:
+    """The smallest measured length from which on a method is a gain (`Timing.is_gain`); None if there is none."""
+    gains = itertools.takewhile(lambda row: timing_of(row).is_gain, reversed(_rows_of(measurements, label)))
+    return min((row["length"] for row in gains), default=None)
+
+
+def _rows_of(measurements: Sequence[Row], label: str) -> list[Row]:
+    return sorted((row for row in measurements if row["attention"] == label), key=lambda row: row["length"])
+
+
+def summarise(result: Mapping[str, Any]) -> list[str]:
+    """Sentences that say from which length on each method pays off."""
+    sentences = []
+    for label, first in result["pays_from"].items():
+        rows = _rows_of(result["measurements"], label)
+        last = timing_of(rows[-1])
+        about = f"it is {last.ratio:.1f} times as fast as exact attention at {rows[-1]['length']} tokens"
+        if first is not None:
+            where = "at all measured lengths" if first == rows[0]["length"] else f"from {first} tokens on"
+            sentences.append(f"{label} pays off {where}: {about}.")
+            continue
+        where = f" up to {rows[-1]['length']} tokens" if len(rows) > 1 else ""
+        low, high = last.range
+        sentences.append(
+            f"{label} does not pay off{where}: {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
+            f"{MIN_SPEED_UP} in any of them is no gain."
+        )
+    return sentences
+
+
+def recommend_method(measurements: Sequence[Row]) -> dict[str, str | None]:
+    """The method to use at the greatest length at which several were compared, and why.
+
+    Methods that are no gain are not recommended. Of the others it is the fastest that keeps an error of .1, averaged
+    over layers and heads, or, of several whose times are not different from that of the fastest, the one with the
+    smallest error; if none keeps the error, the one with the smallest; if none is a gain, exact attention.
+
+    Returns:
+        "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
+        a sentence, or None.
+    """
+    rows = [row for row in measurements if row["attention"] != EXACT]
+    counts = Counter(row["length"] for row in rows)
+    compared = max((length for length, count in counts.items() if count > 1), default=0)
+    rows = [row for row in rows if row["length"] == compared]
+    if not rows or any(row["error"] is None for row in rows):
+        return {"recommended": None, "recommendation": None}
+    where = f"Recommended at {compared} tokens: "
+    faster = [row for row in rows if timing_of(row).is_gain]
+    if not faster:
+        why = f"because no method is at least {MIN_SPEED_UP} times as fast in each round."
+        return {"recommended": EXACT, "recommendation": f"{where}exact attention ({EXACT}), {why}"}
+    good = [row for row in faster if row["error"] <= _MAX_ERROR]
+    fastest = max(good, key=lambda row: row["speed_up"], default=None)
+    equal = [row for row in good if fastest and timing_of(row).range[1] >= timing_of(fastest).range[0]]
+    if not good:
+        reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
+    elif len(equal) > 1:
+        reason = f"the smallest of those that keep {_MAX_ERROR}, whose times differ too little to tell them apart"
+    else:
+        reason = f"the fastest with an error of at most {_MAX_ERROR}"
+    best = min(equal or faster, key=lambda row: row["error"])
+    about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
+    if best.get("output_error") is not None:
+        about += f" in attention and of {best['output_error']:.3f} in the output"
+    return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}

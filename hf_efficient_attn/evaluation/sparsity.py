@@ -1,7 +1,8 @@
-"""Are the entries of Gaussian kernel matrices concentrated? Parts of `hea.analysis`.
+"""Are attention matrices of low rank, and are the entries of Gaussian kernel matrices concentrated?
 
-The source is "Improved Algorithms for Kernel Matrix-Vector Multiplication under Sparsity Assumptions" (2024; called the
-sparsity paper below), section 4. Its matrices are dense, (n, n) in float64.
+Parts of `hea.analysis`. The source of the second question is "Improved Algorithms for Kernel Matrix-Vector
+Multiplication under Sparsity Assumptions" (2024; called the sparsity paper below), section 4. Its matrices are dense,
+(n, n) in float64.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.matrices import check_dense, operator_norm
 
-# Largest size of a kernel matrix: some minutes on one core.
+# Largest size of a kernel matrix, and largest shorter side of a matrix to decompose: some minutes on one core.
 _MAX_TOKENS = 4096
 # Entries of the kernel matrices that are computed at a time (chunked over heads): 256 MiB of float64.
 _CHUNK_ENTRIES = 1 << 25
@@ -146,3 +148,42 @@ def _check_tokens(query: Tensor, key: Tensor) -> None:
             f"the kernel matrix of {query.shape[-2]} tokens would be sorted for every prefix, which takes too long; "
             f"take {_MAX_TOKENS} tokens or fewer, such as query[..., :{_MAX_TOKENS}, :]"
         )
+
+
+@torch.no_grad()
+def singular_values(matrix: Tensor) -> Tensor:
+    """Singular values in descending order: (..., N, M) -> float64 (..., min(N, M)).
+
+    Raises:
+        UnsupportedAttentionError: not a floating-point matrix, or one whose decomposition takes more than minutes.
+    """
+    _check_matrix("singular_values", matrix)
+    if min(matrix.shape[-2:]) > _MAX_TOKENS:
+        raise UnsupportedAttentionError(
+            f"singular_values: decomposing a matrix of {matrix.shape[-2]} x {matrix.shape[-1]} takes too long; give "
+            f"{_MAX_TOKENS} queries or keys, or fewer"
+        )
+    return torch.linalg.svdvals(matrix.double())  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def stable_rank(matrix: Tensor) -> Tensor:
+    """|M|_F^2 / |M|_op^2 (KDEformer, section 2): (..., N, M) -> float64 (...), from 1 to the rank; 0 for a zero matrix.
+
+    The operator norm of large matrices is computed iteratively, to a relative accuracy of 1e-5.
+
+    Raises:
+        UnsupportedAttentionError: not a floating-point matrix, or one that does not fit in memory.
+    """
+    _check_matrix("stable_rank", matrix)
+    largest = operator_norm(matrix)
+    return torch.where(largest > 0, (torch.linalg.matrix_norm(matrix.double()) / largest).square(), 0.0)
+
+
+def _check_matrix(function: str, matrix: Tensor) -> None:
+    """Check that `matrix` is a floating-point tensor (..., N, M) that fits in memory as float64."""
+    if matrix.ndim < 2 or not matrix.is_floating_point():
+        raise UnsupportedAttentionError(
+            f"{function}: give a floating-point tensor (..., N, M); got {matrix.dtype} {tuple(matrix.shape)}"
+        )
+    check_dense(function, *matrix.shape)
