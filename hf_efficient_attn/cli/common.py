@@ -30,6 +30,18 @@ ResultT = TypeVar("ResultT")
 CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
+def _bold_titles(text: str) -> str:
+    """Make the titles of a help text bold: "Usage:", "Options:" and so on, which are not indented."""
+    return re.sub(r"(?m)^\w+:", lambda title: bold(title[0]), text)
+
+
+class _Group(TyperGroup):
+    """The command without a subcommand."""
+
+    def get_help(self, ctx: Any) -> str:
+        return _bold_titles(super().get_help(ctx))
+
+
 class _Command(TyperCommand):
     """A command that imports PyTorch and Transformers after its arguments have been checked, so not for --help."""
 
@@ -47,18 +59,6 @@ class _MethodsCommand(_Command):
     """A command about methods only, which does without Transformers."""
 
     package, libraries = "hf_efficient_attn.methods", "PyTorch"
-
-
-class _Group(TyperGroup):
-    """The command without a subcommand."""
-
-    def get_help(self, ctx: Any) -> str:
-        return _bold_titles(super().get_help(ctx))
-
-
-def _bold_titles(text: str) -> str:
-    """Make the titles of a help text bold: "Usage:", "Options:" and so on, which are not indented."""
-    return re.sub(r"(?m)^\w+:", lambda title: bold(title[0]), text)
 
 
 app = typer.Typer(
@@ -124,44 +124,22 @@ def check_minutes(value: float | None) -> float | None:
 # What the help texts say about --methods.
 DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-attn methods` marks them"
 
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub id of a checkpoint.")]
-Settings = Annotated[
-    list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; method.key=value sets it for one method only."),
-]
-Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of threads of PyTorch.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="DEVICE",
-        show_default=False,
-        help="Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]",
-    ),
-]
 DTYPES = ("float32", "bfloat16", "float16")
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        show_default=False,
-        help=f"Dtype of the model: {', '.join(DTYPES)}. [default: that of the checkpoint]",
-    ),
-]
-Minutes = Annotated[
-    float | None,
-    typer.Option(
-        "--minutes",
-        metavar="X",
-        callback=check_minutes,
-        help="End after about this time: leave out measurements that are not expected to fit.",
-    ),
-]
+
+_dtypes = f"Dtype of the model: {', '.join(DTYPES)}. [default: that of the checkpoint]"
+_minutes = "End after about this time: leave out measurements that are not expected to fit."
+_pickle = "Read pytorch_model.bin (weights only) if there are no safetensors."
+_place = "Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]"
+_settings = "A hyperparameter; method.key=value sets it for one method only."
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub id of a checkpoint.")]
+Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=_settings)]
+Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of threads of PyTorch.")]
+Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", show_default=False, help=_place)]
+Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", show_default=False, help=_dtypes)]
+Minutes = Annotated[float | None, typer.Option("--minutes", metavar="X", callback=check_minutes, help=_minutes)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only) if there are no safetensors.")
-]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help=_pickle)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -225,14 +203,12 @@ class _NothingCompleteError(Exception):
 def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
-    The command then ends with the status, by which `run` says that it was interrupted::
+    `work` raises `evaluation.progress.Interrupted` with the partial result. The command then ends with the status, by
+    which `run` says that it was interrupted::
 
         result, status = until_interrupted(lambda: run_demo(methods, lengths))
         show(result)
         raise typer.Exit(status)
-
-    Args:
-        work: returns the result, or raises `evaluation.progress.Interrupted` with a partial one.
 
     Returns:
         the result or the partial result, and the exit status: 0 or 130. If nothing is complete, the command ends with
@@ -315,21 +291,30 @@ class LiveTable:
     def __init__(self, headers: Sequence[str], widths: Sequence[int], *, left: Collection[str] = ()) -> None:
         self._widths = [max(len(title), width) for title, width in zip(headers, widths, strict=True)]
         self._signs = ["<" if title in left else ">" for title in headers]
-        self._print([bold(cell) for cell in self._align(headers)])
-        ends = {"<": "-", ">": ":"}
-        columns = zip(self._widths, self._signs, strict=True)
-        _print_line("|" + "|".join("-" * (width + 1) + ends[sign] for width, sign in columns) + "|")
+        _print_line(_row([bold(cell) for cell in self._align(headers)]))
+        _print_line(_rule(self._widths, self._signs))
 
     def add(self, cells: Sequence[Any]) -> None:
         """Print a row; None is an empty cell."""
-        self._print(self._align(["" if cell is None else str(cell) for cell in cells]))
+        _print_line(_row(self._align(cells)))
 
-    def _align(self, cells: Sequence[str]) -> list[str]:
-        columns = zip(cells, self._signs, self._widths, strict=True)
+    def _align(self, cells: Sequence[Any]) -> list[str]:
+        columns = zip(_texts(cells), self._signs, self._widths, strict=True)
         return [f"{cell:{sign}{width}}" for cell, sign, width in columns]
 
-    def _print(self, cells: Sequence[str]) -> None:
-        _print_line("| " + " | ".join(cells) + " |")
+
+def _texts(cells: Sequence[Any]) -> list[str]:
+    return ["" if cell is None else str(cell) for cell in cells]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _rule(widths: Sequence[int], signs: Sequence[str]) -> str:
+    """The line below the header, which tells Markdown how the columns are aligned."""
+    ends = {"<": "-", ">": ":"}
+    return "|" + "|".join("-" * (width + 1) + ends[sign] for width, sign in zip(widths, signs, strict=True)) + "|"
 
 
 def _print_line(line: str) -> None:
@@ -347,7 +332,7 @@ _NUMBER = re.compile(r"[<>~]?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(x|%|s|B|kB|MB|GB|M
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print a table as `LiveTable` does; columns that contain anything but numbers are aligned to the left."""
-    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    lines = [_texts(cells) for cells in rows]
     columns = list(zip(*lines, strict=True)) or [()] * len(headers)
     is_text = [any(cell and not _NUMBER.fullmatch(cell) for cell in column) for column in columns]
     left = [title for title, text in zip(headers, is_text, strict=True) if text]
@@ -360,8 +345,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table with aligned columns."""
     lines = [[str(cell) for cell in row] for row in (headers, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+    header, *body = [_row([f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]) for line in lines]
+    return "\n".join([header, _rule(widths, "<" * len(widths)), *body])
 
 
 def split_list(values: Iterable[str]) -> list[str]:

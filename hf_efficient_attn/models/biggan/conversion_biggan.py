@@ -7,10 +7,15 @@ from torch import Tensor
 
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
 from hf_efficient_attn.models.biggan.modeling_biggan import BigGANModel
-from hf_efficient_attn.models.biggan.spectral_norm import KEPT, PROJECTIONS, TRIPLE, checkpoint_names, divided
-
-# Weights that the package divides by their spectral norm.
-_NORMALIZED = re.compile(r"(.*\.(?:gen_z|conv_\d|scale|offset|theta|phi|g|o|conv_to_rgb))\.weight")
+from hf_efficient_attn.models.biggan.spectral_norm import (
+    KEPT,
+    NORMALIZED,
+    PROJECTIONS,
+    TRIPLE,
+    checkpoint_names,
+    divided,
+    renamed,
+)
 
 
 def convert_state_dict(state_dict: dict[str, Tensor], config: BigGANConfig) -> dict[str, Tensor]:
@@ -26,13 +31,8 @@ def convert_state_dict(state_dict: dict[str, Tensor], config: BigGANConfig) -> d
     Raises:
         ValueError: names are missing, or the model does not have them.
     """
-    converted: dict[str, Tensor] = {}
-    patterns = [(re.compile(pattern), name) for pattern, name in checkpoint_names(config.spectral_norm).items()]
-    for theirs, tensor in state_dict.items():
-        name = theirs
-        for pattern, replacement in patterns:
-            name = pattern.sub(replacement, name)
-        converted[name] = tensor
+    names = checkpoint_names(config.spectral_norm)
+    converted = {renamed(name, names): tensor for name, tensor in state_dict.items()}
     for name in list(converted):
         stem, _, last = name.rpartition(".")
         if last == TRIPLE[0] and all(f"{stem}.{part}" in converted for part in TRIPLE):
@@ -53,19 +53,13 @@ def revert_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         state_dict: with or without spectral norm.
-
-    Returns:
-        A new dictionary.
     """
+    names = {rf"\.{ours}\.": f".{theirs}." for theirs, ours in PROJECTIONS.items()}
+    names |= {rf"\.parametrizations\.weight\.{re.escape(ours)}$": f".{theirs}" for theirs, ours in KEPT.items()}
     reverted: dict[str, Tensor] = {}
-    projections = {ours: theirs for theirs, ours in PROJECTIONS.items()}
-    endings = {f".parametrizations.weight.{ours}": f".{theirs}" for theirs, ours in KEPT.items()}
     for name, tensor in state_dict.items():
-        theirs = re.sub(r"\.(theta|phi|g|o)\.", lambda match: f".{projections[match[1]]}.", name)
-        for ending, replacement in endings.items():
-            if theirs.endswith(ending):
-                theirs = theirs.removesuffix(ending) + replacement
-        if not _NORMALIZED.fullmatch(name):
+        theirs = renamed(name, names)
+        if not name.endswith(".weight") or name.split(".")[-2] not in NORMALIZED:
             reverted[theirs] = tensor
             continue
         # For any row W_i of W, e_i^T W (W_i / |W_i|^2) = 1. The row with the largest norm avoids a division by 0.

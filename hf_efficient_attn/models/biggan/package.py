@@ -1,6 +1,5 @@
 """Method switching for models of the PyPI package pytorch-pretrained-biggan, without importing the package."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, Effici
 from hf_efficient_attn.methods import MethodConfig, attention, learns
 from hf_efficient_attn.models.biggan.modeling_biggan import pixel_attention
 
-_PACKAGE = "pytorch_pretrained_biggan"
 _PROJECTIONS = ("snconv1x1_theta", "snconv1x1_phi", "snconv1x1_g", "snconv1x1_o_conv")
 
 
@@ -37,9 +35,7 @@ class PackageBigGAN:
             )
 
     def switch(self, modules: Sequence[nn.Module], settings: EfficientAttentionConfig) -> None:
-        """Make the modules compute a method, in place; weights and their names stay unchanged.
-
-        The output equals that of a `BigGANModel` with the same weights and method.
+        """Make the modules compute a method, in place, with the output of a `BigGANModel` with the same weights.
 
         Raises:
             UnsupportedAttentionError: before anything is changed, if the settings name a layer other than 0, or the
@@ -67,47 +63,20 @@ class PackageBigGAN:
 
 
 def _is_self_attention(cls: type) -> bool:
-    return cls.__name__ == "SelfAttn" and cls.__module__.partition(".")[0] == _PACKAGE
+    return cls.__name__ == "SelfAttn" and cls.__module__.partition(".")[0] == "pytorch_pretrained_biggan"
 
 
 def _forward(module: Any, method: MethodConfig, x: Tensor) -> Tensor:
-    """Replace `SelfAttn.forward`: (B, C, height, width) -> (B, C, height, width)."""
-    projections = [module.get_submodule(name) for name in _PROJECTIONS]
-    out = pixel_attention(module, x, projections, functools.partial(_compute, method))
-    return x + module.gamma * out
-
-
-def _compute(
-    method: MethodConfig,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    dropout: float,
-) -> tuple[Tensor, None]:
-    """Compute a method in the form of Transformers' attention interface.
+    """Replace `SelfAttn.forward`: (B, C, height, width) -> (B, C, height, width).
 
     The seed is that of layer 0 of any model; in training mode the method draws from the global generators.
-
-    Args:
-        method: the method's configuration.
-        module: the attention module.
-        query: (B, 1, Nq, D).
-        key: (B, 1, Nk, D).
-        value: (B, 1, Nk, Dv).
-        attention_mask: None.
-        scaling: factor of the logits.
-        dropout: dropout probability of the attention weights.
-
-    Returns:
-        (B, Nq, 1, Dv), None.
     """
     seed = None if module.training else layer_seed(0)
-    out = attention(method, query, key, value, scale=scaling, dropout_p=dropout, seed=seed)
-    return out.transpose(1, 2), None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(method, query, key, value, scale=1.0, seed=seed).transpose(1, 2)
+
+    return x + module.gamma * pixel_attention(x, [module.get_submodule(name) for name in _PROJECTIONS], attend)
 
 
 register_foreign(PackageBigGAN())
