@@ -218,51 +218,42 @@ def test_performer_stages_take_no_method():
             hea.convert(tiny(), "kdeformer", layers=[name])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["kdeformer", "flurka_performer"])
-def test_compiles_to_one_graph(method):
-    """A method on keys and values, and one that projects the backbone's hidden states. Others: the method tests."""
-    model = hea.convert(tiny(), method, **SMALL[method])
-    expected = logits(model)
+@pytest.mark.parametrize(
+    ("tokens_type", "method"),
+    [
+        ("transformer", "sdpa"),
+        ("performer", "sdpa"),
+        # A method on keys and values, and one that projects the backbone's hidden states. Others: the method tests.
+        pytest.param("transformer", "kdeformer", marks=pytest.mark.exhaustive),
+        pytest.param("transformer", "flurka_performer", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_compiles_to_one_graph(tokens_type, method):
+    model = hea.convert(tiny(tokens_type=tokens_type), method, **SMALL.get(method, {}))
+    options = {"values": images(2, 3, 40, 24), "interpolate_pos_encoding": True} if method == "sdpa" else {}
+    expected = logits(model, **options)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(logits(compiled), expected, atol=1e-4, rtol=1e-4)
-
-
-@each_type
-def test_exact_attention_compiles_to_one_graph(tokens_type):
-    model = tiny(tokens_type=tokens_type)
-    values = images(2, 3, 40, 24)
-    expected = logits(model, values, interpolate_pos_encoding=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = logits(compiled, values, interpolate_pos_encoding=True)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    tolerance = 1e-5 if method == "sdpa" else 1e-4
+    torch.testing.assert_close(logits(compiled, **options), expected, atol=tolerance, rtol=tolerance)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-@each_method
-def test_gradients_reach_every_parameter(method):
-    model = hea.convert(tiny(), method, **SMALL[method]).train()
-    loss = model(images(), labels=torch.tensor([0, 2])).loss
-    loss.backward()
+@pytest.mark.parametrize(
+    ("tokens_type", "method"), [("performer", "sdpa"), *(("transformer", method) for method in METHODS)]
+)
+def test_gradients_reach_every_parameter(tokens_type, method):
+    model = hea.convert(tiny(tokens_type=tokens_type), method, **SMALL.get(method, {})).train()
+    model(images(), labels=torch.tensor([0, 2])).loss.backward()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            assert parameter.grad is None and name.endswith("position_embeddings")
+            assert parameter.grad is None and name.endswith(("position_embeddings", ".w"))
             continue
         # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-        learned = "learned_parameters" in name
-        assert learned or parameter.grad.abs().sum() > 0, name
-
-
-def test_gradients_of_performer_stages():
-    model = tiny(tokens_type="performer").train()
-    model(images(), labels=torch.tensor([0, 2])).loss.backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    assert {name.rpartition(".")[2] for name in without} == {"w", "position_embeddings"}
+        assert "learned_parameters" in name or parameter.grad.abs().sum() > 0, name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

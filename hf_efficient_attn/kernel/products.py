@@ -251,10 +251,9 @@ def plan_product(
     factor = _MEDIAN * (1.0 + math.sqrt(16.0 / (delta * num_queries))) / allowed
     # A small sample is sufficient: it influences the cost, but not the result.
     sample = min(_PLAN_PAIRS, num_queries * num_keys // 64)
-    query_index, key_index = (
-        (u * n).to(torch.int64).clamp(max=n - 1)
-        for u, n in zip(uniform((2, sample), seed, _PAIRS, keys.device), (num_queries, num_keys), strict=True)
-    )
+    sizes = torch.tensor([[num_queries], [num_keys]], device=keys.device)
+    pairs = (uniform((2, sample), seed, _PAIRS, keys.device) * sizes).to(torch.int64)
+    query_index, key_index = torch.minimum(pairs, sizes - 1)
     distances: Tensor = torch.linalg.vector_norm(queries[query_index] - keys[key_index], dim=1)
     best, lowest = None, float(num_keys)
     for exponent in _ALPHAS if alpha is None else (alpha,):
@@ -338,14 +337,9 @@ def _light_sizes(
 ) -> Plan:
     """The draws of every query from a few first ones (ApproxLight, lines 7 and 9).
 
-    Args:
-        plan: with the first draws.
-        queries: (Nq, d).
-        points: (|T|, d), the light keys.
-        squares: float64 (|T|, m), x^2 for |x|^2 = n.
-        bounds: of the sum of squared errors for |x|^2 = 1, without the part for missed pairs; of the probability of
-            exceeding it; and of the terms x_j^2 K_ij^2 |T| of light keys, for |x|^2 = n.
-        seed: of the first draws.
+    `plan` has the first draws of queries (Nq, d) among the light keys `points` (|T|, d); `squares` (|T|, m) is x^2 for
+    |x|^2 = n. `bounds` are those of the sum of squared errors for |x|^2 = 1, without the part for missed pairs;
+    of the probability of exceeding it; and of the terms x_j^2 K_ij^2 |T| of light keys, for |x|^2 = n.
     """
     num_queries, num_light, (allowed, delta, largest) = len(queries), len(points), bounds
     level = math.log(4.0 / delta)

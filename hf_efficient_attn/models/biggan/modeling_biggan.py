@@ -22,13 +22,7 @@ from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils import ModelOutput
 
 from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
-from hf_efficient_attn.models.biggan.spectral_norm import (
-    checkpoint_names,
-    conv,
-    leading_vectors,
-    linear,
-    register_conversion,
-)
+from hf_efficient_attn.models.biggan.spectral_norm import checkpoint_names, conv, leading_vectors, linear
 from hf_efficient_attn.models.biggan.truncation import (
     BigGANBatchNorm,
     Lookup,
@@ -74,8 +68,7 @@ def pixel_attention(x: Tensor, projections: Sequence[nn.Module], attend: Callabl
 class BigGANAttention(nn.Module):
     """Non-local block with one head: each pixel is a query, and a quarter as many keys remain after pooling.
 
-    Of C channels, queries and keys have C/8 and values C/2. At 512 pixels there are 4096 queries of 64 channels, and
-    1024 keys with values of 256 channels.
+    At 512 pixels there are 4096 queries of 64 channels, and 1024 keys with values of 256 channels.
     """
 
     attention_layer, num_heads, scaling = 0, 1, 1.0
@@ -84,13 +77,11 @@ class BigGANAttention(nn.Module):
     def __init__(self, config: BigGANConfig) -> None:
         super().__init__()
         self.config = config
-        channels, resolution = config.attention_channels, config.attention_resolution
-        self.head_dim, self.value_head_dim, self.max_tokens = channels // 8, channels // 2, (resolution // 2) ** 2
+        channels, half = config.attention_channels, config.attention_resolution // 2
+        self.head_dim, self.value_head_dim, self.max_tokens = channels // 8, channels // 2, half**2
         conv_1x1 = functools.partial(conv, config, kernel_size=1, bias=False)
-        self.theta = conv_1x1(channels, self.head_dim)
-        self.phi = conv_1x1(channels, self.head_dim)
-        self.g = conv_1x1(channels, self.value_head_dim)
-        self.o = conv_1x1(self.value_head_dim, channels)
+        self.theta, self.phi = conv_1x1(channels, self.head_dim), conv_1x1(channels, self.head_dim)
+        self.g, self.o = conv_1x1(channels, self.value_head_dim), conv_1x1(self.value_head_dim, channels)
         self.gamma = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -350,7 +341,6 @@ class BigGANModel(PreTrainedModel):
         The replacement depends on the config's `spectral_norm`, so it is passed as `key_mapping`. The division by the
         spectral norm is a registered `WeightConverter`.
         """
-        register_conversion()
         known = config
         if not isinstance(known, PreTrainedConfig) and pretrained_model_name_or_path is not None:
             known = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **kwargs)

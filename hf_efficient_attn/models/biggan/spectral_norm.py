@@ -28,7 +28,7 @@ LinearOrConv = TypeVar("LinearOrConv", nn.Linear, nn.Conv2d)
 PROJECTIONS = {"snconv1x1_theta": "theta", "snconv1x1_phi": "phi", "snconv1x1_g": "g", "snconv1x1_o_conv": "o"}
 KEPT = {"weight_orig": "original", "weight_u": "0._u", "weight_v": "0._v"}
 # Layers with a spectral norm.
-NORMALIZED = ("gen_z", "conv_0", "conv_1", "conv_2", "conv_3", "scale", "offset", "conv_to_rgb", *PROJECTIONS.values())
+NORMALIZED = ("gen_z", *(f"conv_{i}" for i in range(4)), "scale", "offset", "conv_to_rgb", *PROJECTIONS.values())
 # Names between loading and the division. Transformers renames "weight_v" by itself, but not these.
 TRIPLE = ("spectral_original", "spectral_u", "spectral_v")
 _POWER_ITERATIONS = 50
@@ -67,6 +67,7 @@ def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
     If the model keeps the spectral norm, names become those of its parametrizations. If not, they become names that
     the registered converter divides; this includes the names in checkpoints of our own models that keep it.
     """
+    _register_conversion()
     names = {rf"\.{theirs}\.": f".{ours}." for theirs, ours in PROJECTIONS.items()}
     for (theirs, ours), between in zip(KEPT.items(), TRIPLE, strict=True):
         if spectral_norm:
@@ -113,10 +114,7 @@ def divided(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the singular vectors of the largest singular value of weight (O, ...), by power iteration.
-
-    They are u (O,) and v (elements of weight / O,).
-    """
+    """Return the singular vectors u (O,) and v of the largest singular value of weight (O, ...), by power iteration."""
     matrix = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
     # The iteration starts from the sum of the matrix's rows, which needs no random draw; or from ones if that vanishes.
     v = matrix.sum(0)
@@ -129,7 +127,7 @@ def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def register_conversion() -> None:
+def _register_conversion() -> None:
     """Make `from_pretrained` divide weights by their spectral norm. Only it needs this, which takes a while."""
     converter = WeightConverter([*TRIPLE], "weight", [DivideBySpectralNorm()])
     register_checkpoint_conversion_mapping(BigGANConfig.model_type, [converter], overwrite=True)

@@ -221,12 +221,13 @@ class T2TViTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
         if isinstance(module, nn.Linear):
-            init.trunc_normal_(module.weight, std=self.config.initializer_range)
+            init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, T2TViTEmbeddings):
-            init.trunc_normal_(module.cls_token, std=self.config.initializer_range)
+            init.trunc_normal_(module.cls_token, std=std)
             table = module.position_embeddings
             init.copy_(table, sinusoids(*table.shape[1:]).to(table.device, table.dtype))
         elif isinstance(module, T2TViTTokenPerformer):
