@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 from hf_efficient_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from hf_efficient_attn import analysis as analysis
     from hf_efficient_attn._api import *  # noqa: F403
+    from hf_efficient_attn.evaluation.calibration import calibrate as calibrate
+    from hf_efficient_attn.evaluation.model_error import attention_error as attention_error
+    from hf_efficient_attn.training.callback import UptrainingCallback as UptrainingCallback
 
 
 def _is_command() -> bool:
@@ -42,7 +46,7 @@ def _load() -> None:
     api = importlib.import_module(f"{__name__}._api")
     if hasattr(api, "__all__"):  # it is defined last: without it `_api` is still being imported
         globals().update({name: getattr(api, name) for name in api.__all__})
-        globals()["__all__"] = ["__version__", "UptrainingCallback", *api.__all__, *api.config_classes()]
+        globals()["__all__"] = ["__version__", *api.ON_FIRST_USE, *api.__all__, *api.config_classes()]
 
 
 def __getattr__(name: str) -> Any:

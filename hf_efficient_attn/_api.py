@@ -1,13 +1,12 @@
 """The public names of the package. Importing them registers methods and models with Transformers."""
 
+import importlib
 from typing import Any
 
-from hf_efficient_attn import analysis, functional, integration, kernel, methods, models
+from hf_efficient_attn import functional, integration, kernel, methods, models
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.evaluation import crossover_file
-from hf_efficient_attn.evaluation.calibration import calibrate
-from hf_efficient_attn.evaluation.model_error import attention_error
 from hf_efficient_attn.integration.near_far_cache import NearFarCache
 from hf_efficient_attn.integration.sequence_parallel import sequence_parallel
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -33,6 +32,16 @@ models.register()
 crossover_file.register()
 
 
+# Public names and their modules, which are imported on first use. What they import takes up to seconds:
+# `transformers.trainer_callback`, and for timing `torch.utils.benchmark`, which imports setuptools.
+ON_FIRST_USE = {
+    "UptrainingCallback": "training.callback",
+    "analysis": "analysis",
+    "attention_error": "evaluation.model_error",
+    "calibrate": "evaluation.calibration",
+}
+
+
 def config_classes() -> dict[str, type[MethodConfig]]:
     """The config class of every registered method by its name; all of them are attributes of the package."""
     classes = (method_info(name).config_class for name in available_methods())
@@ -45,15 +54,13 @@ def find(name: str) -> Any:
     Raises:
         AttributeError: there is no such name.
     """
-    if name == "UptrainingCallback":
-        # Imported on first use, because `transformers.trainer_callback` takes seconds to import.
-        from hf_efficient_attn.training.callback import UptrainingCallback
-
-        return UptrainingCallback
+    if name in ON_FIRST_USE:
+        module = importlib.import_module(f"hf_efficient_attn.{ON_FIRST_USE[name]}")
+        return getattr(module, name, module)
     classes = config_classes()
     if name in classes:
         return classes[name]
-    hint = "" if name.startswith("_") else did_you_mean(name, [*__all__, *classes])
+    hint = "" if name.startswith("_") else did_you_mean(name, [*__all__, *ON_FIRST_USE, *classes])
     raise AttributeError(f"module 'hf_efficient_attn' has no attribute {name!r}.{hint}")
 
 
@@ -66,11 +73,8 @@ __all__ = [
     "NearFarCache",
     "UnsupportedAttentionError",
     "UptrainingSchedule",
-    "analysis",
     "attention",
-    "attention_error",
     "available_methods",
-    "calibrate",
     "convert",
     "distill",
     "extend_positions",

@@ -19,9 +19,8 @@ from hf_efficient_attn.models.biggan import (
     class_names,
     truncated_noise,
 )
-from hf_efficient_attn.models.biggan.normalization import BigGANBatchNorm, Moments, look_up
+from hf_efficient_attn.models.biggan.truncation import look_up
 from instances import APPROXIMATE
-from tiny_models import EXACT
 
 # Images of 32 pixels; attention works at 16 x 16 pixels, with 256 queries and 64 keys.
 LAYERS = [[True, 16, 8], [False, 8, 8], [True, 8, 4], [False, 4, 2], [True, 2, 1]]
@@ -208,32 +207,23 @@ def test_half_precision(dtype, implementation):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("method", [None, "kdeformer"])
-def test_one_compiled_graph_serves_every_truncation(method):
+@pytest.mark.parametrize("backend", ["count", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_compiled_graph_serves_every_truncation(backend, method):
     """A graph with the rows of the first truncation as constants would silently give wrong images for the others."""
     small = {"layers": [[True, 16, 8], [False, 8, 4], [False, 4, 2], [False, 2, 1]], "attention_layer_position": 1}
     model = tiny(**small) if method is None else hea.convert(tiny(**small), with_budget(method, 4))
     torch.compiler.reset()
-    graphs = []
+    graphs, tolerance = [], 1e-5 if backend == "count" else 1e-4
 
     def count(graph, _):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, fullgraph=True, backend=count)
+    compiled = torch.compile(model, fullgraph=True, backend=count if backend == "count" else backend)
     for truncation in (0.5, 0.43, 0.47, 1.0, 0.58, 0.02, 0.01):
         given = inputs(truncation=truncation)
-        assert torch.allclose(compiled(**given).images, model(**given).images, atol=1e-5), truncation
+        assert torch.allclose(compiled(**given).images, model(**given).images, atol=tolerance), truncation
     assert len(graphs) <= 7
-
-
-@pytest.mark.slow
-def test_default_compiler():
-    model = hea.convert(tiny(), with_budget("kdeformer", 16))
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    for truncation in (0.5, 0.43, 0.47, 1.0):
-        given = inputs(truncation=truncation)
-        assert torch.allclose(compiled(**given).images, model(**given).images, atol=1e-4)
 
 
 # Methods
@@ -263,20 +253,6 @@ def test_every_rectangular_method_runs_saves_and_loads(method, tmp_path):
     if not hea.method_info(method).learned_parameters:
         assert torch.equal(images(other), first)
     assert torch.equal(images(hea.convert(model, "sdpa")), exact)
-
-
-@pytest.mark.parametrize("method", [name for name in RECTANGULAR if name in EXACT])
-def test_error_falls_with_the_budget(method):
-    # 1024 queries, 256 keys.
-    layers = [[True, 16, 8], [True, 8, 4], [True, 4, 4], [False, 4, 2], [False, 2, 1]]
-    model = tiny(sharpness=1.25, layers=layers, channel_width=16)
-    exact = images(model)
-    errors = []
-    for budget in (8, 32, 128, 1024):
-        error = images(hea.convert(model, with_budget(method, budget))) - exact
-        errors.append((error.norm() / exact.norm()).item())
-    assert errors[0] > 0.01 and errors == sorted(errors, reverse=True) and errors[2] < 0.5 * errors[0]
-    assert errors[3] < 1e-5
 
 
 @pytest.mark.parametrize("method", SQUARE)
@@ -509,16 +485,16 @@ def test_wrong_arguments_of_set_statistics_are_refused(arguments, words):
         tiny().set_statistics(**{"num_samples": 4, "progress": False, **arguments})
 
 
-def test_moments_of_batches_equal_moments_of_all_samples():
-    torch.manual_seed(0)
-    norm = BigGANBatchNorm(BigGANConfig(**{**SIZES, "n_stats": 3}), 5, conditional=False).train()
-    norm.moments = Moments()
-    x = 100 + torch.randn(7, 5, 4, 3) * torch.arange(1, 6)[:, None, None]
-    for part in x.split([1, 4, 2]):
-        norm(part, look_up(1.0, 3))
-    assert torch.allclose(norm.moments.mean.float(), x.mean((0, 2, 3)))
-    variance = norm.moments.squares / norm.moments.count
-    assert torch.allclose(variance.float(), x.var((0, 2, 3), unbiased=False), rtol=1e-4)
+def test_statistics_are_those_of_all_samples_together():
+    """The input of the first normalization is the same in batches of any size, here 8, 8 and 4."""
+    model, inputs = tiny(), []
+    first = model.generator.layers[0].bn_0
+    first.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    model.set_statistics([1.0], num_samples=20, batch_size=8, progress=False)
+    x = torch.cat(inputs)
+    assert len(inputs) == 3 and len(x) == 20
+    assert torch.allclose(first.running_means[50], x.mean((0, 2, 3)), atol=1e-6)
+    assert torch.allclose(first.running_vars[50], x.var((0, 2, 3), unbiased=False), rtol=1e-4)
 
 
 # Noise and names
@@ -596,11 +572,15 @@ def test_class_indices_refuses_a_single_name():
 
 
 def test_look_up_removes_rounding():
-    assert look_up(0.43, 51)[:2] == (21, 22) and look_up(0.43, 51).share == pytest.approx(0.5)
+    def found(truncation, n_stats):
+        rows, weights = look_up(truncation, n_stats)
+        return rows.tolist(), pytest.approx(weights[0].item())
+
+    assert found(0.43, 51) == ([21, 22], 0.5)
     # At three quarters of the way the lower row has weight 3/4, as in the package.
-    assert look_up(0.435, 51).share == pytest.approx(0.75)
-    assert look_up(1.0, 51) == (50, 50, 1.0) and look_up(0.5, 3) == (1, 2, 1.0)
-    assert all(max(look_up(1.0, n)[:2]) == n - 1 for n in range(2, 200))
+    assert found(0.435, 51) == ([21, 22], 0.75)
+    assert found(1.0, 51) == ([50, 50], 1.0) and found(0.5, 3) == ([1, 2], 1.0)
+    assert all(found(1.0, n)[0][1] == n - 1 for n in range(2, 200))
 
 
 def test_calibrate_and_analyze():

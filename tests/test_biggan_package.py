@@ -299,21 +299,6 @@ def test_mixture_with_a_transformers_model_is_refused():
         hea.convert(both, "kdeformer")
 
 
-def test_all_forms_of_a_configuration():
-    model, found = theirs(**SMALL), []
-    config = hea.KDEformerConfig(num_samples=4, block_size=4)
-    for choice in (
-        config,
-        config.to_dict(),
-        hea.EfficientAttentionConfig(config),
-        hea.EfficientAttentionConfig(config, layers=[0]),
-    ):
-        hea.convert(hea.convert(model, "sdpa"), choice)
-        with torch.no_grad():
-            found.append(model(*inputs(), 0.43))
-    assert all(torch.equal(out, found[0]) for out in found)
-
-
 def test_converted_object_compiles():
     model = hea.convert(theirs(kind="folded", **SMALL), "kdeformer", num_samples=4, block_size=4)
     torch.compiler.reset()

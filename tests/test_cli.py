@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
@@ -56,13 +55,6 @@ def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsy
         "If a file of your own registers it, import that file first (--import FILE of the commands)."
         in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"], ["crossover"]], ids=" ".join)
-def test_help_shows_an_example(arguments):
-    result = CliRunner().invoke(cli.app, [*arguments, "--help"])
-    assert result.exit_code == 0
-    assert "Example: hf-efficient-attn" in " ".join(result.stdout.split())
 
 
 def test_as_a_process():

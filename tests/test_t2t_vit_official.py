@@ -19,7 +19,7 @@ from hf_efficient_attn.models.t2t_vit import (
     convert_state_dict,
 )
 from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import config_of, read_checkpoint
-from hf_efficient_attn.models.t2t_vit.token_performer import T2TViTTokenPerformer
+from hf_efficient_attn.models.t2t_vit.parts import T2TViTTokenPerformer
 
 # Number of layers, hidden size, number of heads, MLP ratio and whether the stages are performers, from the paper and
 # the authors' code.

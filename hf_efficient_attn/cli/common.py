@@ -1,6 +1,5 @@
 """What all commands share: the application, exit status, errors, tables, common options, and parsing of methods."""
 
-import dataclasses
 import importlib
 import inspect
 import io
@@ -30,6 +29,18 @@ ResultT = TypeVar("ResultT")
 CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
+def _bold_titles(text: str) -> str:
+    """Make the titles of a help text bold: "Usage:", "Options:" and so on, which are not indented."""
+    return re.sub(r"(?m)^\w+:", lambda title: bold(title[0]), text)
+
+
+class _Group(TyperGroup):
+    """The command without a subcommand."""
+
+    def get_help(self, ctx: Any) -> str:
+        return _bold_titles(super().get_help(ctx))
+
+
 class _Command(TyperCommand):
     """A command that imports PyTorch and Transformers after its arguments have been checked, so not for --help."""
 
@@ -47,18 +58,6 @@ class _MethodsCommand(_Command):
     """A command about methods only, which does without Transformers."""
 
     package, libraries = "hf_efficient_attn.methods", "PyTorch"
-
-
-class _Group(TyperGroup):
-    """The command without a subcommand."""
-
-    def get_help(self, ctx: Any) -> str:
-        return _bold_titles(super().get_help(ctx))
-
-
-def _bold_titles(text: str) -> str:
-    """Make the titles of a help text bold: "Usage:", "Options:" and so on, which are not indented."""
-    return re.sub(r"(?m)^\w+:", lambda title: bold(title[0]), text)
 
 
 app = typer.Typer(
@@ -88,19 +87,16 @@ def _load(package: str, libraries: str) -> None:
 def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], CommandT]:
     """Add a function as a command of `app`, under its own name, with the option --import besides its own.
 
-    The first paragraph of its docstring is its summary in the list of commands. Modules of commands import only typer,
-    `errors` and each other, so that --help is fast; a function imports what it needs.
-
-    Args:
-        example: the arguments of the example at the end of its help.
-        needs_models: whether it needs more than the methods, that is, Transformers.
+    The first paragraph of its docstring is its summary in the list of commands, and `example` has the arguments of the
+    example at the end of its help. Modules of commands import only typer, `errors` and each other, so that --help is
+    fast; a function imports what it needs. `needs_models` says whether that is more than the methods: Transformers.
     """
 
     def add(function: CommandT) -> CommandT:
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-        epilog = f"Example: hf-efficient-attn {example}"
         kind = _Command if needs_models else _MethodsCommand
-        app.command(cls=kind, short_help=summary, epilog=epilog)(with_import(function))
+        register = app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")
+        register(with_import(function))
         return function
 
     return add
@@ -124,44 +120,22 @@ def check_minutes(value: float | None) -> float | None:
 # What the help texts say about --methods.
 DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-attn methods` marks them"
 
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub id of a checkpoint.")]
-Settings = Annotated[
-    list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; method.key=value sets it for one method only."),
-]
-Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of threads of PyTorch.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="DEVICE",
-        show_default=False,
-        help="Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]",
-    ),
-]
 DTYPES = ("float32", "bfloat16", "float16")
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        show_default=False,
-        help=f"Dtype of the model: {', '.join(DTYPES)}. [default: that of the checkpoint]",
-    ),
-]
-Minutes = Annotated[
-    float | None,
-    typer.Option(
-        "--minutes",
-        metavar="X",
-        callback=check_minutes,
-        help="End after about this time: leave out measurements that are not expected to fit.",
-    ),
-]
+
+_dtypes = f"Dtype of the model: {', '.join(DTYPES)}. [default: that of the checkpoint]"
+_minutes = "End after about this time: leave out measurements that are not expected to fit."
+_pickle = "Read pytorch_model.bin (weights only) if there are no safetensors."
+_place = "Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]"
+_settings = "A hyperparameter; method.key=value sets it for one method only."
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub id of a checkpoint.")]
+Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=_settings)]
+Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of threads of PyTorch.")]
+Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", show_default=False, help=_place)]
+Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", show_default=False, help=_dtypes)]
+Minutes = Annotated[float | None, typer.Option("--minutes", metavar="X", callback=check_minutes, help=_minutes)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin (weights only) if there are no safetensors.")
-]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help=_pickle)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -225,17 +199,11 @@ class _NothingCompleteError(Exception):
 def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
-    The command then ends with the status, by which `run` says that it was interrupted::
-
-        result, status = until_interrupted(lambda: run_demo(methods, lengths))
-        show(result)
-        raise typer.Exit(status)
-
-    Args:
-        work: returns the result, or raises `evaluation.progress.Interrupted` with a partial one.
+    `work` raises `evaluation.progress.Interrupted` with the partial result. The command shows the result and ends with
+    `typer.Exit(status)`, by which `run` says that it was interrupted.
 
     Returns:
-        the result or the partial result, and the exit status: 0 or 130. If nothing is complete, the command ends with
+        The result or the partial result, and the exit status: 0 or 130. If nothing is complete, the command ends with
         an error that says so, and status 130.
     """
     from hf_efficient_attn.evaluation.progress import Interrupted
@@ -245,9 +213,8 @@ def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     except Interrupted as interruption:
         return interruption.result, 130
     except KeyboardInterrupt:
-        raise _NothingCompleteError(
-            "interrupted before the first measurement was complete: nothing was written"
-        ) from None
+        message = "interrupted before the first measurement was complete: nothing was written"
+        raise _NothingCompleteError(message) from None
 
 
 def parse_device(name: str | None) -> "torch.device":
@@ -266,9 +233,8 @@ def parse_device(name: str | None) -> "torch.device":
         if torch.accelerator.is_available():
             kind = torch.accelerator.current_accelerator()
             found += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
-        raise UnsupportedAttentionError(
-            f"--device {name}: PyTorch cannot compute there; on this machine it can use {', '.join(found)}"
-        ) from None
+        usable = f"on this machine it can use {', '.join(found)}"
+        raise UnsupportedAttentionError(f"--device {name}: PyTorch cannot compute there; {usable}") from None
     return device
 
 
@@ -280,56 +246,53 @@ def parse_dtype(name: str | None) -> "torch.dtype | None":
     """
     import torch
 
-    if name is None:
-        return None
-    if name not in DTYPES:
+    if name is not None and name not in DTYPES:
         raise UnsupportedAttentionError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def is_styled() -> bool:
-    """Whether stdout is a terminal that shows bold text; the environment variable NO_COLOR forbids it."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return None if name is None else getattr(torch, name)
 
 
 def bold(text: str) -> str:
-    """The text in bold letters on a terminal, and unchanged elsewhere."""
-    return typer.style(text, bold=True) if is_styled() else text
+    """The text in bold letters on a terminal, and unchanged elsewhere; the environment variable NO_COLOR forbids it."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    is_styled = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return typer.style(text, bold=True) if is_styled else text
 
 
 class LiveTable:
     """A Markdown table that is printed row by row; on a terminal, with a bold header.
 
-    The header is printed at once. Rows can be added while a tqdm bar is shown on stderr. No cell is cut: a row with a
-    cell that is wider than its column is longer than the others.
-
-    Args:
-        headers: the titles of the columns.
-        widths: the expected width of the cells of each column; a title that is wider makes its column wider.
-        left: the titles of the columns of text. They are aligned to the left, all others to the right, as numbers.
+    The header is printed at once. Rows can be added while a tqdm bar is shown on stderr. `widths` are the expected
+    widths of the cells. A wider title makes its column wider; a row with a wider cell is longer than the others. The
+    columns with the titles in `left` are aligned to the left, all others to the right, as numbers.
     """
 
     def __init__(self, headers: Sequence[str], widths: Sequence[int], *, left: Collection[str] = ()) -> None:
         self._widths = [max(len(title), width) for title, width in zip(headers, widths, strict=True)]
         self._signs = ["<" if title in left else ">" for title in headers]
-        self._print([bold(cell) for cell in self._align(headers)])
-        ends = {"<": "-", ">": ":"}
-        columns = zip(self._widths, self._signs, strict=True)
-        _print_line("|" + "|".join("-" * (width + 1) + ends[sign] for width, sign in columns) + "|")
+        _print_line(_row([bold(cell) for cell in self._align(headers)]))
+        _print_line(_rule(self._widths, self._signs))
 
     def add(self, cells: Sequence[Any]) -> None:
         """Print a row; None is an empty cell."""
-        self._print(self._align(["" if cell is None else str(cell) for cell in cells]))
+        _print_line(_row(self._align(cells)))
 
-    def _align(self, cells: Sequence[str]) -> list[str]:
-        columns = zip(cells, self._signs, self._widths, strict=True)
+    def _align(self, cells: Sequence[Any]) -> list[str]:
+        columns = zip(_texts(cells), self._signs, self._widths, strict=True)
         return [f"{cell:{sign}{width}}" for cell, sign, width in columns]
 
-    def _print(self, cells: Sequence[str]) -> None:
-        _print_line("| " + " | ".join(cells) + " |")
+
+def _texts(cells: Sequence[Any]) -> list[str]:
+    return ["" if cell is None else str(cell) for cell in cells]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _rule(widths: Sequence[int], signs: Sequence[str]) -> str:
+    """The line below the header, which tells Markdown how the columns are aligned."""
+    ends = {"<": "-", ">": ":"}
+    return "|" + "|".join("-" * (width + 1) + ends[sign] for width, sign in zip(widths, signs, strict=True)) + "|"
 
 
 def _print_line(line: str) -> None:
@@ -347,7 +310,7 @@ _NUMBER = re.compile(r"[<>~]?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(x|%|s|B|kB|MB|GB|M
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print a table as `LiveTable` does; columns that contain anything but numbers are aligned to the left."""
-    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    lines = [_texts(cells) for cells in rows]
     columns = list(zip(*lines, strict=True)) or [()] * len(headers)
     is_text = [any(cell and not _NUMBER.fullmatch(cell) for cell in column) for column in columns]
     left = [title for title, text in zip(headers, is_text, strict=True) if text]
@@ -360,8 +323,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table with aligned columns."""
     lines = [[str(cell) for cell in row] for row in (headers, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+    header, *body = [_row([f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]) for line in lines]
+    return "\n".join([header, _rule(widths, "<" * len(widths)), *body])
 
 
 def split_list(values: Iterable[str]) -> list[str]:
@@ -398,14 +361,9 @@ def _parse_pair(text: str) -> tuple[str, Any]:
 
 
 def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict[str, MethodConfig]":
-    """Parse methods and hyperparameters from the command line.
+    """Parse methods, NAME or NAME:key=value:key=value, repeated or separated by commas: label -> config.
 
-    Args:
-        methods: NAME or NAME:key=value:key=value, repeated or separated by commas.
-        settings: method.key=value for one method, key=value for all methods that have the hyperparameter.
-
-    Returns:
-        label -> config.
+    A setting is method.key=value for one method, or key=value for all methods that have the hyperparameter.
 
     Raises:
         UnsupportedAttentionError: an unknown method or hyperparameter, or a setting that applies to no method.
@@ -418,28 +376,22 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict
     for text in split_list(methods):
         name, *pairs = text.split(":")
         if name in EXACT_IMPLEMENTATIONS:
-            raise UnsupportedAttentionError(
-                f"{name} is exact attention, with which methods are compared anyway: leave it out"
-            )
+            why = "is exact attention, with which methods are compared anyway: leave it out"
+            raise UnsupportedAttentionError(f"{name} {why}")
         configs.append(make_config(name, **dict(map(_parse_pair, pairs))))
     for setting in settings:
         key, value = _parse_pair(setting)
         only, dot, key = key.rpartition(".")
         if dot:
             method_info(only)  # refuses unknown names
-        matches = [
-            config.method == only if dot else key in {spec.name for spec in dataclasses.fields(config)}
-            for config in configs
-        ]
+        matches = [config.method == only if dot else key in config.hyperparameters() for config in configs]
         if not any(matches):
             chosen = ", ".join(dict.fromkeys(config.method for config in configs))
             names = dict.fromkeys(name for config in configs for name in config.hyperparameters())
             hint = "" if key in names else did_you_mean(key, names)
             raise UnsupportedAttentionError(f"--set {setting}: none of the chosen methods ({chosen}) has it.{hint}")
-        configs = [
-            make_config(config, **{key: value}) if is_match else config
-            for config, is_match in zip(configs, matches, strict=True)
-        ]
+        both = zip(configs, matches, strict=True)
+        configs = [make_config(config, **{key: value}) if is_match else config for config, is_match in both]
     return {method_label(config): config for config in configs}
 
 

@@ -29,14 +29,9 @@ def _describe(info: "MethodInfo") -> dict[str, Any]:
 
 def _hyperparameters(info: "MethodInfo") -> list[dict[str, Any]]:
     """The hyperparameters of a method as plain values for JSON."""
-    return [
-        {
-            "name": spec.name,
-            "default": spec.default,
-            **{key: spec.metadata.get(key) for key in ("help", "minimum", "choices")},
-        }
-        for spec in dataclasses.fields(info.config_class)
-    ]
+    facts = ("help", "minimum", "choices")
+    fields = dataclasses.fields(info.config_class)
+    return [{"name": x.name, "default": x.default, **{key: x.metadata.get(key) for key in facts}} for x in fields]
 
 
 def _wrap(text: str, indent: str = "", hanging: str | None = None) -> str:

@@ -1,5 +1,6 @@
 """Sums of exponentials by kernel density estimates (WExpKDE, Zandieh et al. 2023, Algorithm 2), and column norms."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -43,10 +44,10 @@ def weighted_exponential_kde(
 
     Departures from the paper:
 
-    - N is the largest term rather than the sum of the terms. It is the smallest N for which every w_i is real. With the
-      sum all points would be at least sqrt(2 log n) away from all queries, and no density above 1 / n.
+    - N is the largest term, the smallest N for which every w_i is real, rather than the sum of the terms. With the sum
+      all points would be at least sqrt(2 log n) away from all queries, and no density above 1 / n.
     - tau = 1/2 is the exponent of the densities of Charikar & Siminelakis (2017), which are used here. The paper would
-      use the data structure of Charikar et al. (2020) with .173. The condition of line 6, mu^-tau <= eps^2 |S|, is here
+      use .173 and the data structure of Charikar et al. (2020). The condition of line 6, mu^-tau <= eps^2 |S|, is here
       that 2 eps^-2 mu^-tau tables are at most |S|.
     - A query remains not only if its estimate is below mu, but also if its own standard error is above eps / 3 of the
       estimate. A query whose estimate from 32 tables is below mu / 4 is not estimated with all of them.
@@ -66,15 +67,11 @@ def weighted_exponential_kde(
     Raises:
         UnsupportedAttentionError: the shapes do not match, eps or tau is out of range, or a weight is negative.
     """
-    if (
-        points.ndim != 2
-        or queries.ndim != 2
-        or points.shape[1] != queries.shape[1]
-        or weights.shape != points.shape[:1]
-    ):
+    sizes = tuple(points.shape), tuple(queries.shape), tuple(weights.shape)
+    if list(map(len, sizes)) != [2, 2, 1] or sizes[0][1] != sizes[1][1] or sizes[0][0] != sizes[2][0]:
         raise UnsupportedAttentionError(
-            f"points (n, d), queries (n_queries, d) and weights (n,) are needed; got {tuple(points.shape)}, "
-            f"{tuple(queries.shape)} and {tuple(weights.shape)}"
+            f"points (n, d), queries (n_queries, d) and weights (n,) are needed; got "
+            f"{sizes[0]}, {sizes[1]} and {sizes[2]}"
         )
     if not 0.0 < eps < 1.0 or not 0.0 < tau <= 1.0:
         raise UnsupportedAttentionError(f"eps={eps} must be above 0 and below 1, tau={tau} above 0 and at most 1")
@@ -103,15 +100,13 @@ def _log_densities(
     hashed, asked = augmented.float(), torch.cat((queries, queries.new_zeros(num_queries, 1)), 1).float()
     while (tables := _num_tables(eps, mu, tau)) <= len(remaining):
         levels.append((mu, len(remaining)))
-        stream = 1_000_000 * len(levels)
-        first = kde.gaussian_kde(
-            hashed, asked[remaining], mu=mu, tables=_FIRST_TABLES, seed=seed, stream=stream + 500_000
-        )
+        density, again = functools.partial(kde.gaussian_kde, hashed, mu=mu, seed=seed), 1_000_000 * len(levels)
+        first = density(asked[remaining], tables=_FIRST_TABLES, stream=again + 500_000)
         evaluations += first.evaluations
         some = (first.mean >= mu / 4.0).nonzero().squeeze(1)
         done = torch.zeros_like(remaining, dtype=torch.bool)
         if len(some):
-            estimate = kde.gaussian_kde(hashed, asked[remaining[some]], mu=mu, tables=tables, seed=seed, stream=stream)
+            estimate = density(asked[remaining[some]], tables=tables, stream=again)
             evaluations += estimate.evaluations
             sure = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
             done[some] = sure
@@ -130,16 +125,10 @@ def softmax_column_norms(
     """Logarithms of beta_j, the squared norms of the columns of D^-1 A, and of alpha_i, the row sums of A.
 
     A = exp(queries keys^T) and D = diag(A 1): alpha_i = sum_j exp(<q_i, k_j>) and beta_j = sum_i alpha_i^-2
-    exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). Queries and
-    keys each contain the square root of the scale, as in the paper, which makes the distances smallest. The paper
-    computes alpha to eps / 3, because it divides by alpha. Here keys are sampled by beta, and nothing is divided by
-    alpha.
-
-    Args:
-        queries: (n_queries, d).
-        keys: (n, d).
-        seed: seed of the hash and of the sampling.
-        eps: relative error of both, in (0, 1).
+    exp(2 <q_i, k_j>), each by `weighted_exponential_kde` (Zandieh et al. 2023, Algorithm 1, lines 3-4). Queries
+    (n_queries, d) and keys (n, d) each contain the square root of the scale, as in the paper, which makes the distances
+    smallest. The paper computes alpha to eps / 3, because it divides by alpha. Here keys are sampled by beta, nothing
+    is divided by alpha, and both have the relative error eps, in (0, 1).
 
     Returns:
         log beta (n,) and log alpha (n_queries,), float64.

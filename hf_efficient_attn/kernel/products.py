@@ -23,6 +23,8 @@ _ALPHAS = (0.5, 0.4, 1.0 / 3.0, 0.25, 0.2, 0.15, 0.1, 0.05)
 _PILOT, _LIGHT, _PAIRS = 20_001, 30_001, 20_000
 # The largest ratio of tail to head that the paper finds in its models is 4.6 (section 4.1).
 _MASS = 5.6
+# Numbers in the temporaries of pairs that are processed at a time.
+_AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,31 +57,17 @@ class KernelReport:
 
 
 class Plan(NamedTuple):
-    """How a product is approximated: what is computed exactly, and how many of the other keys each query draws.
+    """How a product is approximated: what is computed exactly, and how many of the other keys each query draws."""
 
-    Attributes:
-        heavy: int64 (|H|,), coordinates of x whose columns are computed.
-        light: int64 (|T|,), all other coordinates that are not negligible.
-        tables: hash tables of the keys in `light`. A key that shares a bucket with a query is computed.
-        computed: float64 (Nq, m), the sum over `heavy` and over the keys that share a bucket.
-        near: int64 (Nq,), how many of these keys have K_ij >= n^-alpha.
-        draws: int64 (Nq,), light keys that each query draws, a multiple of the number of groups; 0 where `whole`.
-        whole: bool (Nq,), queries for which all keys are computed.
-        evaluations: kernel evaluations that the plan has used, or that its exact parts will use.
-        pilot: draws that the plan has used.
-        projections: projections that the plan has used.
-    """
-
-    heavy: Tensor
-    light: Tensor
-    tables: kde.Tables
-    computed: Tensor
-    near: Tensor
-    draws: Tensor
-    whole: Tensor
-    evaluations: int
-    pilot: int
-    projections: int
+    heavy: Tensor  # int64 (|H|,), coordinates of x whose columns are computed
+    light: Tensor  # int64 (|T|,), all other coordinates that are not negligible
+    tables: kde.Tables  # of the keys in `light`; a key that shares a bucket with a query is computed
+    threshold: float  # n^-alpha
+    draws: Tensor  # int64 (Nq,), light keys that each query draws, a multiple of the number of groups; 0 where `whole`
+    whole: Tensor  # bool (Nq,), queries for which all keys are computed
+    evaluations: int  # kernel evaluations that the plan has used, or that `heavy` and `whole` will use
+    pilot: int  # draws of each query that the plan has used
+    projections: int  # projections that the plan has used
 
 
 def kernel_matvec(queries: Tensor, keys: Tensor, x: Tensor, *, bandwidth: float) -> Tensor:
@@ -159,16 +147,14 @@ def approx_kernel_matvec(
 
     - alpha = 1/3 and gamma = .109 balance the paper's bounds. Here both are by default the values with the lowest
       expected cost: gamma given x, alpha given the distances of a sample of pairs.
-    - FindHeavy, line 3: the paper takes 10 n^alpha ln n tables of a hash with bounds on its collision probabilities.
-      Here the probabilities are known. There are as many tables as needed for the missed pairs to cost a tenth of eps
-      with probability 1 - delta / 4 (Markov's inequality; the sums of the columns are taken to be at most 5.6, the
-      largest that the paper finds), with the cells that cost least. A missed pair becomes a light key. A larger pair
-      is less likely to be missed. So nothing but variance is lost.
-    - FindHeavy, line 7: every key that shares a bucket is computed, and counts exactly whether or not it is above
-      n^-alpha. This lowers the variance of the rest.
-    - ApproxLight, lines 3-7: the paper estimates the variance s_i = sum_j x_j^2 K_ij^2 over light keys as a kernel
-      density of all keys minus that of the heavy ones. This needs a relative error of n^-.218 and a data structure for
-      each level of x. Here the heavy keys are known, and a few first draws of light keys estimate s_i itself.
+    - FindHeavy, line 3: the paper takes 10 n^alpha ln n tables of a hash whose collision probabilities have bounds.
+      Here they are known. As many tables are taken, with the cells that cost least, as let the missed pairs cost a
+      tenth of eps with probability 1 - delta / 4 (Markov's inequality; the sums of the columns are taken to be at most
+      5.6, the largest that the paper finds). A missed pair becomes a light key, so nothing but variance is lost.
+    - FindHeavy, line 7: every key that shares a bucket counts exactly, which lowers the variance of the rest.
+    - ApproxLight, lines 3-7: the paper estimates the variance s_i = sum_j x_j^2 K_ij^2 over light keys as a density of
+      all keys minus that of the heavy ones, with a relative error of n^-.218 and a data structure for each level of x.
+      Here the heavy keys are known, and a few first draws of light keys estimate s_i itself.
     - ApproxLight, line 9: the paper takes 10 n s_i / eps^2 draws in each of 10 ln n groups, so that every single row is
       within eps. But the promise is about the sum over rows, which are drawn independently. A max(s_i, mean of s) draws
       in total, in 3 groups, keep the expected sum of squared errors, and by Chebyshev's inequality the sum itself,
@@ -197,11 +183,8 @@ def approx_kernel_matvec(
         UnsupportedAttentionError: the shapes do not match, or bandwidth, eps, delta or alpha is out of range.
     """
     _check(queries, keys, x, bandwidth)
-    for name, value, limit in (
-        ("eps", eps, math.inf),
-        ("delta", delta, 1.0),
-        ("alpha", 0.5 if alpha is None else alpha, 1.0),
-    ):
+    limits = {"eps": (eps, math.inf), "delta": (delta, 1.0), "alpha": (0.5 if alpha is None else alpha, 1.0)}
+    for name, (value, limit) in limits.items():
         if not 0.0 < value < limit:
             raise UnsupportedAttentionError(f"{name}={value} must be above 0 and below {limit:g}")
     matrix = x.unsqueeze(1) if x.ndim == 1 else x
@@ -213,83 +196,43 @@ def approx_kernel_matvec(
         heavy = torch.full((num_queries,), num_keys, dtype=torch.int64, device=keys.device)
         report = KernelReport(True, num_keys, heavy, num_queries, 0, plan + pairs, 0, pairs, 0.0, delta)
         return kernel_matvec(queries, keys, x, bandwidth=bandwidth), report
-    out = plan.computed  # lines 3 and 4: y_H and the sets S_i
-    points, weights, numbers = scaled_keys[plan.light], matrix[plan.light].double(), matrix.shape[1]
+    x64, light = matrix.double(), scaled_keys[plan.light]
+    weights, numbers, num_light = x64[plan.light], matrix.shape[1], len(light)
+    out, near = x64.new_zeros(num_queries, numbers), torch.zeros_like(plan.draws)
+    if len(plan.heavy):  # line 3
+        out += kde.kernel_product(scaled_queries.double(), scaled_keys[plan.heavy].double(), x64[plan.heavy])
     evaluations, drawn = plan.evaluations, 0
     for block, found, _ in kde.shared_buckets(plan.tables):
-        for some, key_index, used in light_draws(
-            plan.draws, block, found, len(points), seed, _LIGHT, numbers
-        ):  # line 5
-            values = kde.pair_kernel(scaled_queries, points, some[:, None].expand_as(key_index), key_index).double()
+        query_index, key_index = found // num_light, found % num_light  # line 4
+        values = kde.pair_kernel(scaled_queries, light, query_index, key_index)
+        near += torch.bincount(query_index[values >= plan.threshold], minlength=num_queries)
+        for some in torch.arange(len(found), device=found.device).split(max(1, _AT_A_TIME // numbers)):
+            out.index_add_(0, query_index[some], values[some].double()[:, None] * weights[key_index[some]])
+        evaluations += len(found)
+        for some, key_index, used in light_draws(plan.draws, block, found, num_light, seed, _LIGHT, numbers):  # line 5
+            values = kde.pair_kernel(scaled_queries, light, some[:, None].expand_as(key_index), key_index).double()
             values = values.masked_fill_(~used, 0.0)
             groups: Tensor = (values.unsqueeze(2) * weights[key_index]).unflatten(1, (-1, _GROUPS))
             share = plan.draws[some] // _GROUPS
-            out[some] += groups.sum(1).median(1).values * (len(points) / share)[:, None]
+            out[some] += groups.sum(1).median(1).values * (num_light / share)[:, None]
             evaluations, drawn = evaluations + int(used.sum()), drawn + int(plan.draws[some].sum())
     if plan.whole.any():
         some = plan.whole.nonzero().squeeze(1)
-        out[some] = kde.kernel_product(scaled_queries[some].double(), scaled_keys.double(), matrix.double())
-    report = KernelReport(
-        exact=False,
-        heavy_coordinates=len(plan.heavy),
-        heavy_keys=plan.near,
-        exact_rows=int(plan.whole.sum()),
-        light_samples=plan.pilot + drawn,
-        evaluations=evaluations,
-        projections=plan.projections,
-        pairs=num_queries * num_keys,
-        bound=eps,
-        delta=delta,
-    )
+        out[some] = kde.kernel_product(scaled_queries[some].double(), scaled_keys.double(), x64)
+    exact_rows, light_samples, pairs = int(plan.whole.sum()), num_queries * plan.pilot + drawn, num_queries * num_keys
+    counts = exact_rows, light_samples, evaluations, plan.projections, pairs
+    report = KernelReport(False, len(plan.heavy), near, *counts, eps, delta)
     return out.reshape(num_queries, *x.shape[1:]).to(x.dtype), report
 
 
-class _Bounds(NamedTuple):
-    """What determines the draws of light keys.
-
-    Attributes:
-        allowed: bound of the sum of squared errors for |x|^2 = 1, without the part for missed pairs.
-        delta: probability of exceeding it.
-        level: log of 4 / delta.
-        largest: bound of the terms x_j^2 K_ij^2 |T| of light keys, for |x|^2 = n.
-        threshold: n^-alpha.
-        seed: seed of the draws.
-        sums: whether `Plan.computed` is needed.
-    """
-
-    allowed: float
-    delta: float
-    level: float
-    largest: float
-    threshold: float
-    seed: int | Tensor
-    sums: bool
-
-
 def plan_product(
-    queries: Tensor,
-    keys: Tensor,
-    x: Tensor,
-    *,
-    eps: float,
-    delta: float,
-    seed: int | Tensor,
-    alpha: float | None = None,
-    gamma: float | None = None,
-    sums: bool = True,
-) -> Plan | int:
+    queries: Tensor, keys: Tensor, x: Tensor, *, eps: float, delta: float, seed: int | Tensor,
+    alpha: float | None = None, gamma: float | None = None,
+) -> Plan | int:  # fmt: skip
     """What ApproxKMV computes and draws.
 
-    Args:
-        queries: (Nq, d), in units of the bandwidth.
-        keys: (n, d), likewise.
-        x: (n, m).
-        eps: as in `approx_kernel_matvec`, like the following ones.
-        delta: probability of exceeding eps.
-        seed: seed of the hash and of the draws.
-        alpha: exponent of the threshold of heavy keys, or None.
-        gamma: exponent of the threshold of heavy coordinates, or None.
-        sums: whether `Plan.computed` is needed; otherwise it is 0.
+    The arguments are those of `approx_kernel_matvec`, with queries (Nq, d) and keys (n, d) in units of the bandwidth,
+    and x (n, m).
 
     Returns:
         The plan. If the exact product is cheaper, the number of kernel evaluations that were needed to find out.
@@ -308,10 +251,9 @@ def plan_product(
     factor = _MEDIAN * (1.0 + math.sqrt(16.0 / (delta * num_queries))) / allowed
     # A small sample is sufficient: it influences the cost, but not the result.
     sample = min(_PLAN_PAIRS, num_queries * num_keys // 64)
-    query_index, key_index = (
-        (u * n).to(torch.int64).clamp(max=n - 1)
-        for u, n in zip(uniform((2, sample), seed, _PAIRS, keys.device), (num_queries, num_keys), strict=True)
-    )
+    sizes = torch.tensor([[num_queries], [num_keys]], device=keys.device)
+    pairs = (uniform((2, sample), seed, _PAIRS, keys.device) * sizes).to(torch.int64)
+    query_index, key_index = torch.minimum(pairs, sizes - 1)
     distances: Tensor = torch.linalg.vector_norm(queries[query_index] - keys[key_index], dim=1)
     best, lowest = None, float(num_keys)
     for exponent in _ALPHAS if alpha is None else (alpha,):
@@ -340,28 +282,15 @@ def plan_product(
         return sample
     threshold, is_heavy, is_light, largest, pilot, family = best
     heavy, light = is_heavy.nonzero().squeeze(1), is_light.nonzero().squeeze(1)
-    points, values = keys[light], x.double()
+    points = keys[light]
     tables = kde.hash_tables(queries, points, family, seed, 60)
     if int(kde.bucket_bounds(tables)[1].amax(0).sum()) >= num_queries * len(light) // 2:
         return sample
-    computed = values.new_zeros(num_queries, values.shape[1])
-    if len(heavy) and sums:  # Lemma 3.2
-        computed += kde.kernel_product(queries.double(), keys[heavy].double(), values[heavy])
-    zeros = torch.zeros(num_queries, dtype=torch.int64, device=keys.device)
-    plan = Plan(
-        heavy,
-        light,
-        tables,
-        computed,
-        near=zeros.clone(),
-        draws=zeros + pilot,
-        whole=zeros > 0,
-        evaluations=sample + num_queries * len(heavy),
-        pilot=num_queries * pilot,
-        projections=family.tables * family.depth * (num_queries + len(light)),
-    )
-    bounds = _Bounds(allowed, delta, level, largest, threshold, seed, sums)
-    return _light_sizes(plan, queries, points, values[light], squares[light], bounds)
+    draws = torch.full((num_queries,), pilot, device=keys.device)
+    evaluations = sample + num_queries * len(heavy)
+    projections = family.tables * family.depth * (num_queries + len(light))
+    plan = Plan(heavy, light, tables, threshold, draws, draws < 0, evaluations, pilot, projections)
+    return _light_sizes(plan, queries, points, squares[light], (allowed, delta, largest), seed)
 
 
 def _heavy_coordinates(
@@ -380,24 +309,13 @@ def _heavy_coordinates(
 
 
 def light_draws(
-    draws: Tensor,
-    queries: slice,
-    found: Tensor,
-    num_light: int,
-    seed: int | Tensor,
-    stream: int,
-    numbers: int = 1,
+    draws: Tensor, queries: slice, found: Tensor, num_light: int, seed: int | Tensor, stream: int, numbers: int = 1
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Draw light keys uniformly with replacement for a slice of the queries, some queries at a time.
 
-    Args:
-        draws: int64 (Nq,), draws of every query.
-        queries: the slice.
-        found: sorted int64 numbers i * num_light + j of the pairs that are computed.
-        num_light: number of light keys.
-        seed: seed of the draws.
-        stream: distinguishes the uses of one seed.
-        numbers: numbers per draw in the caller's temporaries, which limit how many draws are made at a time.
+    A query has `draws` (Nq,) draws. `found` has the sorted int64 numbers i * num_light + j of the pairs that are
+    computed. `stream` distinguishes the uses of one seed. `numbers` per draw in the caller's temporaries limit how many
+    draws are made at a time.
 
     Yields:
         Queries int64 (R,); draws of keys int64 (R, M); and which of them count, bool (R, M). Draws beyond the number of
@@ -408,40 +326,28 @@ def light_draws(
     while len(order):
         # As many queries as fit. The last of them has the most draws.
         total = draws[order] * torch.arange(1, len(order) + 1, device=order.device)
-        some = order[: max(1, int((total <= (1 << 20) // numbers).sum()))]
+        some = order[: max(1, int((total <= _AT_A_TIME // numbers).sum()))]
         key_index, used = kde.draw_columns(draws[some], some, found, num_light, seed, stream)
         yield some, key_index, used
         order = order[len(some) :]
 
 
-def _light_sizes(plan: Plan, queries: Tensor, points: Tensor, x: Tensor, squares: Tensor, bounds: _Bounds) -> Plan:
-    """FindHeavy, and the draws of every query from a few first ones (ApproxLight, lines 7 and 9).
+def _light_sizes(
+    plan: Plan, queries: Tensor, points: Tensor, squares: Tensor, bounds: tuple[float, float, float], seed: int | Tensor
+) -> Plan:
+    """The draws of every query from a few first ones (ApproxLight, lines 7 and 9).
 
-    Args:
-        plan: with the first draws.
-        queries: (Nq, d).
-        points: (|T|, d), the light keys.
-        x: float64 (|T|, m).
-        squares: float64 (|T|, m), x^2 for |x|^2 = n.
-        bounds: of the error.
+    `plan` has the first draws of queries (Nq, d) among the light keys `points` (|T|, d); `squares` (|T|, m) is x^2 for
+    |x|^2 = n. `bounds` are those of the sum of squared errors for |x|^2 = 1, without the part for missed pairs;
+    of the probability of exceeding it; and of the terms x_j^2 K_ij^2 |T| of light keys, for |x|^2 = n.
     """
-    num_queries, num_light, pilot = len(queries), len(points), plan.pilot // len(queries)
-    delta, level, seed = bounds.delta, bounds.level, bounds.seed
+    num_queries, num_light, (allowed, delta, largest) = len(queries), len(points), bounds
+    level = math.log(4.0 / delta)
     own = squares.new_zeros(num_queries, squares.shape[1])
     fourth = squares.new_zeros(squares.shape[1])
-    rest, evaluations = torch.full_like(plan.near, num_light), plan.evaluations
+    rest, evaluations = torch.full_like(plan.draws, num_light), plan.evaluations
     for block, found, _ in kde.shared_buckets(plan.tables):
-        query_index, key_index = found // num_light, found % num_light
-        # The sums are added at once, so that no pairs have to be kept.
-        values = kde.pair_kernel(queries, points, query_index, key_index)
-        step = max(1, (1 << 20) // x.shape[1])
-        for start in range(0, len(found) if bounds.sums else 0, step):
-            part = slice(start, start + step)
-            terms = values[part].double()[:, None] * x[key_index[part]]
-            plan.computed.index_add_(0, query_index[part], terms)
-        plan.near.add_(torch.bincount(query_index[values >= bounds.threshold], minlength=num_queries))
-        rest -= torch.bincount(query_index, minlength=num_queries)
-        evaluations += len(found)
+        rest -= torch.bincount(found // num_light, minlength=num_queries)
         for some, drawn, used in light_draws(plan.draws, block, found, num_light, seed, _PILOT, squares.shape[1]):
             kernel = kde.pair_kernel(queries, points, some[:, None].expand_as(drawn), drawn).double()
             terms = kernel.masked_fill_(~used, 0.0).square_().unsqueeze(2) * squares[drawn] * num_light
@@ -450,13 +356,12 @@ def _light_sizes(plan: Plan, queries: Tensor, points: Tensor, x: Tensor, squares
             evaluations += int(used.sum())
 
     def upper(total: Tensor, most: float) -> float:
-        """Bound of the mean of num_queries * pilot independent terms in [0, most], with probability 1 - delta / 4."""
+        """Bound of the mean of num_queries * plan.pilot terms in [0, most], with probability 1 - delta / 4."""
         number = total.max().item() / most
-        return float((math.sqrt(level / 2) + math.sqrt(level / 2 + number)) ** 2 * most / (num_queries * pilot))
+        return float((math.sqrt(level / 2) + math.sqrt(level / 2 + number)) ** 2 * most / (num_queries * plan.pilot))
 
-    mean = upper(own.sum(0) * pilot, bounds.largest)
-    spread = upper(fourth, bounds.largest**2)
-    allowed, size = bounds.allowed * (len(plan.heavy) + num_light), float(num_light)
+    mean, spread = upper(own.sum(0) * plan.pilot, largest), upper(fourth, largest**2)
+    allowed, size = allowed * (len(plan.heavy) + num_light), float(num_light)
 
     def error(draws: float) -> float:
         """Bound of the sum of squared errors for a number of draws per row, with probability 1 - delta / 2."""
@@ -481,12 +386,13 @@ def _check(queries: Tensor, keys: Tensor, x: Tensor, bandwidth: float) -> None:
     """Raise an error for arguments that are not a product."""
     shapes = f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, x {tuple(x.shape)}"
     if queries.ndim != 2 or keys.ndim != 2 or x.ndim not in (1, 2) or queries.shape[1] != keys.shape[1]:
-        raise UnsupportedAttentionError(
-            f"queries (n_queries, d), keys (n, d), x (n,) or (n, m) are needed; got {shapes}"
-        )
-    if x.shape[0] != keys.shape[0]:
-        raise UnsupportedAttentionError(f"x needs one row for each key; got {shapes}")
-    if not all(t.is_floating_point() for t in (queries, keys, x)):
-        raise UnsupportedAttentionError("queries, keys and x must be of a floating type")
-    if not 0.0 < bandwidth < math.inf:
-        raise UnsupportedAttentionError(f"bandwidth={bandwidth} must be a positive number")
+        message = f"queries (n_queries, d), keys (n, d), x (n,) or (n, m) are needed; got {shapes}"
+    elif x.shape[0] != keys.shape[0]:
+        message = f"x needs one row for each key; got {shapes}"
+    elif not all(t.is_floating_point() for t in (queries, keys, x)):
+        message = "queries, keys and x must be of a floating type"
+    elif not 0.0 < bandwidth < math.inf:
+        message = f"bandwidth={bandwidth} must be a positive number"
+    else:
+        return
+    raise UnsupportedAttentionError(message)

@@ -22,18 +22,10 @@ def register() -> None:
 
 
 def auto_class(model_name: str) -> str | None:
-    """Return the name of the Auto class that loads a model of this package, or None for other models.
-
-    Args:
-        model_name: the name of the model's class.
-    """
+    """Return the name of the Auto class that loads a model of this package by its class; None for other models."""
     return next((auto.__name__ for _, auto, model in _MODELS if model.__name__ == model_name), None)
 
 
 def model_type(model_name: str) -> str | None:
-    """Return the `model_type` of a model of this package, or None for other models.
-
-    Args:
-        model_name: the name of the model's class.
-    """
+    """Return the `model_type` of a model of this package by the name of its class; None for other models."""
     return next((config.model_type for config, _, model in _MODELS if model.__name__ == model_name), None)

@@ -20,15 +20,14 @@ def imagenet_classes() -> tuple[tuple[str, tuple[str, ...]], ...]:
 @functools.cache
 def _indices_by_name() -> dict[str, tuple[int, ...]]:
     """Map every WordNet ID and every synonym, in lower case, to the indices of its classes."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, set[int]] = {}
     for index, (wordnet_id, synonyms) in enumerate(imagenet_classes()):
-        for name in dict.fromkeys(key.lower() for key in (wordnet_id, *synonyms)):
-            found.setdefault(name, []).append(index)
+        for name in (wordnet_id, *synonyms):
+            found.setdefault(name.lower(), set()).add(index)
     # A synonym that several classes share stands for the class whose first name it is.
-    for name, indices in found.items():
-        first = [i for i in indices if imagenet_classes()[i][1][0].lower() == name]
-        found[name] = first if len(first) == 1 else indices
-    return {name: tuple(indices) for name, indices in found.items()}
+    firsts = [name.lower() for name in class_names()]
+    unique = {name: (firsts.index(name),) for name in found if firsts.count(name) == 1}
+    return {name: tuple(sorted(indices)) for name, indices in found.items()} | unique
 
 
 def class_names() -> list[str]:
@@ -45,15 +44,12 @@ def imagenet_labels() -> list[str]:
 
 
 def class_index(name: str | int) -> int:
-    """Return the index of one of ImageNet's classes.
+    """Return the index of one of ImageNet's classes, from 0 to 999.
 
     Args:
         name: a name or synonym, in any case, with spaces or underscores; a WordNet ID ("n01440764"); or the index
             itself. A name that several classes share stands for the class whose first name it is, if there is exactly
             one such class.
-
-    Returns:
-        Index from 0 to 999.
 
     Raises:
         ValueError: the name is unknown (the message suggests similar names) or ambiguous, or the index is out of range.
@@ -78,10 +74,7 @@ def class_index(name: str | int) -> int:
 
 
 def class_indices(names: Iterable[str | int]) -> Tensor:
-    """Return the indices of several classes as `BigGANModel` takes them: (B,), int64.
-
-    Args:
-        names: each as in `class_index`.
+    """Return the indices of several classes, each given as in `class_index`, for `BigGANModel`: (B,), int64.
 
     Raises:
         ValueError: as in `class_index`, or `names` is a single string.

@@ -20,8 +20,7 @@ _LAYERS = {
 _LAYERS[512] = (*_LAYERS[256], (False, 1, 1), (True, 1, 1))
 # The published weights have the names of the PyPI package pytorch-pretrained-biggan.
 _PUBLISHED = {f"biggan-deep-{resolution}": resolution for resolution in _LAYERS}
-_INTEGERS = ("z_dim", "class_embed_dim", "channel_width", "n_stats")
-START_RESOLUTION, START_CHANNELS, REDUCTION = 4, 16, 4
+START_SIZE, START_CHANNELS, REDUCTION = 4, 16, 4
 
 
 class BigGANConfig(PreTrainedConfig):
@@ -53,6 +52,7 @@ class BigGANConfig(PreTrainedConfig):
     """
 
     model_type = "biggan"
+    num_attention_heads: ClassVar[int] = 1
     # `num_labels` is computed from `id2label`, so the three numbers cannot differ.
     attribute_map: ClassVar[dict[str, str]] = {"num_classes": "num_labels"}
 
@@ -74,20 +74,20 @@ class BigGANConfig(PreTrainedConfig):
         if len(set(given.values())) > 1:
             raise ValueError(f"the number of classes is given twice, with different values: {given}")
         num_classes = next(iter(given.values()), 1000)
-        for name, value in {**{key: getattr(self, key) for key in _INTEGERS}, "num_classes": num_classes}.items():
+        sizes = {key: getattr(self, key) for key in ("z_dim", "class_embed_dim", "channel_width", "n_stats")}
+        for name, value in {**sizes, "num_classes": num_classes}.items():
             minimum = 2 if name == "n_stats" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 raise ValueError(f"{name} must be an integer of at least {minimum}, not {value!r}")
         if not self.eps > 0:
             raise ValueError(f"eps must be positive, not {self.eps!r}")
         if self.layers is None:
-            resolution = 128 if self.output_dim is None else self.output_dim
-            if resolution not in _LAYERS:
-                raise ValueError(
-                    f"output_dim={resolution!r} is none of the published {[*_LAYERS]}: for other resolutions give "
-                    "layers as well"
-                )
-            self.layers = _LAYERS[resolution]
+            self.layers = _LAYERS.get(128 if self.output_dim is None else self.output_dim)
+        if self.layers is None:
+            raise ValueError(
+                f"output_dim={self.output_dim!r} is none of the published {[*_LAYERS]}: for other resolutions give "
+                "layers as well"
+            )
         # Lists, as JSON returns them.
         self.layers = [list(layer) for layer in self.layers]
         self._check_layers(self.layers)
@@ -97,19 +97,20 @@ class BigGANConfig(PreTrainedConfig):
         """Check that blocks, skip connections and the generator's first and last layer fit together."""
         channels = START_CHANNELS
         for index, layer in enumerate(layers):
+            name = f"layers[{index}]"
             if len(layer) != 3 or not all(isinstance(x, int) and x > 0 for x in layer[1:]):
                 raise ValueError(
-                    f"layers[{index}] must be [doubles the resolution, input channels, output channels], not {layer!r}"
+                    f"{name} must be [doubles the resolution, input channels, output channels], not {layer!r}"
                 )
-            layer[0] = bool(layer[0])
-            if layer[1] != channels:
-                raise ValueError(f"layers[{index}] takes {layer[1]} channels, but its input has {channels}")
+            up, c_in, c_out = layer
+            if c_in != channels:
+                raise ValueError(f"{name} takes {c_in} channels, but its input has {channels}")
             # A block with fewer output channels drops the upper half of the channels of its skip connection.
-            if layer[2] != layer[1] and 2 * layer[2] != layer[1]:
-                raise ValueError(f"layers[{index}] must keep its {layer[1]} channels or halve them, not {layer[2]}")
-            if layer[1] * self.channel_width < REDUCTION:
-                raise ValueError(f"layers[{index}] has {layer[1] * self.channel_width} channels and needs {REDUCTION}")
-            channels = layer[2]
+            if c_out != c_in and 2 * c_out != c_in:
+                raise ValueError(f"{name} must keep its {c_in} channels or halve them, not {c_out}")
+            if c_in * self.channel_width < REDUCTION:
+                raise ValueError(f"{name} has {c_in * self.channel_width} channels and needs {REDUCTION}")
+            layer[0], channels = bool(up), c_out
         if channels != 1:
             raise ValueError(f"the last of layers must end with 1 times channel_width, not {channels}")
         position = self.attention_layer_position
@@ -120,11 +121,10 @@ class BigGANConfig(PreTrainedConfig):
                 f"attention has {self.attention_channels} channels and needs 8: raise channel_width or move attention "
                 "to an earlier layer"
             )
-        resolution = self._resolution(len(layers))
-        if self.output_dim not in (None, resolution):
+        given, self.output_dim = self.output_dim, self._resolution(len(layers))
+        if given not in (None, self.output_dim):
             # pytorch-pretrained-biggan never reads output_dim, so its files may hold any value.
-            logger.warning(f"output_dim={self.output_dim} is taken as {resolution}, the resolution that layers give")
-        self.output_dim = resolution
+            logger.warning(f"output_dim={given} is taken as {self.output_dim}, the resolution that layers give")
 
     @property
     def blocks(self) -> list[tuple[bool, int, int]]:
@@ -133,7 +133,7 @@ class BigGANConfig(PreTrainedConfig):
 
     def _resolution(self, num_blocks: int) -> int:
         """Height and width in pixels after the first `num_blocks` blocks."""
-        return START_RESOLUTION * 2 ** sum(up for up, _, _ in self.blocks[:num_blocks])
+        return START_SIZE * 2 ** sum(up for up, _, _ in self.blocks[:num_blocks])
 
     @property
     def attention_resolution(self) -> int:
@@ -144,11 +144,6 @@ class BigGANConfig(PreTrainedConfig):
     def attention_channels(self) -> int:
         """Channels of the attention layer's input: queries and keys have an eighth of them, values have half."""
         return self.blocks[self.attention_layer_position][1]
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Always 1."""
-        return 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values, with `num_classes`."""

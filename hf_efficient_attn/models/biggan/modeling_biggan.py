@@ -4,7 +4,6 @@ Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Na
 """
 
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,32 +18,20 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils import ModelOutput
 
-from hf_efficient_attn.models.biggan.configuration_biggan import (
-    REDUCTION,
-    START_CHANNELS,
-    START_RESOLUTION,
-    BigGANConfig,
+from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
+from hf_efficient_attn.models.biggan.spectral_norm import checkpoint_names, conv, leading_vectors, linear
+from hf_efficient_attn.models.biggan.truncation import (
+    BigGANBatchNorm,
+    Lookup,
+    check_truncation,
+    look_up,
+    rows_to_fill,
+    truncated_noise,
 )
-from hf_efficient_attn.models.biggan.normalization import AnyLookup, BigGANBatchNorm, Moments, look_up, rows_to_fill
-from hf_efficient_attn.models.biggan.sampling import check_truncation, truncated_noise
-from hf_efficient_attn.models.biggan.spectral_norm import (
-    checkpoint_names,
-    conv,
-    leading_vectors,
-    linear,
-    register_conversion,
-)
-from hf_efficient_attn.models.eager import eager_attention_forward
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
-
-register_conversion()
-
-# Arguments of `from_pretrained` that lead to the config, or change the field of it that decides about the names.
-_FOR_CONFIG = (
-    "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies", "spectral_norm",
-)  # fmt: skip
 
 
 @replaced_in_graphs(nothing)  # reading the values would break a graph, where the embedding's own check remains
@@ -60,34 +47,28 @@ class BigGANOutput(ModelOutput):
     images: torch.Tensor | None = None
 
 
-def pixel_attention(
-    module: nn.Module, x: Tensor, projections: Sequence[nn.Module], attention_function: Callable[..., Any]
-) -> Tensor:
+def pixel_attention(x: Tensor, projections: Sequence[nn.Module], attend: Callable[..., Tensor]) -> Tensor:
     """Compute attention of all pixels to a quarter of them, for `BigGANAttention` and the package's own module.
 
     Args:
-        module: the attention module, first argument of `attention_function`.
         x: (B, C, height, width).
         projections: 1 x 1 convolutions theta and phi (C to C/8 channels), g (C to C/2) and o (C/2 to C).
-        attention_function: as in Transformers' attention interface; returns (B, Nq, 1, C/2) and weights.
+        attend: of query (B, 1, Nq, C/8), key (B, 1, Nk, C/8) and value (B, 1, Nk, C/2); returns (B, Nq, 1, C/2).
 
     Returns:
         (B, C, height, width), not yet scaled by gamma and added to `x`.
     """
     theta, phi, g, o = projections
-    query = theta(x)
     # Pooling leaves a quarter of the keys (section B of the paper, as in Zhang et al. 2019).
-    key, value = functional.max_pool2d(phi(x), 2), functional.max_pool2d(g(x), 2)
-    tokens = [part.flatten(2).transpose(1, 2)[:, None] for part in (query, key, value)]  # (B, 1, Nq or Nk, channels)
-    out, _ = attention_function(module, *tokens, None, scaling=1.0, dropout=0.0)
+    parts = theta(x), functional.max_pool2d(phi(x), 2), functional.max_pool2d(g(x), 2)
+    out = attend(*(part.flatten(2).transpose(1, 2)[:, None] for part in parts))
     return o(out[:, :, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
 
 
 class BigGANAttention(nn.Module):
     """Non-local block with one head: each pixel is a query, and a quarter as many keys remain after pooling.
 
-    Of C channels, queries and keys have C/8 and values C/2. At 512 pixels there are 4096 queries of 64 channels, and
-    1024 keys with values of 256 channels.
+    At 512 pixels there are 4096 queries of 64 channels, and 1024 keys with values of 256 channels.
     """
 
     attention_layer, num_heads, scaling = 0, 1, 1.0
@@ -96,19 +77,21 @@ class BigGANAttention(nn.Module):
     def __init__(self, config: BigGANConfig) -> None:
         super().__init__()
         self.config = config
-        channels, resolution = config.attention_channels, config.attention_resolution
-        self.head_dim, self.value_head_dim, self.max_tokens = channels // 8, channels // 2, (resolution // 2) ** 2
+        channels, half = config.attention_channels, config.attention_resolution // 2
+        self.head_dim, self.value_head_dim, self.max_tokens = channels // 8, channels // 2, half**2
         conv_1x1 = functools.partial(conv, config, kernel_size=1, bias=False)
-        self.theta = conv_1x1(channels, self.head_dim)
-        self.phi = conv_1x1(channels, self.head_dim)
-        self.g = conv_1x1(channels, self.value_head_dim)
-        self.o = conv_1x1(self.value_head_dim, channels)
+        self.theta, self.phi = conv_1x1(channels, self.head_dim), conv_1x1(channels, self.head_dim)
+        self.g, self.o = conv_1x1(channels, self.value_head_dim), conv_1x1(self.value_head_dim, channels)
         self.gamma = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, height, width) -> (B, C, height, width)."""
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        return x + self.gamma * pixel_attention(self, x, (self.theta, self.phi, self.g, self.o), function)
+
+        def attend(*tokens: Tensor) -> Tensor:
+            return function(self, *tokens, None, scaling=self.scaling, dropout=0.0)[0]
+
+        return x + self.gamma * pixel_attention(x, (self.theta, self.phi, self.g, self.o), attend)
 
 
 class BigGANBlock(GradientCheckpointingLayer):
@@ -123,16 +106,10 @@ class BigGANBlock(GradientCheckpointingLayer):
         self.bn_2, self.conv_2 = BigGANBatchNorm(config, middle), conv(config, middle, middle, kernel_size=3)
         self.bn_3, self.conv_3 = BigGANBatchNorm(config, middle), conv(config, middle, out_channels, kernel_size=1)
 
-    def forward(self, x: Tensor, condition: Tensor, lookup: AnyLookup) -> Tensor:
-        """Compute the block, which doubles height and width if `up_sample`.
+    def forward(self, x: Tensor, condition: Tensor, lookup: Lookup) -> Tensor:
+        """(B, in_channels, height, width) -> (B, out_channels, ...), with height and width doubled if `up_sample`.
 
-        Args:
-            x: (B, in_channels, height, width).
-            condition: (B, 2 z_dim).
-            lookup: selects the statistics of batch normalization.
-
-        Returns:
-            (B, out_channels, height, width) or (B, out_channels, 2 height, 2 width).
+        `condition` is (B, 2 z_dim), and `lookup` selects the statistics of batch normalization.
         """
         out = self.conv_0(functional.relu(self.bn_0(x, lookup, condition)))
         out = functional.relu(self.bn_1(out, lookup, condition))
@@ -150,7 +127,7 @@ class BigGANGenerator(nn.Module):
     def __init__(self, config: BigGANConfig) -> None:
         super().__init__()
         channels = config.channel_width
-        self.gen_z = linear(config, 2 * config.z_dim, START_RESOLUTION**2 * START_CHANNELS * channels)
+        self.gen_z = linear(config, 2 * config.z_dim, START_SIZE**2 * START_CHANNELS * channels)
         layers: list[nn.Module] = [BigGANBlock(config, *block) for block in config.blocks]
         layers.insert(config.attention_layer_position, BigGANAttention(config))
         self.layers = nn.ModuleList(layers)
@@ -158,11 +135,10 @@ class BigGANGenerator(nn.Module):
         # As in the published weights, this convolution keeps the number of channels, and only three are used.
         self.conv_to_rgb = conv(config, channels, channels, kernel_size=3)
 
-    def forward(self, condition: Tensor, lookup: AnyLookup) -> Tensor:
+    def forward(self, condition: Tensor, lookup: Lookup) -> Tensor:
         """Condition (B, 2 z_dim) -> images (B, 3, height, width)."""
         # The weights of gen_z were trained in TensorFlow, with channels last.
-        x = self.gen_z(condition).unflatten(1, (START_RESOLUTION, START_RESOLUTION, -1)).permute(0, 3, 1, 2)
-        x = x.contiguous()
+        x = self.gen_z(condition).unflatten(1, (START_SIZE, START_SIZE, -1)).permute(0, 3, 1, 2).contiguous()
         for layer in self.layers:
             x = layer(x) if isinstance(layer, BigGANAttention) else layer(x, condition, lookup)
         return torch.tanh(self.conv_to_rgb(functional.relu(self.bn(x, lookup)))[:, :3])
@@ -220,7 +196,7 @@ class BigGANModel(PreTrainedModel):
             raise ValueError(f"z must be (batch, {self.config.z_dim}), not {tuple(z.shape)}")
         z = z.to(self.embeddings.weight.dtype)
         condition = torch.cat((z, self._embed(class_label, z)), dim=1)
-        images = self.generator(condition, look_up(truncation, self.config.n_stats, z.device))
+        images = self.generator(condition, look_up(truncation, self.config.n_stats, z))
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return BigGANOutput(images=images) if return_dict else (images,)
 
@@ -228,7 +204,7 @@ class BigGANModel(PreTrainedModel):
         """Class embeddings (B, z_dim), in the dtype of z (B, z_dim)."""
         batch, num_classes = len(z), self.config.num_classes
         labels = torch.as_tensor(class_label, device=z.device)
-        if labels.ndim == 2 and labels.shape == (batch, num_classes):
+        if labels.shape == (batch, num_classes):
             return self.embeddings(labels.to(z.dtype))
         if labels.ndim == 0:
             labels = labels.expand(batch)
@@ -266,63 +242,62 @@ class BigGANModel(PreTrainedModel):
             progress: show a progress bar.
 
         Raises:
-            ValueError: a truncation is outside (0, 1], two truncations use the same row, a count is below 1, or
-                `class_label` has the wrong shape.
+            ValueError: a truncation is outside (0, 1], two use the same row, a count is below 1, or `class_label` has
+                the wrong shape.
         """
         for name, count in {"num_samples": num_samples, "batch_size": batch_size}.items():
-            if isinstance(count, bool) or not math.isfinite(count) or count != int(count) or count < 1:
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")
-        if class_label is not None:
-            class_label = torch.as_tensor(class_label)
-            if class_label.ndim not in (1, 2) or len(class_label) == 0:
-                raise ValueError(f"class_label must be (K,) or (K, num_classes), not {tuple(class_label.shape)}")
+        choices = torch.arange(self.config.num_classes) if class_label is None else torch.as_tensor(class_label)
+        if choices.ndim not in (1, 2) or len(choices) == 0:
+            raise ValueError(f"class_label must be (K,) or (K, num_classes), not {tuple(choices.shape)}")
         fillings = rows_to_fill(truncations, self.config.n_stats)
         norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
         modes = {module: module.training for module in self.modules()}
-        sizes = [len(part) for part in torch.arange(num_samples).split(batch_size)]
-        total = len(fillings) * num_samples
-        bar = tqdm(total=total, unit="img", desc="statistics", disable=None if progress else True)
+        batches = [len(part) for part in torch.arange(num_samples).split(batch_size)]
+        moments: dict[nn.Module, Tensor] = {}  # means of the input and of its square, (2, C), float64
+
+        def add(norm: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0].double()
+            means = torch.stack((x.mean((0, 2, 3)), x.square().mean((0, 2, 3))))
+            moments[norm] = moments.get(norm, 0) + means * (len(x) / num_samples)
+
+        bar = tqdm(total=len(fillings) * num_samples, unit="img", desc="statistics", disable=None if progress else True)
         # Only the normalizations are in training mode, so that dropout and power iterations stay as they are.
         self.eval()
+        hooks = [norm.train().register_forward_pre_hook(add) for norm in norms]
         try:
-            for norm in norms:
-                norm.train()
             for truncation, rows in fillings.items():
+                moments.clear()
                 generator = torch.Generator().manual_seed(seed)
-                noise_seeds = torch.randint(2**31 - 1, (len(sizes),), generator=generator).tolist()
-                measured = [Moments() for _ in norms]
-                for norm, moments in zip(norms, measured, strict=True):
-                    norm.moments = moments
-                for size, noise_seed in zip(sizes, noise_seeds, strict=True):
+                noise_seeds = torch.randint(2**31 - 1, (len(batches),), generator=generator).tolist()
+                for size, noise_seed in zip(batches, noise_seeds, strict=True):
                     # At truncation 0 all noise is 0.
                     z = truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
-                    if class_label is None:
-                        labels = torch.randint(self.config.num_classes, (size,), generator=generator)
-                    else:
-                        labels = class_label[torch.randint(len(class_label), (size,), generator=generator)]
+                    labels = choices[torch.randint(len(choices), (size,), generator=generator)]
                     self(z.to(self.device), labels.to(self.device), truncation or 1.0)
                     bar.update(size)
-                for norm, moments in zip(norms, measured, strict=True):
-                    norm.running_means[rows] = moments.mean.to(norm.running_means)
-                    norm.running_vars[rows] = (moments.squares / moments.count).to(norm.running_vars)
+                for norm in norms:
+                    mean, square = moments[norm]
+                    norm.running_means[rows] = mean.to(norm.running_means)
+                    norm.running_vars[rows] = (square - mean.square()).clamp(min=0.0).to(norm.running_vars)
         finally:
             bar.close()
-            for norm in norms:
-                norm.moments = None
+            for hook in hooks:
+                hook.remove()
             for module, mode in modes.items():
                 module.training = mode
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, parametrize.ParametrizationList):
+        std, spectral = self.config.initializer_range, parametrize.ParametrizationList
+        if isinstance(module, spectral):
             init.normal_(module.original, std=std)
             self._init_vectors(module)
         elif hasattr(module, "_u"):
             # Reached before the parametrization that holds the weight and these vectors. If a checkpoint had the weight
             # but not the vectors, Transformers treats that parametrization as initialized and skips it.
-            holders = (m for m in self.modules() if isinstance(m, parametrize.ParametrizationList) and m[0] is module)
-            holder = next(holders)
+            holder = next(m for m in self.modules() if isinstance(m, spectral) and m[0] is module)
             if getattr(holder.original, "_is_hf_initialized", False):
                 self._init_vectors(holder)
         elif isinstance(module, (nn.Linear, nn.Conv2d)):
@@ -340,8 +315,7 @@ class BigGANModel(PreTrainedModel):
             init.zeros_(module.gamma)
 
     def _init_vectors(self, normalized: parametrize.ParametrizationList) -> None:
-        vectors = leading_vectors(normalized.original, self.config.eps)
-        for name, vector in zip(("_u", "_v"), vectors, strict=True):
+        for name, vector in zip(("_u", "_v"), leading_vectors(normalized.original, self.config.eps), strict=True):
             init.copy_(getattr(normalized[0], name), vector)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -369,8 +343,7 @@ class BigGANModel(PreTrainedModel):
         """
         known = config
         if not isinstance(known, PreTrainedConfig) and pretrained_model_name_or_path is not None:
-            source = pretrained_model_name_or_path if config is None else config
-            known = cls.config_class.from_pretrained(source, **{k: v for k, v in kwargs.items() if k in _FOR_CONFIG})
+            known = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **kwargs)
         if isinstance(known, BigGANConfig):
             key_mapping = {**checkpoint_names(known.spectral_norm), **(key_mapping or {})}
         return super().from_pretrained(

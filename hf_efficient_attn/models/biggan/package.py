@@ -1,9 +1,13 @@
-"""Method switching for models of the PyPI package pytorch-pretrained-biggan, without importing the package."""
+"""The PyPI package pytorch-pretrained-biggan: conversion of its state dicts, and method switching for its models.
 
-import functools
+The package is not imported.
+"""
+
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -13,10 +17,70 @@ from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, attention, learns
-from hf_efficient_attn.models.biggan.modeling_biggan import pixel_attention
+from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
+from hf_efficient_attn.models.biggan.modeling_biggan import BigGANModel, pixel_attention
+from hf_efficient_attn.models.biggan.spectral_norm import (
+    KEPT,
+    NORMALIZED,
+    PROJECTIONS,
+    TRIPLE,
+    checkpoint_names,
+    divided,
+    renamed,
+)
 
-_PACKAGE = "pytorch_pretrained_biggan"
 _PROJECTIONS = ("snconv1x1_theta", "snconv1x1_phi", "snconv1x1_g", "snconv1x1_o_conv")
+
+
+def convert_state_dict(state_dict: dict[str, Tensor], config: BigGANConfig) -> dict[str, Tensor]:
+    """Convert a state dict of pytorch-pretrained-biggan for `BigGANModel(config).load_state_dict`.
+
+    Args:
+        state_dict: with or without spectral norm.
+        config: configuration of the model. `spectral_norm=True` requires a state dict with spectral norm.
+
+    Returns:
+        A new dictionary. Tensors that are not divided are shared with `state_dict`.
+
+    Raises:
+        ValueError: names are missing, or the model does not have them.
+    """
+    names = checkpoint_names(config.spectral_norm)
+    converted = {renamed(name, names): tensor for name, tensor in state_dict.items()}
+    for name in list(converted):
+        stem, _, last = name.rpartition(".")
+        if last == TRIPLE[0] and all(f"{stem}.{part}" in converted for part in TRIPLE):
+            converted[f"{stem}.weight"] = divided(*(converted.pop(f"{stem}.{part}") for part in TRIPLE))
+    with torch.device("meta"):
+        expected = set(BigGANModel(config).state_dict())
+    missing, unknown = sorted(expected - set(converted)), sorted(set(converted) - expected)
+    if missing or unknown:
+        raise ValueError(f"the state dict does not match the config; missing: {missing}; not in the model: {unknown}")
+    return converted
+
+
+def revert_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert a state dict of `BigGANModel` for a `pytorch_pretrained_biggan.BigGAN` of the same config.
+
+    The package always divides by a spectral norm. Weights without one get vectors that make it 1. This is correct in
+    eval mode, where the package uses the vectors as they are, but not for training.
+    """
+    names = {rf"\.{ours}\.": f".{theirs}." for theirs, ours in PROJECTIONS.items()}
+    names |= {rf"\.parametrizations\.weight\.{re.escape(ours)}$": f".{theirs}" for theirs, ours in KEPT.items()}
+    reverted: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        theirs = renamed(name, names)
+        if not name.endswith(".weight") or name.split(".")[-2] not in NORMALIZED:
+            reverted[theirs] = tensor
+            continue
+        # For any row W_i of W, e_i^T W (W_i / |W_i|^2) = 1. The row with the largest norm avoids a division by 0.
+        matrix = tensor.flatten(1)
+        row = int(matrix.norm(dim=1).argmax())
+        u = torch.zeros_like(matrix[:, 0])
+        u[row] = 1.0
+        v = matrix[row] / matrix[row].square().sum()
+        reverted.update({f"{theirs}_orig": tensor, f"{theirs}_u": u, f"{theirs}_v": v})
+    return reverted
 
 
 class PackageBigGAN:
@@ -37,9 +101,7 @@ class PackageBigGAN:
             )
 
     def switch(self, modules: Sequence[nn.Module], settings: EfficientAttentionConfig) -> None:
-        """Make the modules compute a method, in place; weights and their names stay unchanged.
-
-        The output equals that of a `BigGANModel` with the same weights and method.
+        """Make the modules compute a method, in place, with the output of a `BigGANModel` with the same weights.
 
         Raises:
             UnsupportedAttentionError: before anything is changed, if the settings name a layer other than 0, or the
@@ -67,47 +129,20 @@ class PackageBigGAN:
 
 
 def _is_self_attention(cls: type) -> bool:
-    return cls.__name__ == "SelfAttn" and cls.__module__.partition(".")[0] == _PACKAGE
+    return cls.__name__ == "SelfAttn" and cls.__module__.partition(".")[0] == "pytorch_pretrained_biggan"
 
 
 def _forward(module: Any, method: MethodConfig, x: Tensor) -> Tensor:
-    """Replace `SelfAttn.forward`: (B, C, height, width) -> (B, C, height, width)."""
-    projections = [module.get_submodule(name) for name in _PROJECTIONS]
-    out = pixel_attention(module, x, projections, functools.partial(_compute, method))
-    return x + module.gamma * out
-
-
-def _compute(
-    method: MethodConfig,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    dropout: float,
-) -> tuple[Tensor, None]:
-    """Compute a method in the form of Transformers' attention interface.
+    """Replace `SelfAttn.forward`: (B, C, height, width) -> (B, C, height, width).
 
     The seed is that of layer 0 of any model; in training mode the method draws from the global generators.
-
-    Args:
-        method: the method's configuration.
-        module: the attention module.
-        query: (B, 1, Nq, D).
-        key: (B, 1, Nk, D).
-        value: (B, 1, Nk, Dv).
-        attention_mask: None.
-        scaling: factor of the logits.
-        dropout: dropout probability of the attention weights.
-
-    Returns:
-        (B, Nq, 1, Dv), None.
     """
     seed = None if module.training else layer_seed(0)
-    out = attention(method, query, key, value, scale=scaling, dropout_p=dropout, seed=seed)
-    return out.transpose(1, 2), None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(method, query, key, value, scale=1.0, seed=seed).transpose(1, 2)
+
+    return x + module.gamma * pixel_attention(x, [module.get_submodule(name) for name in _PROJECTIONS], attend)
 
 
 register_foreign(PackageBigGAN())

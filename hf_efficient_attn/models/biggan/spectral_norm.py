@@ -9,13 +9,14 @@ iteration, so that in eval mode
 A checkpoint without spectral norm (folded in, or removed by `torch.nn.utils.remove_spectral_norm`) has only `weight`.
 """
 
+import functools
 import re
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from torch.nn.utils import parametrizations
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
@@ -26,6 +27,8 @@ LinearOrConv = TypeVar("LinearOrConv", nn.Linear, nn.Conv2d)
 # the names of torch.nn.utils.parametrizations.
 PROJECTIONS = {"snconv1x1_theta": "theta", "snconv1x1_phi": "phi", "snconv1x1_g": "g", "snconv1x1_o_conv": "o"}
 KEPT = {"weight_orig": "original", "weight_u": "0._u", "weight_v": "0._v"}
+# Layers with a spectral norm.
+NORMALIZED = ("gen_z", *(f"conv_{i}" for i in range(4)), "scale", "offset", "conv_to_rgb", *PROJECTIONS.values())
 # Names between loading and the division. Transformers renames "weight_v" by itself, but not these.
 TRIPLE = ("spectral_original", "spectral_u", "spectral_v")
 _POWER_ITERATIONS = 50
@@ -52,20 +55,19 @@ def _normalized(config: BigGANConfig, module: LinearOrConv) -> LinearOrConv:
     parametrizations.spectral_norm(module, eps=config.eps)
     if weight.is_meta:
         kept = module.get_submodule("parametrizations.weight")
-        assert isinstance(kept, parametrize.ParametrizationList)
         kept.original = weight
-        kept[0]._u, kept[0]._v = weight.new_empty(len(weight)), weight.new_empty(weight[0].numel())
+        kept.get_submodule("0")._u = weight.new_empty(len(weight))
+        kept.get_submodule("0")._v = weight.new_empty(weight[0].numel())
     return module
 
 
 def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
     """Return the name patterns to replace in a checkpoint, as `from_pretrained` takes them in `key_mapping`.
 
-    Args:
-        spectral_norm: whether the model keeps the spectral norm. If it does, names become those of its
-            parametrizations. If not, they become names that the registered converter divides; this includes the names
-            in checkpoints of our own models that keep it.
+    If the model keeps the spectral norm, names become those of its parametrizations. If not, they become names that
+    the registered converter divides; this includes the names in checkpoints of our own models that keep it.
     """
+    _register_conversion()
     names = {rf"\.{theirs}\.": f".{ours}." for theirs, ours in PROJECTIONS.items()}
     for (theirs, ours), between in zip(KEPT.items(), TRIPLE, strict=True):
         if spectral_norm:
@@ -74,44 +76,36 @@ def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
             names[rf"\.{theirs}$"] = f".{between}"
             names[rf"\.parametrizations\.weight\.{re.escape(ours)}$"] = f".{between}"
     if spectral_norm:
-        convolutions = (f"conv_{i}" for i in range(4))
-        for layer in ("gen_z", *convolutions, "scale", "offset", *PROJECTIONS.values(), "conv_to_rgb"):
+        for layer in NORMALIZED:
             names[rf"\.{layer}\.weight$"] = f".{layer}.parametrizations.weight.original"
     return names
+
+
+def renamed(name: str, patterns: dict[str, str]) -> str:
+    """Replace all patterns in a name."""
+    for pattern, replacement in patterns.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 class DivideBySpectralNorm(ConversionOps):
     """Transformers' conversion operation (weight_orig, weight_u, weight_v) -> weight."""
 
     def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        full_layer_name: str | None = None,
-        **kwargs: Any,
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         """Return the divided weight under its name; see `ConversionOps.convert`."""
         parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         missing = [theirs for theirs, name in zip(KEPT, TRIPLE, strict=True) if name not in parts]
         if missing:
-            raise ValueError(f"{full_layer_name}: the checkpoint has a spectral norm without {', '.join(missing)}")
+            layer = kwargs.get("full_layer_name")
+            raise ValueError(f"{layer}: the checkpoint has a spectral norm without {', '.join(missing)}")
         return {target_patterns[0]: divided(*(parts[name] for name in TRIPLE))}
-
-
-def register_conversion() -> None:
-    """Make `from_pretrained` divide weights by their spectral norm; may be called repeatedly."""
-    if get_checkpoint_conversion_mapping(BigGANConfig.model_type) is None:
-        converter = WeightConverter([*TRIPLE], "weight", [DivideBySpectralNorm()])
-        register_checkpoint_conversion_mapping(BigGANConfig.model_type, [converter])
 
 
 @torch.no_grad()
 def divided(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return weight (O, ...) / (u^T W v), with u (O,) and v (elements of weight / O,).
-
-    The computation is in float32 or wider, the result in the dtype of `weight`.
-    """
+    """Divide weight (O, ...) by u^T W v, with u (O,) and v (elements of weight / O,), in float32 or wider."""
     acc_dtype = torch.promote_types(weight.dtype, torch.float32)
     matrix = weight.to(acc_dtype).flatten(1)
     norm = torch.dot(u.to(acc_dtype), torch.mv(matrix, v.to(acc_dtype)))
@@ -120,10 +114,7 @@ def divided(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the left and right singular vectors of the largest singular value of weight (O, ...).
-
-    Computed by power iteration: u (O,) and v (elements of weight / O,).
-    """
+    """Return the singular vectors u (O,) and v of the largest singular value of weight (O, ...), by power iteration."""
     matrix = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
     # The iteration starts from the sum of the matrix's rows, which needs no random draw; or from ones if that vanishes.
     v = matrix.sum(0)
@@ -133,3 +124,10 @@ def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         u = nn.functional.normalize(matrix @ v, dim=0, eps=eps)
         v = nn.functional.normalize(u @ matrix, dim=0, eps=eps)
     return u.to(weight.dtype), v.to(weight.dtype)
+
+
+@functools.cache
+def _register_conversion() -> None:
+    """Make `from_pretrained` divide weights by their spectral norm. Only it needs this, which takes a while."""
+    converter = WeightConverter([*TRIPLE], "weight", [DivideBySpectralNorm()])
+    register_checkpoint_conversion_mapping(BigGANConfig.model_type, [converter], overwrite=True)

@@ -9,8 +9,7 @@ In `layers` the two token stages are called "t2t.0" and "t2t.1", and the blocks 
 """
 
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
-from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import convert_checkpoint, convert_state_dict
-from hf_efficient_attn.models.t2t_vit.image_processing_t2t_vit import image_processor
+from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import convert_checkpoint, convert_state_dict, image_processor
 from hf_efficient_attn.models.t2t_vit.modeling_t2t_vit import (
     T2TViTForImageClassification,
     T2TViTModel,

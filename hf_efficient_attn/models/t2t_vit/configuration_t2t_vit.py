@@ -1,7 +1,6 @@
 """Configuration of T2T-ViT (Yuan et al. 2021, Tokens-to-Token ViT), and the published models by name."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -14,11 +13,13 @@ TOKENS_TYPES = ("transformer", "performer")
 # From the authors' models/t2t_vit.py: number of layers, hidden size, number of heads, MLP ratio. head_dim is 64.
 _SIZES = {"7": (7, 256, 4, 2), "10": (10, 256, 4, 2), "12": (12, 256, 4, 2),
           "14": (14, 384, 6, 3), "19": (19, 448, 7, 3), "24": (24, 512, 8, 3)}  # fmt: skip
-_NAMED = {f"t2t_vit_{size}": (size, "performer") for size in _SIZES}
-_NAMED |= {f"t2t_vit_t_{size}": (size, "transformer") for size in ("14", "19", "24")}
 # Gupta et al. 2023, Table 6: 7 layers, 4 heads of 64, FFN 512, 4.3 M parameters. These are the sizes of t2t_vit_7. The
 # paper does not name the type of its token stages. Here they are transformers, so that they take every method too.
-_NAMED |= {"t2t_vit_flurka": ("7", "transformer")}
+_NAMED = {
+    **{f"t2t_vit_{size}": (size, "performer") for size in _SIZES},
+    **{f"t2t_vit_t_{size}": (size, "transformer") for size in ("14", "19", "24")},
+    "t2t_vit_flurka": ("7", "transformer"),
+}
 
 
 @strict
@@ -85,7 +86,6 @@ class T2TViTConfig(PreTrainedConfig):
         if self.token_dropout_prob is None:
             self.token_dropout_prob = 0.1 if self.tokens_type == "performer" else 0.0
         super().__post_init__(**kwargs)
-        self._check_method_layers()
 
     def _check(self) -> None:
         if self.tokens_type not in TOKENS_TYPES:
@@ -97,9 +97,8 @@ class T2TViTConfig(PreTrainedConfig):
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "token_dropout_prob"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"{name}={value} must be at least 0 and below 1")
+            if not 0 <= (getattr(self, name) or 0) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if int(self.token_dim * self.kernel_ratio) < 1:
             raise ValueError(
                 f"kernel_ratio={self.kernel_ratio} and token_dim={self.token_dim} give no random feature: raise "
@@ -114,14 +113,6 @@ class T2TViTConfig(PreTrainedConfig):
         if not isinstance(self.image_size, int) and len(self.image_size) != 2:
             raise ValueError(f"image_size={self.image_size} must be one number or (height, width)")
         self.grids()
-
-    def _check_method_layers(self) -> None:
-        """Refuse a method in the token stages if these are performers."""
-        chosen = (self.efficient_attention or {}).get("layers") or []
-        layers = [layer for entry in chosen for layer in (entry["layers"] if isinstance(entry, Mapping) else [entry])]
-        stages = [layer for layer in layers if isinstance(layer, str)]
-        if stages and self.tokens_type == "performer":
-            raise ValueError(f"efficient_attention names {stages}, but {self.attention_note}")
 
     @property
     def attention_note(self) -> str | None:
@@ -182,25 +173,19 @@ class T2TViTConfig(PreTrainedConfig):
     def grids(self, height: int | None = None, width: int | None = None) -> list[tuple[int, int]]:
         """Return the (height, width) in tokens of the two stages and of the backbone.
 
-        Args:
-            height: of the images, in pixels; None for that of `image_size`.
-            width: of the images, in pixels; None for that of `image_size`.
+        The images have `height` x `width` pixels, by default those of `image_size`.
 
         Raises:
             ValueError: the images are too small for a token.
         """
-        image = shape = (height or self.image_shape[0], width or self.image_shape[1])
+        height, width = image = (height or self.image_shape[0], width or self.image_shape[1])
         grids = []
-        splits = zip(self.t2t_kernel_sizes, self.t2t_strides, self.t2t_paddings, strict=True)
-        for kernel, stride, padding in splits:
-            shape = (
-                (shape[0] + 2 * padding - kernel) // stride + 1,
-                (shape[1] + 2 * padding - kernel) // stride + 1,
-            )
-            if min(shape) < 1:
+        for kernel, stride, padding in zip(self.t2t_kernel_sizes, self.t2t_strides, self.t2t_paddings, strict=True):
+            height, width = ((size + 2 * padding - kernel) // stride + 1 for size in (height, width))
+            if min(height, width) < 1:
                 raise ValueError(
                     f"images of {image[0]} x {image[1]} pixels are too small for kernels of {self.t2t_kernel_sizes} "
                     f"with strides of {self.t2t_strides}: use larger images, or smaller kernels and strides"
                 )
-            grids.append(shape)
+            grids.append((height, width))
         return grids

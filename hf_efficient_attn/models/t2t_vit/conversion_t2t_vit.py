@@ -5,35 +5,42 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.models.imagenet import imagenet_labels
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
-from hf_efficient_attn.models.t2t_vit.image_processing_t2t_vit import image_processor
 from hf_efficient_attn.models.t2t_vit.modeling_t2t_vit import T2TViTForImageClassification
 
-# The authors' names -> ours.
+if TYPE_CHECKING:
+    from transformers import ViTImageProcessorPil
+
+# Parts of the authors' names -> ours, replaced one after the other.
 _NAMES = {
-    "cls_token": "t2t_vit.embeddings.cls_token",
-    "pos_embed": "t2t_vit.embeddings.position_embeddings",
-    "tokens_to_token.project": "t2t_vit.embeddings.tokens_to_token.projection",
-    "norm": "t2t_vit.layernorm",
-    "head": "classifier",
-    **{f"tokens_to_token.attention{i + 1}": f"t2t_vit.embeddings.tokens_to_token.stages.{i}" for i in range(2)},
-}
-_PARTS = {
-    "norm1": "layernorm_before", "norm2": "layernorm_after",
-    "attn.qkv": "attention.qkv", "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+    r"^(cls_token)$": r"t2t_vit.embeddings.\1",
+    r"^pos_embed$": "t2t_vit.embeddings.position_embeddings",
+    r"^tokens_to_token\.project\.": "t2t_vit.embeddings.tokens_to_token.projection.",
+    r"^tokens_to_token\.attention1\.": "t2t_vit.embeddings.tokens_to_token.stages.0.",
+    r"^tokens_to_token\.attention2\.": "t2t_vit.embeddings.tokens_to_token.stages.1.",
+    r"^blocks\.": "t2t_vit.layers.",
+    r"^norm\.": "t2t_vit.layernorm.",
+    r"^head\.": "classifier.",
+    r"\.norm1\.": ".layernorm_before.",
+    r"\.norm2\.": ".layernorm_after.",
+    r"\.attn\.proj\.": ".attention.o_proj.",
+    r"\.attn\.qkv\.": ".attention.qkv.",
     # Performer stages, which have no separate module for the attention.
-    "kqv": "mixer.kqv", "proj": "mixer.o_proj", "w": "mixer.w", "mlp.0": "mlp.fc1", "mlp.2": "mlp.fc2",
-}  # fmt: skip
-# Fused projections and their parts. Transformer stages and the backbone start with the query, performers with the key
-# (models/token_performer.py, single_attn).
-_FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "kqv": ("k_proj", "q_proj", "v_proj")}
+    r"(stages\.\d)\.(kqv\.|w$)": r"\1.mixer.\2",
+    r"(stages\.\d)\.proj\.": r"\1.mixer.o_proj.",
+    r"\.mlp\.0\.": ".mlp.fc1.",
+    r"\.mlp\.2\.": ".mlp.fc2.",
+}
 _HEAD_DIM = 64
+# The authors' evaluation.
+_CROP_RATIO, _BICUBIC = 0.9, 3
+_IMAGENET_MEAN, _IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def convert_state_dict(
@@ -51,16 +58,16 @@ def convert_state_dict(
     Raises:
         ValueError: names are unknown or missing, or shapes differ from those that the configuration requires.
     """
-    official = {name.removeprefix("module."): tensor for name, tensor in official.items()}
     config = config_of(official) if config is None else config
-    expected = _expected_shapes(config)
+    with torch.device("meta"):
+        expected = T2TViTForImageClassification(config).state_dict()
     converted: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in official.items():
-        renamed = _rename(name, tensor)
-        if any(ours not in expected for ours in renamed):
+        renamed = _renamed(name.removeprefix("module."), tensor)
+        if not renamed.keys() <= expected.keys():
             unknown.append(name)
-        converted.update(renamed)
+        converted |= renamed
     missing = [name for name in expected if name not in converted]
     if unknown or missing:
         parts = [f"unknown names: {_some(unknown)}"] * bool(unknown) + [f"missing: {_some(missing)}"] * bool(missing)
@@ -68,11 +75,10 @@ def convert_state_dict(
             f"these are not the weights of a T2T-ViT with {config.num_hidden_layers} layers and {config.tokens_type} "
             f"stages; {'; '.join(parts)}"
         )
-    for name, shape in expected.items():
-        if tuple(converted[name].shape) != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(converted[name].shape)} in the checkpoint, and the config requires {shape}"
-            )
+    for name, tensor in expected.items():
+        given, required = tuple(converted[name].shape), tuple(tensor.shape)
+        if given != required:
+            raise ValueError(f"{name} has shape {given} in the checkpoint, and the config requires {required}")
     return converted, config
 
 
@@ -82,38 +88,33 @@ def config_of(official: Mapping[str, Tensor]) -> T2TViTConfig:
     Shapes do not tell the number of heads. It is derived from a head_dim of 64, that of all published models but
     t2t_vit_14_resnext. Images are assumed to be square.
 
-    Args:
-        official: as in `convert_state_dict`.
-
     Raises:
         ValueError: a required tensor is missing, or the shapes are not those of a T2T-ViT.
     """
-    official = {name.removeprefix("module."): tensor for name, tensor in official.items()}
+    shapes = {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in official.items()}
 
     def shape(name: str, ndim: int) -> tuple[int, ...]:
-        if name not in official or official[name].ndim != ndim:
+        if len(shapes.get(name, ())) != ndim:
             raise ValueError(
                 f"the architecture cannot be inferred: {name} is missing or has a wrong shape; give the model's name"
             )
-        return tuple(official[name].shape)
+        return shapes[name]
 
+    stage = "tokens_to_token.attention1"
+    performer = f"{stage}.w" in shapes
     _, num_positions, hidden_size = shape("pos_embed", 3)
-    num_features, performer = 0, "tokens_to_token.attention1.w" in official
-    if performer:
-        num_features, token_dim = shape("tokens_to_token.attention1.w", 2)
-    else:
-        token_dim = shape("tokens_to_token.attention1.attn.proj.weight", 2)[0]
-    blocks = [int(match[1]) for name in official if (match := re.match(r"blocks\.(\d+)\.", name))]
-    side, window = math.isqrt(num_positions - 1), shape("tokens_to_token.attention1.norm1.weight", 1)[0]
-    kernels, strides = T2TViTConfig.t2t_kernel_sizes, T2TViTConfig.t2t_strides
-    if side * side != num_positions - 1 or window % kernels[0] ** 2 or not blocks or hidden_size % _HEAD_DIM:
+    num_features, token_dim = shape(f"{stage}.w" if performer else f"{stage}.attn.proj.weight", 2)
+    blocks = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))]
+    side, (window,) = math.isqrt(num_positions - 1), shape(f"{stage}.norm1.weight", 1)
+    pixels = T2TViTConfig.t2t_kernel_sizes[0] ** 2
+    if side * side != num_positions - 1 or window % pixels or not blocks or hidden_size % _HEAD_DIM:
         raise ValueError(
             f"{num_positions} positions, {window} values per window, hidden size {hidden_size} and {len(set(blocks))} "
             "blocks do not fit a known T2T-ViT; give its config"
         )
     values: dict[str, Any] = {
-        "image_size": side * math.prod(strides),
-        "num_channels": window // kernels[0] ** 2,
+        "image_size": side * math.prod(T2TViTConfig.t2t_strides),
+        "num_channels": window // pixels,
         "hidden_size": hidden_size,
         "num_hidden_layers": max(blocks) + 1,
         "num_attention_heads": hidden_size // _HEAD_DIM,
@@ -121,7 +122,7 @@ def config_of(official: Mapping[str, Tensor]) -> T2TViTConfig:
         "token_dim": token_dim,
         "tokens_type": "performer" if performer else "transformer",
         "kernel_ratio": num_features / token_dim if performer else 0.5,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in official,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in shapes,
         "num_labels": shape("head.weight", 2)[0],
     }
     return T2TViTConfig(**values)
@@ -150,21 +151,18 @@ def convert_checkpoint(
     """
     official = read_checkpoint(path, ema=ema)
     config = config_of(official)
-    num_labels = config.num_labels
+    num_labels, labels = config.num_labels, imagenet_labels()
     if name is not None:
         config = T2TViTConfig.from_name(name, num_labels=num_labels, image_size=config.image_size)
-    labels = imagenet_labels()
     if num_labels == len(labels) and not {"id2label", "num_labels"} & set(changes):
         changes["id2label"] = dict(enumerate(labels))
     if "id2label" in changes:
         changes.setdefault("label2id", {label: index for index, label in changes["id2label"].items()})
-    elif changes:
+    else:
         changes.setdefault("num_labels", num_labels)
-    if changes:
-        values = config.to_dict()
-        own_fields = {key: values[key] for key in T2TViTConfig.__annotations__ if key in values}
-        config = T2TViTConfig(**{**own_fields, **changes})
-    state, config = convert_state_dict(official, config)
+    values = config.to_dict()
+    own_fields = {key: values[key] for key in T2TViTConfig.__annotations__ if key in values}
+    state, config = convert_state_dict(official, T2TViTConfig(**{**own_fields, **changes}))
     model = T2TViTForImageClassification(config)
     model.load_state_dict(state)
     model.save_pretrained(output)
@@ -172,12 +170,25 @@ def convert_checkpoint(
     return config
 
 
-def read_checkpoint(path: str | os.PathLike, *, ema: bool = True) -> dict[str, Tensor]:
-    """Read the state dict of a checkpoint file.
+def image_processor(config: T2TViTConfig) -> "ViTImageProcessorPil":
+    """Return the image processor of the authors' evaluation: bicubic resizing, center crop, ImageNet's mean and std.
 
-    Args:
-        path: as in `convert_checkpoint`.
-        ema: prefer the moving average of the weights to the weights themselves; False prefers the weights.
+    After `image_processor(model.config).save_pretrained(folder)`, `AutoImageProcessor.from_pretrained(folder)` returns
+    it. It needs Pillow, but not torchvision. The shorter side of an image is resized to the larger number of the
+    config's `image_size`, divided by 0.9.
+    """
+    from transformers import ViTImageProcessorPil
+
+    height, width = config.image_shape
+    return ViTImageProcessorPil(
+        resample=_BICUBIC, image_mean=_IMAGENET_MEAN, image_std=_IMAGENET_STD, do_center_crop=True,
+        size={"shortest_edge": math.floor(max(height, width) / _CROP_RATIO)},
+        crop_size={"height": height, "width": width},
+    )  # fmt: skip
+
+
+def read_checkpoint(path: str | os.PathLike, *, ema: bool = True) -> dict[str, Tensor]:
+    """Read the state dict of a checkpoint file, as in `convert_checkpoint`; False for `ema` prefers the weights.
 
     Raises:
         ValueError: the file holds no state dict, or objects other than tensors and plain values.
@@ -200,29 +211,20 @@ def read_checkpoint(path: str | os.PathLike, *, ema: bool = True) -> dict[str, T
     return dict(content)
 
 
-def _expected_shapes(config: T2TViTConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a `T2TViTForImageClassification`, without allocating memory."""
-    with torch.device("meta"):
-        model = T2TViTForImageClassification(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _rename(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Convert one of the authors' tensors to one or three of ours; an unknown name stays unchanged."""
-    block = re.fullmatch(r"(blocks\.\d+|tokens_to_token\.attention[12])\.(.+?)(\.weight|\.bias)?", name)
-    if block is None:
-        stem, dot, last = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
-        return {f"{_NAMES[stem]}{dot}{last}": tensor} if stem in _NAMES else {name: tensor}
-    module, part, last = block[1], block[2], block[3] or ""
-    if part not in _PARTS:
-        return {name: tensor}
-    module = module.replace("blocks.", "t2t_vit.layers.") if module.startswith("blocks.") else _NAMES[module]
-    stem, _, final = f"{module}.{_PARTS[part]}".rpartition(".")
-    if final not in _FUSED:
-        return {f"{stem}.{final}{last}": tensor}
+def _renamed(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Convert one of the authors' tensors to one or three of ours; an unknown name does not become one of ours."""
+    ours = name
+    for pattern, replacement in _NAMES.items():
+        ours = re.sub(pattern, replacement, ours)
+    # Fused projections. Transformer stages and the backbone start with the query, performers with the key
+    # (models/token_performer.py, single_attn).
+    fused = re.search(r"\.(qkv|kqv)\.", ours)
+    if fused is None:
+        return {ours: tensor}
     if tensor.shape[0] % 3:
         raise ValueError(f"{name} has {tensor.shape[0]} outputs, which are not those of three projections")
-    return {f"{stem}.{ours}{last}": chunk for ours, chunk in zip(_FUSED[final], tensor.chunk(3), strict=True)}
+    chunks = zip(fused[1], tensor.chunk(3), strict=True)
+    return {ours.replace(fused[0], f".{letter}_proj."): chunk for letter, chunk in chunks}
 
 
 def _some(names: list[str]) -> str:

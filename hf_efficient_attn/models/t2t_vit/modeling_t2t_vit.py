@@ -2,11 +2,7 @@
 
 A soft split cuts an image into overlapping windows, which become tokens. A small transformer or performer processes the
 tokens, and its outputs are arranged as an image and split again. An image of 224 pixels has 3136, 784 and finally 196
-tokens.
-
-Transformer stages and the backbone use Transformers' attention interface, so `attn_implementation` and
-`config.efficient_attention` select their attention. In `layers` the stages are called "t2t.0" and "t2t.1", and the
-blocks of the backbone have their index.
+tokens. Transformer stages and the backbone use Transformers' attention interface.
 """
 
 import math
@@ -18,33 +14,27 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_efficient_attn.integration.learned import NAME as LEARNED
-from hf_efficient_attn.models.eager import eager_attention_forward
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
 from hf_efficient_attn.models.t2t_vit.parts import (
     FrozenParameters,
     T2TViTDropPath,
     T2TViTMLP,
+    T2TViTTokenPerformer,
     interpolated,
     sinusoids,
 )
-from hf_efficient_attn.models.t2t_vit.token_performer import T2TViTTokenPerformer
 
 
 class _SelfAttention(nn.Module):
-    """Input and output projections around Transformers' attention interface.
+    """Self-attention with `num_heads` heads, H, of size `head_dim`, D, through Transformers' attention interface.
 
-    Args:
-        config: configuration of the model.
-        in_dim: size of the hidden states.
-        num_heads: number of heads, H.
-        head_dim: size of a head, D. The output has size H * D.
-        layer: name of the attention in `config.efficient_attention["layers"]`.
-        grid: index of the tokens' grid in `config.grids()`.
-        bias: whether the input projections have a bias.
+    `layer` is its name in `config.efficient_attention["layers"]`, and `grid` the index of the tokens' grid in
+    `config.grids()`; the last one is that of the backbone.
     """
 
     is_causal = False
@@ -52,43 +42,34 @@ class _SelfAttention(nn.Module):
     scaling: float
 
     def __init__(
-        self, config: T2TViTConfig, in_dim: int, num_heads: int, head_dim: int, layer: int | str, grid: int, bias: bool
+        self, config: T2TViTConfig, in_dim: int, num_heads: int, head_dim: int, layer: int | str, grid: int
     ) -> None:
         super().__init__()
         self.config, self.attention_layer, self.grid = config, layer, grid
         self.num_heads, self.head_dim = num_heads, head_dim
-        inner = num_heads * head_dim
-        self.q_proj = nn.Linear(in_dim, inner, bias=bias)
-        self.k_proj = nn.Linear(in_dim, inner, bias=bias)
-        self.v_proj = nn.Linear(in_dim, inner, bias=bias)
+        inner, bias = num_heads * head_dim, grid == 2 and config.qkv_bias
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(in_dim, inner, bias=bias) for _ in range(3))
         self.o_proj = nn.Linear(inner, inner)
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens of an image of the config's size, without the class token of the backbone."""
-        return math.prod(self.config.grids()[self.grid])
+        """Number of tokens of an image of the config's size; in the backbone with the class token."""
+        return math.prod(self.config.grids()[self.grid]) + (self.grid == 2)
 
-    def attention_output(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention and the output projection.
-
-        Args:
-            query: (B, N, H * D), projected. `key` and `value` have the same shape.
-            key: projected.
-            value: projected.
-            attention_mask: as in Transformers' attention interface.
-            **kwargs: of Transformers' attention interface.
-
-        Returns:
-            Output (B, N, H * D), and attention weights (B, H, N, N) or None.
-        """
-        shape = query.shape
-        query, key, value = (x.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for x in (query, key, value))
+        """(B, N, in_dim) -> (B, N, H * D), and attention weights (B, H, N, N) or None."""
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        heads = (x.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for x in (query, key, value))
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         options = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling, **kwargs}
-        output, weights = attention(self, query, key, value, attention_mask, **options)
-        return self.o_proj(output.reshape(shape).contiguous()), weights
+        output, weights = attention(self, *heads, attention_mask, **options)
+        return self.add_skip(self.o_proj(output.reshape(query.shape).contiguous()), value), weights
+
+    def add_skip(self, output: Tensor, value: Tensor) -> Tensor:
+        """What the attention adds to its output by itself: nothing in the backbone."""
+        return output
 
 
 class T2TViTAttention(_SelfAttention):
@@ -96,21 +77,9 @@ class T2TViTAttention(_SelfAttention):
 
     def __init__(self, config: T2TViTConfig, index: int) -> None:
         num_heads, dim = config.num_attention_heads, config.hidden_size
-        super().__init__(config, dim, num_heads, dim // num_heads, index, grid=2, bias=config.qkv_bias)
+        super().__init__(config, dim, num_heads, dim // num_heads, layer=index, grid=2)
         self.scaling = self.head_dim**-0.5 if config.qk_scale is None else config.qk_scale
         self.attention_dropout = config.attention_probs_dropout_prob
-
-    @property
-    def max_tokens(self) -> int:
-        """Number of tokens of an image of the config's size, with the class token."""
-        return super().max_tokens + 1
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, 1 + N, hidden_size) -> (B, 1 + N, hidden_size), and weights (B, H, 1 + N, 1 + N) or None."""
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        return self.attention_output(query, key, value, attention_mask, **kwargs)
 
 
 class T2TViTTokenAttention(_SelfAttention):
@@ -121,18 +90,13 @@ class T2TViTTokenAttention(_SelfAttention):
     """
 
     def __init__(self, config: T2TViTConfig, in_dim: int, index: int) -> None:
-        super().__init__(config, in_dim, 1, config.token_dim, f"t2t.{index}", grid=index, bias=False)
+        super().__init__(config, in_dim, 1, config.token_dim, layer=f"t2t.{index}", grid=index)
         self.scaling = in_dim**-0.5
         self.dropout = nn.Dropout(config.token_dropout_prob or 0.0)
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, N, in_dim) -> (B, N, token_dim), and weights (B, 1, N, N) or None."""
-        value = self.v_proj(hidden_states)
-        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        output, weights = self.attention_output(query, key, value, attention_mask, **kwargs)
-        return value + self.dropout(output), weights
+    def add_skip(self, output: Tensor, value: Tensor) -> Tensor:
+        """The skip connection from the value, (B, N, token_dim)."""
+        return value + self.dropout(output)
 
 
 class T2TViTTokenStage(GradientCheckpointingLayer):
@@ -257,12 +221,13 @@ class T2TViTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
         if isinstance(module, nn.Linear):
-            init.trunc_normal_(module.weight, std=self.config.initializer_range)
+            init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, T2TViTEmbeddings):
-            init.trunc_normal_(module.cls_token, std=self.config.initializer_range)
+            init.trunc_normal_(module.cls_token, std=std)
             table = module.position_embeddings
             init.copy_(table, sinusoids(*table.shape[1:]).to(table.device, table.dtype))
         elif isinstance(module, T2TViTTokenPerformer):
@@ -281,21 +246,19 @@ class T2TViTPreTrainedModel(PreTrainedModel):
             image_size: size in pixels, one number or (height, width).
 
         Raises:
-            ValueError: the images are too small for a token, or the model holds parameters that a method learned for
-                the present size.
+            ValueError: the images are too small for a token, or a method learned parameters for the present size.
         """
         if any(LEARNED in module._modules for module in self.modules()):
             raise ValueError(
                 "the model holds parameters that its attention method learned for the present image size: convert it "
                 "to 'sdpa', set the size, and convert it again"
             )
-        size = image_size if isinstance(image_size, int) else list(image_size)
-        shape = (size, size) if isinstance(size, int) else size
+        shape = (image_size, image_size) if isinstance(image_size, int) else image_size
         old, new = self.config.grids()[-1], self.config.grids(*shape)[-1]
         embeddings = self.base_model.get_submodule("embeddings")
         table = interpolated(embeddings.get_parameter("position_embeddings"), old, new)
         embeddings.position_embeddings = nn.Parameter(table.clone())
-        self.config.image_size = size
+        self.config.image_size = image_size if isinstance(image_size, int) else list(image_size)
 
 
 class T2TViTModel(T2TViTPreTrainedModel):
@@ -320,14 +283,14 @@ class T2TViTModel(T2TViTPreTrainedModel):
 
         Args:
             pixel_values: (B, C, height, width).
-            interpolate_pos_encoding: accept images of another size than the config's and interpolate the position
+            interpolate_pos_encoding: accept images of another size than the config's, and interpolate the position
                 table.
             **kwargs: of Transformers, such as output_hidden_states and, with "eager", output_attentions. Both return
                 tensors of the backbone, not of the token stages.
 
         Returns:
-            last_hidden_state (B, 1 + N, hidden_size) after the final layer norm; pooler_output (B, hidden_size), its
-            class token.
+            last_hidden_state (B, 1 + N, hidden_size) after the final norm; pooler_output (B, hidden_size), its class
+            token.
 
         Raises:
             ValueError: image size or number of channels differ from the config's.
