@@ -327,6 +327,10 @@ BAD = {
 }
 
 
+def loader(task):
+    return getattr(lra_pictures if task in ("image", "pathfinder") else data_of, f"load_{task}")
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_errors_name_the_line(case, made, tmp_path):
     task, (name, content, message) = case.partition(",")[0], BAD[case]
@@ -335,14 +339,14 @@ def test_errors_name_the_line(case, made, tmp_path):
         made(task)
     write(folder / name, content)
     with pytest.raises(ValueError, match=message):
-        getattr(data_of, f"load_{task}")(str(folder), reading())
+        loader(task)(str(folder), reading())
 
 
 @pytest.mark.parametrize("task", WRITERS)
 def test_missing_sources(task, tmp_path):
     for source in (tmp_path / "nowhere" / "at" / "all", tmp_path):
         with pytest.raises(ValueError, match=re.escape(str(source))):
-            getattr(data_of, f"load_{task}")(str(source), reading())
+            loader(task)(str(source), reading())
 
 
 def test_batches():

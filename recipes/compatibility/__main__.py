@@ -51,11 +51,8 @@ def run(
     limit: option(int, "Time limit of each process.", metavar="SECONDS", min=1) = 600,
 ) -> None:
     """Run the test files without results, and print the table."""
-    source, given = (
-        transformers_source.resolve(),
-        {"methods": split_list(methods) or METHODS, "every_class": every_class},
-    )
-
+    source = transformers_source.resolve()
+    given = {"source": str(source), "methods": split_list(methods) or METHODS, "every_class": every_class}
     names = [name for name in test_files(source) if only in name]
     if not names:
         raise UnsupportedAttentionError(f"no test file has {only!r} in its name: leave --only out to see all names")
