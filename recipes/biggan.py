@@ -33,19 +33,29 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list, table
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, use_threads
 from hf_efficient_attn.io.writing import check_writable
 from hf_efficient_attn.models.biggan import BigGANModel
-from recipes.common.commands import Csv, Seed, Threads, check_outputs, methods_option, new_app, numbers_option, write
+from recipes.common.commands import (
+    Csv,
+    Seed,
+    Threads,
+    check_outputs,
+    methods_option,
+    new_app,
+    numbers_option,
+    option,
+    show,
+    write,
+)
 from recipes.common.gan.features import FeatureNetwork
-from recipes.common.gan.metrics import Moments, frechet_distance, inception_score
+from recipes.common.gan.metrics import Gaussian, frechet_distance, inception_score
 from recipes.common.gan.pictures import grid, named_rows, save_png
 from recipes.common.gan.reference import reference_statistics
 from recipes.common.gan.sampling import (
     EXACT_SWAP,
-    Cost,
     Draw,
     Swap,
     apply_swap,
@@ -106,35 +116,17 @@ class Comparison(NamedTuple):
             for swap, cost in zip(self.swaps, costs, strict=True):
                 bar.set_description(swap.label)
                 found = figures_of(swap, pictures(apply_swap(self.model, swap), self.draw, self.batch, bar))
-                rows.append({"attention": swap.name, "budget": swap.budget, **found, **_cost_columns(cost, costs[0])})
+                rows.append({"attention": swap.name, "budget": swap.budget, **found, **cost})
         return rows
-
-
-def _cost_columns(cost: Cost, exact: Cost) -> dict[str, Any]:
-    """GFLOP for one picture by the paper's counting, and the ratios to exact attention."""
-    products = cost.operations.products / 2
-    return {
-        "gflop": products / 1e9,
-        "fewer": exact.operations.products / 2 / products,
-        "times_faster": None if cost.timing is None else cost.timing.ratio,
-        "unsteady": cost.timing is not None and cost.timing.unsteady,
-    }
 
 
 def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
     """Print one line for every row. `figures` maps a column to its format."""
     write(rows, csv)
 
-    def cell(row: Mapping[str, Any], name: str, form: str) -> str:
-        return "" if row[name] is None else format(row[name], form)
-
     columns = {**figures, "gflop": ".4f", "fewer": ".2f", "times_faster": ".2f"}
-    headers = ["attention", "budget", *(name.replace("_", " ") for name in columns)]
-    cells = [
-        [row["attention"], row["budget"] or "", *(cell(row, name, form) for name, form in columns.items())]
-        for row in rows
-    ]
-    typer.echo(table(headers, cells))
+    templates = {name.replace("_", " "): f"{{{name}:{form}}}" for name, form in columns.items()}
+    show(rows, {"attention": "{attention}", "budget": "{budget}", **templates})
     typer.echo("\nGFLOP: products of the attention layer for one picture, a multiply-add as one operation.")
     if any(row["unsteady"] for row in rows):
         typer.echo(UNSTEADY)
@@ -143,13 +135,13 @@ def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathl
 @app.command(epilog="Example: python -m recipes.biggan generate gan --output digits.png --classes 3,8 --count 20")
 def generate(
     checkpoint: Checkpoint,
-    output: Annotated[pathlib.Path, typer.Option(metavar="FILE.png", help="File for the sheet.")],
+    output: option(pathlib.Path, "File for the sheet.", metavar="FILE.png"),
     classes: Classes = [],  # noqa: B006 (typer copies it)
-    number: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of pictures.")] = 16,
-    columns: Annotated[int, typer.Option(metavar="N", min=1, help="Columns of the sheet.")] = 8,
+    number: option(int, "Number of pictures.", "--count", min=1) = 16,
+    columns: option(int, "Columns of the sheet.", min=1) = 8,
     truncation: Truncation = 0.4,
     seed: Seed = 0,
-    attention: Annotated[str | None, typer.Option(metavar="METHOD", help="[default: exact attention]")] = None,
+    attention: option(str | None, "[default: exact attention]", metavar="METHOD") = None,
     setting: Settings = [],  # noqa: B006
     batch: Batch = 8,
     threads: Threads = 1,
@@ -182,9 +174,9 @@ def _differences(made: Tensor, exact: Tensor) -> dict[str, float]:
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")
 def compare(
     checkpoint: Checkpoint,
-    output: Annotated[pathlib.Path, typer.Option(metavar="FILE.png", help="File for one line of pictures a method.")],
+    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png"),
     classes: Classes = [],  # noqa: B006
-    number: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of pictures in a line.")] = 10,
+    number: option(int, "Number of pictures in a line.", "--count", min=1) = 10,
     truncation: Truncation = 0.4,
     seed: Seed = 0,
     method: Method = [],  # noqa: B006
@@ -193,7 +185,7 @@ def compare(
     rounds: TimingRounds = 5,
     batch: Batch = 8,
     threads: Threads = 1,
-    colours: Annotated[int, typer.Option(metavar="N", min=2, max=256, help="Colours of the file.")] = 256,
+    colours: option(int, "Colours of the file.", min=2, max=256) = 256,
     csv: Csv = None,
 ) -> None:
     """Compare the pictures of exact attention with those of other methods on the same noise."""
@@ -218,25 +210,22 @@ def compare(
 @app.command(epilog="Example: python -m recipes.biggan score gan --features features --reference data/images/mnist")
 def score(
     checkpoint: Checkpoint,
-    features: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of an image classifier.")],
-    reference: Annotated[
-        pathlib.Path,
-        typer.Option(metavar="PATH", help="Real pictures (folder, zip or IDX file), or a .npz file of statistics."),
-    ],
+    features: option(pathlib.Path, "Folder of an image classifier.", metavar="FOLDER"),
+    reference: option(
+        pathlib.Path, "Real pictures (folder, zip or IDX file), or a .npz file of statistics.", metavar="PATH"
+    ),
     classes: Classes = [],  # noqa: B006
-    number: Annotated[int, typer.Option("--count", metavar="N", min=2, help="Pictures for each method.")] = 5000,
+    number: option(int, "Pictures for each method.", "--count", min=2) = 5000,
     truncation: Truncation = 1.0,
     seed: Seed = 0,
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     budget: Budget = [],  # noqa: B006
-    splits: Annotated[int, typer.Option(metavar="N", min=1, help="Parts for the inception score.")] = 10,
+    splits: option(int, "Parts for the inception score.", min=1) = 10,
     rounds: TimingRounds = 5,
     batch: Batch = 50,
     threads: Threads = 1,
-    statistics: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE.npz", help="Save the reference's statistics to this file.")
-    ] = None,
+    statistics: option(pathlib.Path | None, "Save the reference's statistics to this file.", metavar="FILE.npz") = None,
     csv: Csv = None,
 ) -> None:
     """Compute FID and the inception score of exact attention and of other methods on the same noise."""
@@ -258,13 +247,9 @@ def score(
             real.save(statistics)
 
         def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
-            moments, guesses = Moments(), []
-            for batch_of_pictures in made:
-                values, probabilities = network(batch_of_pictures)
-                moments.update(values)
-                guesses.append(probabilities)
-            distance = frechet_distance(moments.gaussian(), real)
-            mean, deviation = inception_score(torch.cat(guesses), splits)
+            values, guesses = map(torch.cat, zip(*map(network, made), strict=True))
+            distance = frechet_distance(Gaussian.of(values), real)
+            mean, deviation = inception_score(guesses, splits)
             return {"fid": distance, "inception_score": mean, "deviation": deviation}
 
         rows = Comparison(model, draw, swaps, rounds, batch).run(figures_of)

@@ -12,7 +12,6 @@ Duration: --minutes. Expected after 4 minutes on one core: accuracy .99 on the t
 
 import pathlib
 import time
-from typing import Annotated
 
 import torch
 import typer
@@ -23,7 +22,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from hf_efficient_attn.cli import main_of
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
-from recipes.common.commands import Data, Seed, Threads, data_folder, new_app
+from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option
 from recipes.common.gan import digits
 from recipes.common.gan.features import save
 
@@ -98,12 +97,10 @@ def accuracy(model: nn.Module, pictures: Tensor, labels: Tensor, batch: int = 50
 
 @app.command(epilog="Example: python -m recipes.biggan_features --data ../shared/data --output features --steps 500")
 def features(
-    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder for the classifier.")],
+    output: option(pathlib.Path, "Folder for the classifier.", metavar="FOLDER"),
     data: Data = None,
-    minutes: Annotated[float, typer.Option(metavar="X", min=0.01, help="Minutes of training.")] = 4.0,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Steps of training, instead of minutes.")
-    ] = None,
+    minutes: option(float, "Minutes of training.", min=0.01) = 4.0,
+    steps: option(int | None, "Steps of training, instead of minutes.", min=1) = None,
     threads: Threads = 1,
     seed: Seed = 0,
 ) -> None:

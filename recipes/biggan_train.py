@@ -25,7 +25,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -38,7 +38,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
-from recipes.common.commands import Data, Seed, Threads, data_folder, new_app
+from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option
 from recipes.common.gan import digits
 from recipes.common.gan.discriminator import Discriminator, hinge_of_discriminator, hinge_of_generator, sameness
 from recipes.common.gan.pictures import grid, save_png
@@ -234,25 +234,19 @@ def keep(training: Training, output: pathlib.Path) -> None:
 
 @app.command(epilog="Example: python -m recipes.biggan_train --data ../shared/data --output gan --steps 200")
 def train(
-    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder for the generator.")],
+    output: option(pathlib.Path, "Folder for the generator.", metavar="FOLDER"),
     data: Data = None,
-    minutes: Annotated[float, typer.Option(metavar="X", min=0.01, help="Minutes of processor time.")] = 16.0,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Steps of training, instead of minutes.")
-    ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=2, help="Batch size, even.")] = 32,
-    width: Annotated[int, typer.Option(metavar="N", min=3, help="Channels of the generator's last block.")] = 16,
-    rate: Annotated[float, typer.Option(metavar="X", min=0.0, help="Learning rate of the generator.")] = 4e-4,
-    discriminator_rate: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Learning rate of the discriminator.")
-    ] = 1e-3,
-    diversity: Annotated[float, typer.Option(metavar="X", min=0.0, help="Weight of the mode-seeking term.")] = 0.1,
-    gamma: Annotated[float, typer.Option(metavar="X", help="Initial factor of the attention.")] = 1.0,
-    every: Annotated[int, typer.Option(metavar="N", min=1, help="Steps between two saved states.")] = 100,
-    statistics: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Pictures for the batch norm statistics of each truncation.")
-    ] = 1000,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+    minutes: option(float, "Minutes of processor time.", min=0.01) = 16.0,
+    steps: option(int | None, "Steps of training, instead of minutes.", min=1) = None,
+    batch: option(int, "Batch size, even.", min=2) = 32,
+    width: option(int, "Channels of the generator's last block.", min=3) = 16,
+    rate: option(float, "Learning rate of the generator.", min=0.0) = 4e-4,
+    discriminator_rate: option(float, "Learning rate of the discriminator.", min=0.0) = 1e-3,
+    diversity: option(float, "Weight of the mode-seeking term.", min=0.0) = 0.1,
+    gamma: option(float, "Initial factor of the attention.") = 1.0,
+    every: option(int, "Steps between two saved states.", min=1) = 100,
+    statistics: option(int, "Pictures for the batch norm statistics of each truncation.", min=2) = 1000,
+    resume: option(bool, "Continue the run in the output folder.", "--resume") = False,
     threads: Threads = 1,
     seed: Seed = 0,
 ) -> None:

@@ -31,12 +31,14 @@ if __package__ in (None, ""):
     import recipes  # noqa: F401  # first: it reports missing packages
 
 import numpy as np
+from datasets import Dataset
 from transformers import EvalPrediction
 
 from recipes.common import arguments, language, training
 from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
-from recipes.common.language import ModelArguments, TextArguments
+from recipes.common.language import TextArguments
+from recipes.common.language_models import CAUSAL, ModelArguments
 
 
 @dataclass
@@ -81,6 +83,62 @@ def repeat_figures(prediction: EvalPrediction) -> dict[str, float]:
     return {"first": float(means[0]), "second": float(means[1])}
 
 
+def repeated_passages(
+    rows: Dataset, *, distances: Sequence[int], passage: int, block_size: int, count: int | None = None
+) -> dict[int, Dataset]:
+    """Insert a passage into windows a second time, at several distances from its first occurrence.
+
+    Each example is a full window of `rows`, (block_size,), with the passage inserted; the tokens that are pushed beyond
+    its end are dropped. The passages and their first positions are the same for all distances. Only the tokens of the
+    two occurrences have `labels`, except for the first token of each: nothing announces the second occurrence.
+
+    Args:
+        rows: the windows.
+        distances: numbers of tokens from the start of the first occurrence to the start of the second.
+        passage: number of tokens of a passage.
+        block_size: number of tokens of a full window.
+        count: examples per distance; None for the number of full windows.
+
+    Returns:
+        The examples by distance.
+
+    Raises:
+        ValueError: the two occurrences overlap or do not fit into a window, or no window is full.
+    """
+    if passage < 2 or min(distances) < passage:
+        raise ValueError(
+            f"a passage of {passage} tokens cannot be repeated {min(distances)} tokens after its start: give "
+            "--repeat_tokens of 2 or more, and --repeat_distances that are not smaller"
+        )
+    last = block_size - max(distances) - passage
+    if last < 1:
+        raise ValueError(
+            f"a passage of {passage} tokens and its repetition {max(distances)} tokens later do not fit into windows "
+            f"of {block_size}: give a larger --block_size, or smaller --repeat_distances or --repeat_tokens"
+        )
+    full = [i for i, length in enumerate(rows["length"]) if length == block_size]
+    if not full:
+        raise ValueError(f"no evaluation window has {block_size} tokens: repeated passages need full windows")
+    generator = np.random.default_rng(0)
+    chosen = [(full[i % len(full)], int(generator.integers(1, last + 1))) for i in range(count or len(full))]
+    found = {}
+    for distance in distances:
+        columns: dict[str, list] = {"input_ids": [], "labels": [], "length": []}
+        for i, start in chosen:
+            ids = np.asarray(rows[i]["input_ids"])
+            repeated = np.concatenate((ids[: start + distance], ids[start : start + passage], ids[start + distance :]))
+            repeated = repeated[:block_size]
+            labels = np.full_like(repeated, text.IGNORED)
+            for first_token in (start, start + distance):
+                part = slice(first_token + 1, first_token + passage)
+                labels[part] = repeated[part]
+            columns["input_ids"].append(repeated)
+            columns["labels"].append(labels)
+            columns["length"].append(block_size)
+        found[distance] = Dataset.from_dict(columns).with_format("numpy")
+    return found
+
+
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     attention, words, kind, causal, args = arguments.parse(
@@ -92,17 +150,12 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         argv=argv,
         defaults={"remove_unused_columns": False},
     )
-    texts, others = language.load_texts(words, args)
-    tokenizer = language.load_tokenizer(kind, args, texts, masked=False)
-    model = language.load_model(kind, tokenizer, masked=False)
-    size = language.block_size(words, model)
-    callbacks = training.prepare_attention(model, attention)
-    train, evaluation = language.windows(words, tokenizer, size, texts, others)
+    tokenizer, model, callbacks, train, evaluation, size = language.prepare(attention, words, kind, args, CAUSAL)
     sets, metrics = {"": evaluation}, {"": functools.partial(language.loss_figures, causal=True)}
     if causal.eval_positions:
         metrics[""] = functools.partial(position_figures, bucket=causal.position_bucket)
         if causal.repeat_distances:
-            repeated = text.repeated_passages(
+            repeated = repeated_passages(
                 evaluation, distances=causal.repeat_distances, passage=causal.repeat_tokens, block_size=size
             )
             sets |= {f"repeat_{distance}": windows for distance, windows in repeated.items()}

@@ -19,7 +19,6 @@ the mean error of the layers on held-out inputs falls from .72 to .36.
 """
 
 import functools
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -130,21 +129,11 @@ def _average(gradient: Tensor, accelerator: accelerate.Accelerator) -> Tensor:
     return mean
 
 
-def check_connected(accelerator: accelerate.Accelerator) -> None:
-    """Refuse processes that were started together, but do not know of each other."""
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if accelerator.num_processes != started:
-        raise ValueError(
-            f"{started} processes were started, but they are not connected: start them with 'accelerate launch "
-            "--config_file recipes/configs/...'"
-        )
-
-
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the report of `distill_checkpoint`."""
     args, attention = arguments.parse_only(DistillationArguments, AttentionArguments, description=__doc__, argv=argv)
     target, accelerator = target_of(attention), accelerate.Accelerator()
-    check_connected(accelerator)
+    arguments.check_connected(accelerator.num_processes)
     accelerate.utils.set_seed(args.seed)
     rows = Rows(is_silent=not accelerator.is_main_process)
     output = Output(

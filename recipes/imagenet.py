@@ -50,7 +50,7 @@ from transformers import (
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, main_of, option, parse
 from recipes.common.data.image_classes import class_indices, read_class_list
-from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training
+from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training, augmentation
 from recipes.common.data.images import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
@@ -124,13 +124,15 @@ class DataArguments:
     )
     augmentation: str = option(
         "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
-        "TrivialAugment as well.",
+        "TrivialAugment as well, which needs torchvision.",
         default="crop",
         choices=["none", "crop", "trivial"],
     )
     crop_scale: float = option("Smallest share of the area in a random crop.", default=0.08)
     flip: float = option("Probability of a horizontal flip.", default=0.5)
-    color_jitter: float = option("Largest relative change of brightness, contrast and saturation.", default=0.0)
+    color_jitter: float = option(
+        "Largest relative change of brightness, contrast and saturation, by torchvision.", default=0.0
+    )
 
 
 def check(model: ModelArguments, data: DataArguments, attention: AttentionArguments) -> None:
@@ -153,6 +155,7 @@ def check(model: ModelArguments, data: DataArguments, attention: AttentionArgume
         if not low <= getattr(data, name) <= high:
             raise ValueError(f"--{name} {getattr(data, name)} must be between {low} and {high}")
     check_counts(data, "max_train_samples", "max_eval_samples")
+    augmentation(data.color_jitter, data.augmentation == "trivial")
 
 
 def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
@@ -287,7 +290,7 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     options, data, attention, args = parse(
-        ModelArguments, DataArguments, AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
+        ModelArguments, DataArguments, SizedAttention, description=__doc__, argv=argv, defaults=DEFAULTS
     )
     check(options, data, attention)
     with args.main_process_first():
@@ -314,7 +317,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     model = load_model(options, labels)
     pixels, tokens, interpolate = fit_resolution(model, options.resolution)
-    callbacks = prepare_attention(model, SizedAttention(attention, tokens))
+    attention.tokens = tokens
+    callbacks = prepare_attention(model, attention)
     plain = Evaluation(pixels, norm, data.crop_ratio)
     evaluated = PictureDataset(evaluation, indices, plain)
     trained = None

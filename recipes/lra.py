@@ -47,7 +47,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, option
-from recipes.common.data import listops, lra
+from recipes.common.data import listops, lra, lra_pictures
 
 DEFAULTS = {
     "learning_rate": 1e-3,
@@ -81,7 +81,7 @@ class TaskArguments:
     )
     train_split: str | None = option("For image: the split to train on. Default: train.", default=None)
     eval_split: str | None = option("For image: the split to evaluate on. Default: test.", default=None)
-    difficulty: str = option("For pathfinder: its difficulty.", default="hard", choices=list(lra.DIFFICULTIES))
+    difficulty: str = option("For pathfinder: its difficulty.", default="hard", choices=list(lra_pictures.DIFFICULTIES))
     skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
     cache_dir: str | None = option(
         "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", default=None
@@ -229,10 +229,10 @@ def load(options: TaskArguments, reading: lra.Reading) -> dict[str, Dataset]:
     if options.task == "text":
         return lra.load_text(options.data, reading)
     if options.task == "image":
-        return lra.load_image(options.data, reading, options.eval_split, options.train_split)
+        return lra_pictures.load_image(options.data, reading, options.eval_split, options.train_split)
     if options.task == "retrieval":
         return lra.load_retrieval(options.data, reading)
-    return lra.load_pathfinder(options.data, reading, options.difficulty)
+    return lra_pictures.load_pathfinder(options.data, reading, options.difficulty)
 
 
 def generated_listops(options: TaskArguments) -> str:

@@ -30,7 +30,8 @@ if __package__ in (None, ""):
 from recipes.common import arguments, language, training
 from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
-from recipes.common.language import ModelArguments, TextArguments
+from recipes.common.language import TextArguments
+from recipes.common.language_models import MASKED, ModelArguments
 
 
 @dataclass
@@ -60,15 +61,12 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         # The collator needs the number of the window, which is not an argument of the model.
         defaults={"remove_unused_columns": False},
     )
-    texts, others = language.load_texts(words, args)
-    tokenizer = language.load_tokenizer(kind, args, texts, masked=True)
+    tokenizer, model, callbacks, train, evaluation, size = language.prepare(
+        attention, words, kind, args, MASKED, offsets=masking.whole_words
+    )
     collator = text.MaskingCollator(
         tokenizer, probability=masking.mask_probability, whole_words=masking.whole_words, seed=args.seed
     )
-    model = language.load_model(kind, tokenizer, masked=True)
-    size = language.block_size(words, model)
-    callbacks = training.prepare_attention(model, attention)
-    train, evaluation = language.windows(words, tokenizer, size, texts, others, offsets=masking.whole_words)
     extra = language.about_text(train, evaluation, size, words, kind) | {"masking": dataclasses.asdict(masking)}
     evaluation = collator.mask_once(evaluation)
     trivial = text.baselines(train, evaluation, len(tokenizer), collator.special)

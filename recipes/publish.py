@@ -24,9 +24,8 @@ import typer
 from hf_efficient_attn.cli import main_of, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from recipes.common.commands import new_app
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from recipes.common.commands import check_known, new_app, option
+from recipes.common.memory import ROOT
 
 
 @dataclass(frozen=True)
@@ -147,17 +146,16 @@ def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, targe
     epilog="Example: python -m recipes.publish --data ../shared/data --work published --only gpt2-books-kdeformer"
 )
 def main(
-    data: Annotated[pathlib.Path, typer.Option(envvar="HEA_DATA", help="Folder that holds models/ and text/.")],
-    work: Annotated[pathlib.Path, typer.Option(help="Folder for the converted checkpoints.")],
-    target: Annotated[pathlib.Path, typer.Option(help="Folder for the cards.")] = ROOT / "model_cards",
+    data: option(pathlib.Path, "Folder that holds models/ and text/.", envvar="HEA_DATA"),
+    work: option(pathlib.Path, "Folder for the converted checkpoints."),
+    target: option(pathlib.Path, "Folder for the cards.") = ROOT / "model_cards",
     only: Annotated[
         list[str], typer.Option(help=f"Some of {', '.join(SOURCES)}; repeated or separated by commas.")
     ] = [],  # noqa: B006
 ) -> None:
     """Convert and measure checkpoints, and write their model cards."""
     chosen = split_list(only) or list(SOURCES)
-    if unknown := [name for name in chosen if name not in SOURCES]:
-        raise UnsupportedAttentionError(f"--only {unknown[0]!r} is not one of {', '.join(SOURCES)}")
+    check_known("--only", chosen, SOURCES)
     target.mkdir(parents=True, exist_ok=True)
     for name in chosen:
         plan = publish(name, SOURCES[name], data, work, target)

@@ -21,7 +21,7 @@ import dataclasses
 import pathlib
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,30 +32,22 @@ if __package__ in (None, ""):
 import numpy as np
 import sacrebleu
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
 
-import hf_efficient_attn as hea
-from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.evaluation.data import max_positions
 from hf_efficient_attn.methods import MethodConfig
-from recipes.common import arguments, language, training
-from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option
+from recipes.common import arguments, language_models, training
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, several
 from recipes.common.data import parallel
 from recipes.common.data.parallel import Pairs
-from recipes.common.language import ModelArguments
+from recipes.common.language_models import ModelArguments
 
 ENCODER = ["encoder"]
 _IGNORED = -100
@@ -71,23 +63,10 @@ class TranslationArguments:
 
     _argument_group_name = "translation"
 
-    source: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Text files (also .gz), one sentence per line.", "metavar": "PATH", "action": "extend"},
-    )
-    target: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Files with the translations of --source, line by line.", "metavar": "PATH",
-                  "action": "extend"},
-    )  # fmt: skip
-    eval_source: list[str] = field(
-        default_factory=list,
-        metadata={"help": "As --source, to evaluate on. Default: --eval_share.", "metavar": "PATH", "action": "extend"},
-    )
-    eval_target: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Translations of --eval_source.", "metavar": "PATH", "action": "extend"},
-    )
+    source: list[str] = field(**several("Text files (also .gz), one sentence per line."))
+    target: list[str] = field(**several("Files with the translations of --source, line by line."))
+    eval_source: list[str] = field(**several("As --source, to evaluate on. Default: --eval_share."))
+    eval_target: list[str] = field(**several("Translations of --eval_source."))
     dataset: str | None = option("A hub data set instead of --source and --target.", default=None)
     dataset_config: str | None = option("Configuration of --dataset.", default=None)
     source_language: str = option("Its key in the rows of --dataset.", default="en")
@@ -131,25 +110,9 @@ class TranslationArguments:
 class EncoderAttentionArguments(AttentionArguments):
     """AttentionArguments for the encoder, unless --layers names other layers."""
 
-    def method(self) -> tuple[Any, list[Any] | None] | None:
-        """The arguments of `hea.convert` for --attention, by default for the encoder; None without --attention."""
-        found = super().method()
-        if found is not None and found[1] is None and isinstance(found[0], MethodConfig):
-            return found[0], list(ENCODER)
-        return found
-
-    def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
-        """The up-training schedule, whose stages convert the encoder."""
-        found = super().schedule(total_steps)
-        if found is None:
-            return None
-        stages = []
-        for stage in found.stages:
-            if stage.settings is not None and len(stage.settings.entries) == 1 and stage.settings.layers is None:
-                config = stage.settings.entries[0].config
-                stage = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, ENCODER))
-            stages.append(stage)
-        return hea.UptrainingSchedule(stages, found.total_steps)
+    def adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
+        """The method for the encoder."""
+        return config, list(ENCODER) if layers is None else layers
 
 
 @dataclass
@@ -192,92 +155,9 @@ def load_pairs(options: TranslationArguments) -> tuple[Pairs, Pairs]:
     return found[0], found[1]
 
 
-def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of both languages, which ends every sentence with </s>.
-
-    Raises:
-        ValueError: `size` is too small for the bytes and the special tokens.
-    """
-    special = ["<pad>", "</s>"]
-    if size < 256 + len(special):
-        raise ValueError(
-            f"--train_tokenizer {size}: a byte-level vocabulary needs at least {256 + len(special)} tokens"
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
-
-
-def load_tokenizer(kind: ModelArguments, args: RecipeArguments, pairs: Pairs) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, or train one once and save it in the output folder."""
-    if not kind.train_tokenizer:
-        return AutoTokenizer.from_pretrained(kind.tokenizer or kind.model)
-    folder = pathlib.Path(args.output_dir)
-    with args.main_process_first(desc="training the tokenizer"):
-        exists = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
-        if args.local_process_index == 0 and not exists:
-            train_tokenizer([*pairs.source, *pairs.target], kind.train_tokenizer).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def load_model(kind: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load the pretrained model or make a new one.
-
-    Raises:
-        ValueError: the type or a config entry is unknown, the model is no encoder-decoder, or the tokenizer has more
-            tokens than the model, or no padding token.
-        UnsupportedAttentionError: the positions cannot be extended.
-    """
-    changes = language.overrides(kind.config_overrides)
-    if kind.model:
-        config = AutoConfig.from_pretrained(kind.model)
-    elif kind.model_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[kind.model_type]()
-    else:
-        raise ValueError(unknown_name("model type", kind.model_type, ["marian", "bart", "t5", "m2m_100"]))
-    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{config.model_type} is no encoder-decoder of text: give for example --model_type marian")
-    unknown = [key for key in changes if not hasattr(config, key)]
-    if unknown:
-        known = [key for key in config.to_dict() if not key.startswith("_")]
-        raise ValueError(unknown_name(f"config entry of {config.model_type}", unknown[0], known))
-    if tokenizer.pad_token_id is None:
-        raise ValueError("the tokenizer has no padding token, which batches need: use one that has one")
-    if kind.model_type:
-        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-        ids = {"pad_token_id": pad, "eos_token_id": end, "decoder_start_token_id": pad, "bos_token_id": end}
-        config = type(config)(**{"vocab_size": len(tokenizer), **ids, "forced_eos_token_id": None, **changes})
-    else:
-        for key, value in changes.items():
-            setattr(config, key, value)
-    model = (
-        AutoModelForSeq2SeqLM.from_pretrained(kind.model, config=config)
-        if kind.model
-        else AutoModelForSeq2SeqLM.from_config(config)
-    )
-    vocab_size = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, but the model only {vocab_size}: give the model's own "
-            "--tokenizer"
-        )
-    if kind.extend_positions:
-        hea.extend_positions(model, kind.extend_positions)
-    return model
-
-
 def check_lengths(options: TranslationArguments, model: PreTrainedModel) -> None:
     """Raise ValueError if the model has fewer positions than a source or target may have tokens."""
-    positions = language.positions_of(model)
+    positions = max_positions(model)
     for name in ("max_source_length", "max_target_length"):
         length = getattr(options, name)
         if positions is not None and length > positions:
@@ -336,8 +216,10 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     with args.main_process_first():
         pairs, others = load_pairs(options)
-    tokenizer = load_tokenizer(kind, args, pairs)
-    model = load_model(kind, tokenizer)
+    tokenizer = language_models.load_tokenizer(kind, args, [*pairs.source, *pairs.target], language_models.TRANSLATION)
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the tokenizer has no padding token, which batches need: use one that has one")
+    model = language_models.load_model(kind, tokenizer, language_models.TRANSLATION)
     check_lengths(options, model)
     args.generation_max_length = args.generation_max_length or options.max_target_length
     callbacks = training.prepare_attention(model, attention)

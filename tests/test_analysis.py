@@ -443,13 +443,13 @@ def test_budget_on_word_vectors(tmp_path, plot, capsys):
     assert f"an error of {(error / torch.linalg.matrix_norm(exact, ord=2)).item():.3f}" in out
 
 
-def test_budget_skips_methods_that_are_not_registered(monkeypatch, capsys):
-    monkeypatch.setattr(budget, "METHODS", ("hyperattention", "not_written_yet"))
-    arguments = ["--source", "random", "--length", "96", "--budget", "8", "--rounds", "1", "--seeds", "2"]
-    assert run(budget, *arguments, "--no-memory") == 0
-    out = capsys.readouterr().out
-    assert "no such method is registered: not_written_yet" in out
-    assert "| hyperattention | 8" in out and "±" in out
+def test_scale_option_of_budget(capsys):
+    arguments = ["--source", "random", "--length", "32", "--budget", "8", "--rounds", "1", "--seeds", "1"]
+    arguments += ["--no-memory", "--method", "longformer"]
+    assert run(budget, *arguments, "--scale", "0") == 0
+    assert "scale 0" in (out := capsys.readouterr().out) and "an error of 0.000" in out
+    assert run(budget, *arguments) == 0
+    assert "an error of 0.000" not in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
@@ -488,9 +488,10 @@ def test_sparsity_on_minilm(tmp_path, minilm, plot, capsys):
     assert run(sparsity, "--data", str(tmp_path), "--first", "200") == 2
     assert "smaller --first" in capsys.readouterr().err
     # The same measure on queries and keys of the first layer for the second text.
-    model, tokenizer, longest = inputs.load_text_model("minilm", tmp_path)
-    (layers,) = inputs.text_activations(model, tokenizer, 60, [inputs.squad_texts(tmp_path, "paragraph")[1]], 2)
-    assert longest == 512 and layers[0].query.shape == (1, 12, 60, 32)
+    model, tokenizer = inputs.text_model("minilm", tmp_path)
+    text = inputs.squad_texts(tmp_path, "paragraph")[1]
+    layers = inputs.capture(model, tokenizer(text, truncation=True, max_length=60, return_tensors="pt"))
+    assert layers[0].query.shape == (1, 12, 60, 32)
     expected = analysis.head_to_tail(layers[0].query, layers[0].key, first=20).amax(2)[0]
     of_second = [(int(r["head"]), float(r["max_ratio"])) for r in found if r["layer"] == "0" and r["of_text"] == "1"]
     assert of_second and all(ratio == pytest.approx(expected[head].item(), rel=1e-4) for head, ratio in of_second)

@@ -8,12 +8,12 @@ import torch
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from instances import inputs
-from recipes.benchmarks import half as recipe
+from recipes.benchmarks import error as recipe
 from recipes.common.inputs import Activation
 
 
 def run(*arguments):
-    return cli.run(recipe.app, list(arguments), "half")
+    return cli.run(recipe.app, list(arguments), "error")
 
 
 def activation(dtype=torch.bfloat16, length=96, scale=None):
@@ -23,7 +23,7 @@ def activation(dtype=torch.bfloat16, length=96, scale=None):
 @pytest.mark.parametrize("causal", [False, True])
 def test_errors_of_a_method(causal):
     one = activation(scale=0.5)
-    found = recipe.measure(hea.LongformerConfig(), one, 16, causal)
+    found = recipe.half_errors(hea.LongformerConfig(), one, 16, causal)
     tensors, doubled = one[1:4], [x.double() for x in one[1:4]]
     truth = torch.nn.functional.scaled_dot_product_attention(*doubled, is_causal=causal, scale=0.5)
     config = hea.LongformerConfig().with_budget(16)
@@ -43,22 +43,22 @@ def test_errors_of_a_method(causal):
 
 
 def test_a_method_that_is_never_exact_has_no_error_within_its_budget():
-    found = recipe.measure(hea.LinearConfig(), activation(), 16, False)
+    found = recipe.half_errors(hea.LinearConfig(), activation(), 16, False)
     assert found["within"] is None
-    assert recipe.verdicts([{"method": "linear", "dtype": "bfloat16", **found}]) == []
+    assert recipe.half_verdicts([{"method": "linear", "dtype": "bfloat16", **found}]) == []
 
 
 @pytest.mark.parametrize(("within", "reached"), [(0.0029, True), (0.0031, False)])
 def test_verdict(within, reached):
     row = {"method": "kdeformer", "dtype": "bfloat16", "exact": 0.001, "within": within}
-    assert [verdict.reached for verdict in recipe.verdicts([row])] == [reached]
+    assert [verdict.reached for verdict in recipe.half_verdicts([row])] == [reached]
 
 
 def test_command(tmp_path, capsys):
     path = tmp_path / "half.csv"
-    arguments = ["--length", "64", "--budget", "16", "--heads", "2", "--width", "8", "--inputs", "2"]
+    arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path), "--check"]
     methods = ["--method", "nearfar,linear,nystromformer:pinv=solve"]
-    assert run(*arguments, *methods, "--dtype", "bfloat16,float16", "--check", "--csv", str(path)) == 0
+    assert run(*arguments, *methods, "--half", "bfloat16,float16") == 0
     out = capsys.readouterr().out
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -67,18 +67,18 @@ def test_command(tmp_path, capsys):
     bfloat16, float16 = (float(row["exact"]) for row in rows[::3])
     assert float16 < bfloat16 / 4
     assert [bool(row["within"]) for row in rows[:3]] == [True, False, True]
-    assert "2 random inputs, bidirectional, 64 tokens, 2 heads of dimension 8, budget 16" in out
+    assert "random: 64 tokens, 1 layers, 8 heads of 64, 2 inputs; budget 16" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtype", "float32"], "float32"),
-        (["--causal", "--method", "linformer"], "no causal form"),
-        (["--data", "no/such/folder"], "HEA_DATA"),
-        (["--csv", "no/such/folder/half.csv"], "its folder must exist"),
+        (["--half", "float32"], "float32"),
+        (["--half", "bfloat16", "--causal", "--method", "linformer"], "no causal form"),
+        (["--half", "bfloat16", "--model", "minilm", "--data", "no/such/folder"], "HEA_DATA"),
+        (["--half", "bfloat16", "--defaults"], "leave out --budget"),
     ],
 )
 def test_refusals(arguments, message, capsys):
-    assert run("--length", "64", *arguments) == 2
+    assert run("--tokens", "64", *arguments) == 2
     assert message in capsys.readouterr().err

@@ -9,12 +9,13 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from hf_efficient_attn.evaluation.timing import Timing
-from recipes.benchmarks import auto as recipe
-from recipes.benchmarks import never_slower
+from recipes.benchmarks import attention
+from recipes.benchmarks import error_bound as recipe
+from recipes.common.memory import Case
 
 
 def run(*arguments):
-    return cli.run(recipe.app, list(map(str, arguments)), "auto")
+    return cli.run(recipe.app, ["--auto", *map(str, arguments)], "error_bound")
 
 
 @pytest.fixture
@@ -51,31 +52,36 @@ def test_the_cost_is_measured():
 def test_what_is_refused(capsys):
     assert run("--source", "gpt2") == 2
     assert "not one of books, xquad, photographs" in capsys.readouterr().err
+    assert run("--budget", "64") == 2
+    assert "leave out --rows, --budget and --method" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("auto", "unbounded", "status"), [(1.04, 0.51, 0), (1.06, 0.5, 1), (1.0, 0.54, 1)])
 def test_auto_may_be_slower_by_a_twentieth(auto, unbounded, status, monkeypatch, capsys):
     """Than exact attention, and without a bound than nearfar, which takes half of its time here."""
-    times = iter([0.5, auto, unbounded])
+    cases = []
 
-    def compare(exact, work, rounds):
-        exact(), work()
-        return Timing(1.0, 1.0, 1.0 / next(times), 1.0, 1.0)
+    def measure(configs, case, rounds, bar, layers=()):
+        cases.append((case.causal, case.source, len(layers)))
+        times = {"sdpa": 1.0, "nearfar": 0.5, "auto": auto, attention.UNBOUNDED: unbounded}
+        assert list(configs) == list(times)[1:]
+        return {name: Timing(1.0, 1.0, 1.0 / time, 1.0, 1.0) for name, time in times.items()}
 
-    monkeypatch.setattr(never_slower, "compare", compare)
-    arguments = ["--case", "gpt2", "--dtype", "bfloat16", "--tokens", "40", "--check"]
-    assert cli.run(never_slower.app, arguments, "never_slower") == status
-    assert "| gpt2 | bfloat16 | 40" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(attention, "measure", measure)
+    monkeypatch.setattr(attention, "_layers", lambda case, data: [()])
+    arguments = ["--auto", "--dtype", "bfloat16", "--length", "40", "--check"]
+    assert cli.run(attention.app, arguments, "attention") == status
+    assert cases == [(False, "bert", 0), (True, "gpt2", 0), (False, "minilm", 1)]
+    assert f"| minilm | 40 | auto | 1e+03 | {auto:.2f}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_speed_is_measured_on_real_inputs(data):
-    layers = never_slower.layers_of("minilm", 64, data)
+    case = Case(64, num_heads=12, head_dim=32, source="minilm")
+    layers = attention._layers(case, data)
     assert len(layers) == 3
     assert layers[0][0].shape == (1, 12, 64, 32)
-    row = never_slower.measure("minilm", layers, "float32", 1)
-    assert all(row[name] > 0 for name in ("nearfar", "auto", never_slower.UNBOUNDED, "exact, ms"))
-
-
-def test_unknown_cases_are_refused(capsys):
-    assert cli.run(never_slower.app, ["--case", "t5"], "never_slower") == 2
-    assert "--case 't5' is not one of bert, gpt2, minilm" in capsys.readouterr().err
+    configs = cli.parse_methods(attention.AUTO)
+    with torch.no_grad():
+        found = attention.measure(configs, case, 1, layers=layers)
+    assert list(found) == ["sdpa", "nearfar", "auto", attention.UNBOUNDED]
+    assert all(timing.seconds > 0 for timing in found.values())

@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import types
 import zipfile
 
 import numpy as np
@@ -411,17 +412,32 @@ def test_flips():
     assert 10 < sum(half) < 30
 
 
-def test_color_jitter_and_trivial_augment():
-    picture = images.decode(painted((90, 120, 30), (32, 32)))
-    assert image_tensors.color_jitter(picture, 0.0, generator(0)).tobytes() == picture.tobytes()
-    changed = image_tensors.color_jitter(picture, 0.5, generator(0))
-    assert changed.tobytes() != picture.tobytes() and changed.size == picture.size
-    results = {image_tensors.trivial_augment(picture, generator(seed)).tobytes() for seed in range(200)}
-    assert len(results) > 100, "fourteen operations with 31 strengths"
-    for jitter, trivial in ((0.4, False), (0.0, True)):
-        values = Training(16, PLAIN, jitter=jitter, trivial=trivial)(picture, generator(2))
-        assert values.shape == (3, 16, 16) and values.min() >= 0 and values.max() <= 1
-        assert not torch.equal(values, Training(16, PLAIN)(picture, generator(2)))
+def test_other_augmentation_is_that_of_torchvision(monkeypatch):
+    """Stubs in its place: the change gets its own random numbers, which depend on the generator only."""
+    changes = []
+
+    class Change:
+        def __init__(self, *strengths):
+            self.strengths = strengths
+
+        def __call__(self, picture):
+            changes.append((self.strengths, torch.rand(()).item()))
+            return picture
+
+    def compose(parts):
+        return lambda picture: [part(picture) for part in parts][-1]
+
+    transforms = types.SimpleNamespace(TrivialAugmentWide=Change, ColorJitter=Change, Compose=compose)
+    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace(transforms=transforms))
+    picture, state = images.decode(painted((90, 120, 30), (32, 32))), torch.get_rng_state()
+    for seed in (2, 2, 3):
+        Training(16, PLAIN, jitter=0.4, trivial=True)(picture, generator(seed))
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is not used"
+    assert [strengths for strengths, _ in changes] == [(), (0.4, 0.4, 0.4)] * 3
+    assert changes[:2] == changes[2:4] and changes[0][1] != changes[4][1]
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ValueError, match="pip install torchvision"):
+        image_tensors.augmentation(0.0, True)
 
 
 @pytest.fixture
@@ -466,7 +482,7 @@ def losses(folder) -> list[float]:
 
 
 def test_training_learns_and_is_reproducible(tiny, colors, tmp_path, capsys):
-    options = {**BASE, **BY_ORDER, "max_steps": 40, "learning_rate": 3e-3, "augmentation": "trivial"}
+    options = {**BASE, **BY_ORDER, "max_steps": 40, "learning_rate": 3e-3}
     reports = [
         recipe(model=tiny, train_data=colors, from_scratch=True, output_dir=tmp_path / name, **options)
         for name in ("one", "two")
@@ -510,7 +526,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, colors, tmp_path, stages
     """24 pictures, 4 steps per epoch: resumed within the first and within the second epoch."""
     options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}
     stages = ("--stages", *stages)
-    common = {"model": tiny, "train_data": colors, "augmentation": "trivial", **options}
+    common = {"model": tiny, "train_data": colors, **options}
     recipe(*stages, output_dir=tmp_path / "whole", **common)
     expected = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
     for step in (1, 5):

@@ -22,7 +22,7 @@ from PIL import Image
 
 import hf_efficient_attn as hea
 from recipes import lra
-from recipes.common.data import listops
+from recipes.common.data import listops, lra_pictures
 from recipes.common.data import lra as data_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -256,12 +256,12 @@ def test_reviews_as_bytes(made, tmp_path):
 
 def test_pictures_as_grey_pixels(made):
     source = made("image")
-    found = data_of.load_image(source, reading(image_size=4))
+    found = lra_pictures.load_image(source, reading(image_size=4))
     for rows in found.values():
         assert len(rows) == 20 and rows["length"][:].tolist() == [16] * 20
         for row in rows:
             assert set(row["input_ids"]) <= {20 * row["labels"] + 2, 20 * row["labels"] + 3}
-    resized = data_of.load_image(source, reading(image_size=8, evaluation=5))
+    resized = lra_pictures.load_image(source, reading(image_size=8, evaluation=5))
     assert set(resized["test"]["length"][:].tolist()) == {64} and len(resized["test"]) == 5
 
 
@@ -269,10 +269,10 @@ def test_splits_of_pictures_can_be_chosen(made, tmp_path):
     source = made("image")
     with zipfile.ZipFile(source, "a") as archive:
         archive.writestr("test/a/2.png", picture(value=250))
-    found = data_of.load_image(source, reading(image_size=4), "train", "test")
+    found = lra_pictures.load_image(source, reading(image_size=4), "train", "test")
     assert len(found["train"]) == 21 and len(found["test"]) == 20 and 252 in found["train"]["input_ids"][:]
     with pytest.raises(ValueError, match="no split 'tests'"):
-        data_of.load_image(source, reading(image_size=4), "train", "tests")
+        lra_pictures.load_image(source, reading(image_size=4), "train", "tests")
 
 
 def test_grey_values_are_the_luminance(tmp_path):
@@ -282,7 +282,7 @@ def test_grey_values_are_the_luminance(tmp_path):
             out = io.BytesIO()
             Image.fromarray(pixels).save(out, "PNG")
             archive.writestr(f"{split}/{name}/0.png", out.getvalue())
-    row = data_of.load_image(str(tmp_path / "a.zip"), reading(image_size=4))["train"][0]["input_ids"] - 2
+    row = lra_pictures.load_image(str(tmp_path / "a.zip"), reading(image_size=4))["train"][0]["input_ids"] - 2
     assert np.abs(row - (pixels @ [0.299, 0.587, 0.114]).reshape(-1)).max() <= 1
 
 
@@ -295,7 +295,7 @@ def test_pairs_in_the_official_layout(made):
 
 
 def test_pathfinder_in_the_official_layout(made, tmp_path):
-    found = data_of.load_pathfinder(made("pathfinder"), reading())
+    found = lra_pictures.load_pathfinder(made("pathfinder"), reading())
     assert {split: len(rows) for split, rows in found.items()} == {"train": 16, "validation": 2, "test": 2}
     labels = {tuple(row["input_ids"] - 2): int(row["labels"]) for rows in found.values() for row in rows}
     for i in range(20):
@@ -305,8 +305,8 @@ def test_pathfinder_in_the_official_layout(made, tmp_path):
     broken = tmp_path / "pathfinder" / "pathfinder32" / "curv_contour_length_14" / "imgs" / "0" / "sample_3.png"
     broken.write_bytes(b"")
     with pytest.raises(ValueError, match=r"1 of \d+ pictures cannot be read: .*sample_3.png"):
-        data_of.load_pathfinder(str(tmp_path / "pathfinder"), reading())
-    found = data_of.load_pathfinder(str(tmp_path / "pathfinder"), reading(skip_bad=True))
+        lra_pictures.load_pathfinder(str(tmp_path / "pathfinder"), reading())
+    found = lra_pictures.load_pathfinder(str(tmp_path / "pathfinder"), reading(skip_bad=True))
     assert sum(map(len, found.values())) == 19
 
 
@@ -327,6 +327,10 @@ BAD = {
 }
 
 
+def loader(task):
+    return getattr(lra_pictures if task in ("image", "pathfinder") else data_of, f"load_{task}")
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_errors_name_the_line(case, made, tmp_path):
     task, (name, content, message) = case.partition(",")[0], BAD[case]
@@ -335,14 +339,14 @@ def test_errors_name_the_line(case, made, tmp_path):
         made(task)
     write(folder / name, content)
     with pytest.raises(ValueError, match=message):
-        getattr(data_of, f"load_{task}")(str(folder), reading())
+        loader(task)(str(folder), reading())
 
 
 @pytest.mark.parametrize("task", WRITERS)
 def test_missing_sources(task, tmp_path):
     for source in (tmp_path / "nowhere" / "at" / "all", tmp_path):
         with pytest.raises(ValueError, match=re.escape(str(source))):
-            getattr(data_of, f"load_{task}")(str(source), reading())
+            loader(task)(str(source), reading())
 
 
 def test_batches():

@@ -15,10 +15,12 @@ from datasets import Dataset
 from transformers import EvalPrediction
 
 from recipes import clm, mlm
-from recipes.common import language
+from recipes.common import language, language_models
 from recipes.common.data import text
-from recipes.common.language import ModelArguments, TextArguments
+from recipes.common.language import TextArguments
+from recipes.common.language_models import ModelArguments
 
+KINDS = {True: language_models.MASKED, False: language_models.CAUSAL}
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = ["sun", "moon", "river", "stone", "winter", "bread", "letter", "window", "captain", "harbour", "quiet", "seven"]
 
@@ -30,7 +32,7 @@ def sentences(count: int, seed: int) -> str:
 
 @functools.cache
 def tokenizer_of(masked: bool):
-    return language.train_tokenizer([sentences(200, 0)], 300, masked=masked)
+    return language_models.train_tokenizer([sentences(200, 0)], 300, KINDS[masked])
 
 
 @pytest.fixture
@@ -240,7 +242,7 @@ def plain_rows(count=5, size=64):
 
 
 def test_passages_are_repeated_at_their_distance():
-    found = text.repeated_passages(plain_rows(), distances=[8, 24], passage=6, block_size=64)
+    found = clm.repeated_passages(plain_rows(), distances=[8, 24], passage=6, block_size=64)
     firsts = {}
     for distance, rows in found.items():
         assert len(rows) == 5
@@ -268,7 +270,7 @@ def test_passages_are_repeated_at_their_distance():
 )
 def test_impossible_passages_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        text.repeated_passages(plain_rows(), **{"block_size": 64, **options})
+        clm.repeated_passages(plain_rows(), **{"block_size": 64, **options})
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -278,7 +280,7 @@ def test_token_losses_equal_the_loss_of_the_model(masked):
         tokenizer="given below",
         config_overrides=["num_hidden_layers=1", "num_attention_heads=2", "hidden_size=16"],
     )
-    model = language.load_model(kind, tokenizer_of(masked), masked=masked).eval()
+    model = language_models.load_model(kind, tokenizer_of(masked), KINDS[masked]).eval()
     ids = torch.randint(0, 300, (3, 20), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.rand(3, 20, generator=torch.Generator().manual_seed(1)) < 0.5, -100)
     with torch.no_grad():
@@ -329,7 +331,7 @@ def test_impossible_models_are_refused(options, masked, message):
     if options["model_type"] == "llama":
         options = {**options, "config_overrides": small}
     with pytest.raises(ValueError, match=message):
-        language.load_model(ModelArguments(tokenizer="given", **options), tokenizer_of(masked), masked=masked)
+        language_models.load_model(ModelArguments(tokenizer="given", **options), tokenizer_of(masked), KINDS[masked])
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "gpt2", "llama"])
@@ -339,7 +341,7 @@ def test_block_size_and_positions(model_type):
     small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", f"max_position_embeddings={positions}"]
     masked = model_type in ("bert", "roberta")
     kind = ModelArguments(model_type=model_type, tokenizer="given", config_overrides=small)
-    model = language.load_model(kind, tokenizer_of(masked), masked=masked)
+    model = language_models.load_model(kind, tokenizer_of(masked), KINDS[masked])
     words = TextArguments(text=["x"])
     assert language.block_size(words, model) == 64
     words.block_size = 65
@@ -348,7 +350,7 @@ def test_block_size_and_positions(model_type):
         language.block_size(words, model)
     if model_type != "llama":
         kind.extend_positions = 128
-        assert language.block_size(words, language.load_model(kind, tokenizer_of(masked), masked=masked)) == 65
+        assert language.block_size(words, language_models.load_model(kind, tokenizer_of(masked), KINDS[masked])) == 65
         assert tokenizer_of(masked).model_max_length == 128
 
 
@@ -359,7 +361,7 @@ def test_trained_tokenizer_is_lossless(masked):
     assert len(tokenizer) == 300
     assert tokenizer.decode(tokenizer(words)["input_ids"], skip_special_tokens=True) == words
     with pytest.raises(ValueError, match="a byte-level vocabulary needs"):
-        language.train_tokenizer([words], 100, masked=masked)
+        language_models.train_tokenizer([words], 100, KINDS[masked])
 
 
 @pytest.mark.parametrize(

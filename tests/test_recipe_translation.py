@@ -7,9 +7,10 @@ import pytest
 from datasets import Dataset
 
 from recipes import translation
+from recipes.common import language_models
 from recipes.common.data import parallel
 from recipes.common.data.parallel import Pairs
-from recipes.common.language import ModelArguments
+from recipes.common.language_models import ModelArguments
 
 TINY = [
     "d_model=16", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=2", "decoder_attention_heads=2",
@@ -69,12 +70,12 @@ def test_hub_pairs(form, monkeypatch):
 
 def test_tokenizer_is_lossless_and_ends_sentences():
     pairs, _ = parallel.number_lists(200, 1)
-    tokenizer = translation.train_tokenizer([*pairs.source, *pairs.target], 300)
+    tokenizer = language_models.train_tokenizer([*pairs.source, *pairs.target], 300, language_models.TRANSLATION)
     ids = tokenizer("zwei und dreißig , fünf")["input_ids"]
     assert ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids[:-1]
     assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "zwei und dreißig , fünf"
     with pytest.raises(ValueError, match="at least 258"):
-        translation.train_tokenizer([], 200)
+        language_models.train_tokenizer([], 200, language_models.TRANSLATION)
 
 
 def test_scores():

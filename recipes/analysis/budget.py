@@ -6,40 +6,35 @@
 There is one head: Q and V are random choices of GloVe vectors of dimension 100, and K = Q, as in the paper. The
 following is measured for every method and budget (`with_budget`: the cost per query of that many exact columns; the
 paper's "feature dimension"): the relative error in operator norm, averaged over seeds; floating-point operations of a
-call; median time of a call, next to exact attention's; and extra memory as a multiple of the three inputs, from the
-peaks of child processes (`recipes.common.memory`). Operations are those of the matrix products, two for every
+call; median time of a call, next to exact attention's; and extra memory as a multiple of the three inputs
+(`recipes.common.memory`). Operations are those of the matrix products, two for every
 multiply-add, without exponentials, sums, sorts, gathers and the draw of orthogonal projections
 (`recipes.common.counting` counts more). The default methods are those of the paper and later ones. The error of the
 mean of the values, which costs nothing, is printed as well. DATA holds `wordvectors`. The default is $HEA_DATA or
 ../shared/data.
 
 Duration: about 2 minutes. Expected: with scores divided by sqrt(d), as in the paper's formulas, attention is so uniform
-that the mean of the values has an error of .055; at a budget of 512, performer has about the same, scatterbrain .03,
-reformer and kdeformer, whose samples estimate the mean, .07, wildcat and nearfar .05 and thinformer .20. With
-`--scale 1` the mean has .78, performer .90, reformer .29, scatterbrain .14, kdeformer .11, nearfar .12, wildcat .79
-and thinformer .94: fitted or Nystrom weights of landmarks cannot represent attention to one of 8,192 unrelated keys, so
-nearfar attends to the means of its clusters. Performer is far above the others in the paper's figure, too. At that
-budget each needs 1.8 to 5.4 GFLOP, a fifteenth to a fifth of the 26.8 of exact attention.
+that the mean of the values has an error of .055; at a budget of 512, nearfar has .006, scatterbrain .03, wildcat .05,
+performer .055, reformer and kdeformer .07 and thinformer .20. With `--scale 1` each word attends to itself, and the
+mean has .78, performer .90, wildcat .79, thinformer .94, nearfar .43, reformer .29, scatterbrain .14 and kdeformer .11.
+There nearfar's groups of 32 queries share too few keys: `--set nearfar.num_groups=2048` leaves .06, and costs as much
+as exact attention. At that budget each method needs 1.8 to 5.4 GFLOP, a fifteenth to a fifth of exact attention.
 """
 
 import functools
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
 from torch import Tensor
-from torch.utils.benchmark import timer
-from tqdm import tqdm
 
-import hf_efficient_attn as hea
-from hf_efficient_attn.analysis import attention_error, exact_output
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import use_threads
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods
+from hf_efficient_attn.evaluation.timing import time_calls, use_threads
 from hf_efficient_attn.methods import MethodConfig
+from recipes.benchmarks import error
 from recipes.common import commands
 from recipes.common.counting import compute, operations
 from recipes.common.inputs import Activation, exact_outputs, glove_vectors, mean_error
@@ -66,16 +61,6 @@ def read(source: str, data: pathlib.Path, length: int, seed: int) -> tuple[Tenso
     return query, query, value
 
 
-def _seconds(config: MethodConfig | None, inputs: tuple[Tensor, ...], rounds: int) -> float:
-    """Median time of a call, after a first call that warms up memory and caches."""
-    times = []
-    for _ in range(rounds + 1):
-        start = timer()
-        compute(config, inputs)
-        times.append(timer() - start)
-    return statistics.median(times[1:])
-
-
 def measure(
     configs: Mapping[str, MethodConfig],
     inputs: tuple[Tensor, Tensor, Tensor],
@@ -86,39 +71,20 @@ def measure(
     memory: bool,
     scale: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure exact attention, and every method at every budget that it supports; return one row for each."""
+    """Measure exact attention, and every method at every budget; return one row for each."""
     length, head_dim = inputs[0].shape[2:]
     case = Case(length, num_heads=1, head_dim=head_dim, threads=torch.get_num_threads())
-    exact = exact_output(*inputs, scale=scale)
-
-    def row(name: str, budget: int | None, config: MethodConfig | None, found: list[float]) -> dict[str, Any]:
-        return {
-            "method": name,
-            "budget": budget,
-            "error": statistics.fmean(found),
-            "deviation": statistics.stdev(found) if len(found) > 1 else 0.0,
-            "operations": operations(config, inputs),
-            "seconds": _seconds(config, inputs, rounds),
-            "extra_memory": extra_memory(config, case) if memory else None,
-        }
-
+    found = error.measure(list(configs.values()), [Activation(0, *inputs, scale)], budgets, seeds)
+    rows = [{"method": EXACT, "budget": None, "error": 0.0, "deviation": 0.0}]
+    rows += [{key: row[key] for key in rows[0]} for row in found]
+    sized = {(label, n): config.with_budget(n) for label, config in configs.items() for n in budgets}
     with torch.inference_mode():
-        rows = [row(EXACT, None, None, [0.0])]
-        with tqdm(total=len(configs) * len(budgets) * seeds, disable=None, leave=False) as bar:
-            for name, config in configs.items():
-                for budget in budgets:
-                    try:
-                        sized = config.with_budget(budget)
-                    except UnsupportedAttentionError as error:
-                        bar.write(f"omitted: {error}")
-                        bar.update(seeds)
-                        continue
-                    found = []
-                    for seed in range(seeds):
-                        one = attention_error(sized, *inputs, seed=seed, exact=exact, scale=scale)
-                        found.append(one.operator.mean().item())
-                        bar.update()
-                    rows.append(row(name, budget, sized, found))
+        for row in rows:
+            config = sized.get((row["method"], row["budget"]))
+            # A first call warms up memory and caches.
+            times = [time_calls(lambda config=config: compute(config, inputs)) for _ in range(rounds + 1)][1:]
+            row |= {"operations": operations(config, inputs), "seconds": statistics.median(times)}
+            row |= {"extra_memory": extra_memory(config, case) if memory else None}
     return rows
 
 
@@ -143,15 +109,15 @@ def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
 
 @app.command(epilog="Example: python -m recipes.analysis.budget --data data --budget 128,512 --method kdeformer")
 def budget(
-    source: Annotated[str, typer.Option(metavar="NAME", help="glove or random.")] = "glove",
+    source: commands.option(str, "glove or random.", metavar="NAME") = "glove",
     data: commands.Data = None,
-    length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens.")] = 8192,
+    length: commands.option(int, "Tokens.", min=2) = 8192,
     budgets: commands.numbers_option("Budgets in columns", "64..1024", "--budget") = [],  # noqa: B006 (typer copies it)
-    method: commands.methods_option("the paper's and later ones, if registered", "--method", "--methods") = [],  # noqa: B006
+    method: commands.methods_option("the paper's and later ones", "--method", "--methods") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     scale: commands.Scale = None,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds for the error.")] = 3,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of timed calls.")] = 3,
+    seeds: commands.option(int, "Number of seeds for the error.", min=1) = 3,
+    rounds: commands.option(int, "Number of timed calls.", min=1) = 3,
     seed: commands.Seed = 0,
     threads: commands.AnyThreads = None,
     memory: commands.Memory = True,
@@ -159,16 +125,9 @@ def budget(
     plot: commands.Plot = None,
 ) -> None:
     """Measure error and cost of the methods on word vectors."""
-    if source not in ("glove", "random"):
-        raise UnsupportedAttentionError(f"--source {source!r} is not one of glove, random")
+    commands.check_known("--source", [source], ("glove", "random"))
     commands.check_outputs(csv, plot)
-    if not method:
-        known = hea.available_methods()
-        missing = [name for name in METHODS if name not in known]
-        if missing:
-            typer.echo(f"Omitted, since no such method is registered: {', '.join(missing)}\n")
-        method = [name for name in METHODS if name in known]
-    configs, columns = parse_methods(method, setting), parse_lengths(budgets) or BUDGETS
+    configs, columns = parse_methods(method or METHODS, setting), parse_lengths(budgets) or BUDGETS
     with use_threads(threads):
         inputs = read(source, commands.data_folder(data), length, seed)
         rows = measure(configs, inputs, columns, seeds=seeds, rounds=rounds, memory=memory, scale=scale)
@@ -179,21 +138,14 @@ def budget(
     if scale is not None:
         title += f", scale {scale:g}"
     commands.write(rows, csv, plot, functools.partial(draw, title=title))
-    headers = ("attention", "budget", "error", "GFLOP", "ms", "times faster", "extra memory / inputs")
-    exact = rows[0]["seconds"]
-    cells = [
-        (
-            row["method"],
-            row["budget"] or "",
-            f"{row['error']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else ""),
-            f"{row['operations'] / 1e9:.2f}",
-            f"{1000 * row['seconds']:.1f}",
-            f"{exact / row['seconds']:.1f}x",
-            *(() if row["extra_memory"] is None else (f"{row['extra_memory']:.2f}",)),
-        )
-        for row in rows
-    ]
-    typer.echo(table(headers[: 7 if memory else 6], cells))
+    for row in rows:
+        row |= {"giga": row["operations"] / 1e9, "ms": 1000 * row["seconds"], "of": rows[0]["seconds"] / row["seconds"]}
+        row["off"] = f"{row['error']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else "")
+    columns = {
+        "attention": "{method}", "budget": "{budget}", "error": "{off}", "GFLOP": "{giga:.2f}", "ms": "{ms:.1f}",
+        "times faster": "{of:.1f}x",
+    }  # fmt: skip
+    commands.show(rows, columns | ({"extra memory / inputs": "{extra_memory:.2f}"} if memory else {}))
     typer.echo(f"\n{title}. Relative error in operator norm, {seeds} seeds; medians of {rounds} calls.")
     typer.echo(f"Answering every query with the mean of the values has an error of {mean:.3f}.")
 

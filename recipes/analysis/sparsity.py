@@ -20,7 +20,7 @@ to 1.04.
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import typer
@@ -30,8 +30,20 @@ from hf_efficient_attn.analysis import head_to_tail, order_statistics_ratio
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
-from recipes.common.commands import AnyThreads, Csv, Data, Plot, Row, check_outputs, data_folder, new_app, write
-from recipes.common.inputs import Activation, load_text_model, squad_texts, text_activations
+from recipes.common.commands import (
+    AnyThreads,
+    Csv,
+    Data,
+    Plot,
+    Row,
+    check_known,
+    check_outputs,
+    data_folder,
+    new_app,
+    option,
+    write,
+)
+from recipes.common.inputs import Activation, capture, squad_texts, text_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,37 +184,32 @@ def _show(rows: Sequence[Row], key: str, name: str) -> None:
 
 @app.command(epilog="Example: python -m recipes.analysis.sparsity --data data --texts 20 --plot sparsity.png")
 def sparsity(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="minilm or gpt2.")] = "minilm",
+    model: option(str, "minilm or gpt2.", metavar="MODEL") = "minilm",
     data: Data = None,
-    unit: Annotated[
-        str, typer.Option(metavar="UNIT", help="paragraph, or article for all of its paragraphs joined.")
-    ] = "paragraph",
-    texts: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of texts, evenly spaced. [default: all]")
-    ] = None,
-    length: Annotated[int, typer.Option(metavar="N", min=2, max=512, help="Largest number of tokens of a text.")] = 512,
-    first: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of the shortest prefix.")] = 50,
+    unit: option(str, "paragraph, or article for all of its paragraphs joined.", metavar="UNIT") = "paragraph",
+    texts: option(int | None, "Number of texts, evenly spaced. [default: all]", min=1) = None,
+    length: option(int, "Largest number of tokens of a text.", min=2, max=512) = 512,
+    first: option(int, "Tokens of the shortest prefix.", min=2) = 50,
     threads: AnyThreads = None,
     csv: Csv = None,
     plot: Plot = None,
 ) -> None:
     """Measure the ratios of tail to head of the kernel matrices of a model's attention, for every layer and head."""
-    if model not in ("minilm", "gpt2"):
-        raise UnsupportedAttentionError(f"--model {model!r} is not one of minilm, gpt2")
-    if unit not in ("paragraph", "article"):
-        raise UnsupportedAttentionError(f"--unit {unit!r} is not one of paragraph, article")
+    check_known("--model", [model], ("minilm", "gpt2"))
+    check_known("--unit", [unit], ("paragraph", "article"))
     check_outputs(csv, plot)
     folder = data_folder(data)
     chosen = squad_texts(folder, unit)
     if texts is not None:
         chosen = chosen[:: max(1, len(chosen) // texts)][:texts]
     with use_threads(threads):
-        loaded, tokenizer, longest = load_text_model(model, folder)
-        found = text_activations(loaded, tokenizer, min(length, longest), chosen, max(first, 2))
+        loaded, tokenizer = text_model(model, folder)
+        tokens = (tokenizer(text, truncation=True, max_length=length, return_tensors="pt") for text in chosen)
+        found = (capture(loaded, ids) if ids["input_ids"].shape[1] >= first else None for ids in tokens)
         findings = measure(tqdm(found, total=len(chosen), unit="text", disable=None, leave=False), first)
     rows, course, used = findings
     title = (
-        f"{model}: {used} texts ({unit}s of SQuAD) of {first} to {min(length, longest)} tokens; {len(chosen) - used} "
+        f"{model}: {used} texts ({unit}s of SQuAD) of {first} to {length} tokens; {len(chosen) - used} "
         "shorter ones omitted"
     )
     write(rows, csv, plot, lambda _: draw(findings, title))

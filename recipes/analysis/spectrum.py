@@ -21,7 +21,7 @@ them, since the largest singular value falls more than the Frobenius norm.
 
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_efficient_attn.analysis import residual_matrix, singular_values, softmax_matrix
-from hf_efficient_attn.cli import Settings, main_of, parse_methods, split_list, table
+from hf_efficient_attn.cli import Settings, main_of, parse_methods, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
@@ -116,27 +116,22 @@ def draw(rows: Sequence[commands.Row]) -> "Figure":
 
 @app.command(epilog="Example: python -m recipes.analysis.spectrum --data data --source glove --method longformer")
 def spectrum(
-    source: Annotated[
-        list[str],
-        typer.Option(metavar="NAME", show_default=False, help="glove, deit or random. [default: glove,deit]"),
-    ] = ["glove,deit"],  # noqa: B006 (typer copies it)
+    source: commands.option(list[str], "glove, deit or random. [default: glove,deit]") = ["glove,deit"],  # noqa: B006 (typer copies it)
     data: commands.Data = None,
-    length: Annotated[int, typer.Option(metavar="N", min=2, help="Number of vectors of glove and random.")] = 2048,
-    pixels: Annotated[int, typer.Option(metavar="N", min=32, help="Resolution of the photograph of deit.")] = 512,
-    layer: Annotated[int, typer.Option(metavar="N", min=0, help="Layer of deit.")] = 0,
+    length: commands.option(int, "Number of vectors of glove and random.", min=2) = 2048,
+    pixels: commands.option(int, "Resolution of the photograph of deit.", min=32) = 512,
+    layer: commands.option(int, "Layer of deit.", min=0) = 0,
     method: commands.methods_option("kdeformer's blocks of 64 and 256, and a window of 256") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     scale: commands.Scale = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the hash and of random inputs.")] = 0,
+    seed: commands.option(int, "Seed of the hash and of random inputs.", min=0) = 0,
     threads: commands.AnyThreads = None,
     csv: commands.Csv = None,
     plot: commands.Plot = None,
 ) -> None:
     """Measure singular values and stable rank of attention matrices with and without the methods' near fields."""
     sources = split_list(source)
-    for name in sources:
-        if name not in SOURCES:
-            raise UnsupportedAttentionError(f"--source {name!r} is not one of {', '.join(SOURCES)}")
+    commands.check_known("--source", sources, SOURCES)
     commands.check_outputs(csv, plot)
     configs, folder = parse_methods(method or METHODS, setting), commands.data_folder(data)
     rows: list[dict[str, Any]] = []
@@ -149,24 +144,12 @@ def spectrum(
                     rows.append({"source": name, "tokens": query.shape[2], **row})
                     bar.update()
     commands.write([{k: v for k, v in row.items() if k != "values"} for row in rows], csv, plot, lambda _: draw(rows))
-    cells = [
-        (
-            row["source"],
-            row["tokens"],
-            row["head"],
-            row["near_field"],
-            f"{100 * row['held']:.1f} %",
-            f"{row['largest']:.3f}",
-            f"{row['frobenius']:.2f}",
-            f"{row['stable_rank']:.2f}",
-        )
-        for row in rows
-    ]
-    headers = (
-        "input", "tokens", "head", "near field removed", "weight in it", "largest singular value",
-        "squared Frobenius norm", "stable rank",
-    )  # fmt: skip
-    typer.echo(table(headers, cells))
+    columns = {
+        "input": "{source}", "tokens": "{tokens}", "head": "{head}", "near field removed": "{near_field}",
+        "weight in it": "{percent:.1f} %", "largest singular value": "{largest:.3f}",
+        "squared Frobenius norm": "{frobenius:.2f}", "stable rank": "{stable_rank:.2f}",
+    }  # fmt: skip
+    commands.show([{**row, "percent": 100 * row["held"]} for row in rows], columns)
     exact = {(row["source"], row["head"]): row["stable_rank"] for row in rows if row["near_field"] == "none"}
     fell = [row["stable_rank"] < exact[row["source"], row["head"]] for row in rows if row["near_field"] != "none"]
     typer.echo(f"\nThe stable rank is smaller without the near field in {sum(fell)} of {len(fell)} cases.")

@@ -24,19 +24,19 @@ from far back. The share of generated tokens is small, because texts part at the
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from hf_efficient_attn.cli import main_of, parse_lengths, table
+from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.text import read_text
 from recipes.common import commands
+from recipes.common.inputs import book_paths
 
 app = commands.new_app()
 
@@ -51,10 +51,9 @@ _GOAL_BUDGET, GOAL_NATS, GOAL_SAME = 256, 0.05, 0.75
 def load(data: Path, inputs: int) -> tuple[PreTrainedModel, Tensor]:
     """GPT-2, and the last tokens of books: int64 (inputs, 2048)."""
     folder = commands.existing(data / "models" / "gpt2-books", "GPT-2")
-    books = sorted(commands.existing(data / "text" / "books", "books").glob("*.txt.gz"))[:inputs]
     with no_progress_bar():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    texts = [read_text(book)[-8 * _LENGTH :] for book in books]
+    texts = [read_text(book)[-8 * _LENGTH :] for book in book_paths(data, inputs)]
     return model, torch.tensor([tokenizer(text, verbose=False)["input_ids"][-_LENGTH:] for text in texts])
 
 
@@ -135,7 +134,7 @@ def compare(model: PreTrainedModel, ids: Tensor, budgets: list[int]) -> list[dic
 def cache(
     data: commands.Data = None,
     budgets: commands.numbers_option("Columns of the cache", "64,128,256,512", "--budget") = [],  # noqa: B006
-    inputs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of books.")] = 6,
+    inputs: commands.option(int, "Number of books.", min=1) = 6,
     threads: commands.AnyThreads = None,
     check: commands.Check = False,
     csv: commands.Csv = None,
@@ -146,19 +145,18 @@ def cache(
     with use_threads(threads), torch.no_grad():
         rows = compare(*load(commands.data_folder(data), inputs), columns)
     commands.write(rows, csv)
-    cells = []
     for row in rows:
-        losses = (f"{row['nats']:.2f}", f"{row['repeated']:.2f}")
-        shares = (f"{100 * row['same']:.0f} %", f"{100 * row['generated']:.0f} %")
-        cells.append((row["cache"], row["columns"], f"{row['numel'] / 1000:.0f} k", *losses, *shares))
-    typer.echo(table(("cache", "columns", "numbers", "nats", "repeated", "same token", "generated"), cells))
+        row |= {"thousands": row["numel"] / 1000, "percent": 100 * row["same"], "of_new": 100 * row["generated"]}
+    columns = {
+        "cache": "{cache}", "columns": "{columns}", "numbers": "{thousands:.0f} k", "nats": "{nats:.2f}",
+        "repeated": "{repeated:.2f}", "same token": "{percent:.0f} %", "generated": "{of_new:.0f} %",
+    }  # fmt: skip
+    commands.show(rows, columns)
     if check:
         ours = [row for row in rows if row["cache"] == "NearFarCache" and row["columns"] == _GOAL_BUDGET]
-        loss = "nats more than exact decoding"
-        commands.conclude(
-            [commands.Verdict(loss, row["nats"] - rows[0]["nats"], GOAL_NATS, at_least=False) for row in ours]
-            + [commands.Verdict("share of equal next tokens", row["same"], GOAL_SAME, at_least=True) for row in ours]
-        )
+        losses = [{"more": row["nats"] - rows[0]["nats"]} for row in ours]
+        goals = commands.compared(losses, "nats more than exact decoding", "more", lambda row: GOAL_NATS, False)
+        commands.conclude(goals + commands.compared(ours, "share of equal next tokens", "same", lambda row: GOAL_SAME))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Expected: the table of docs/training_results.md.
 """
 
 import copy
-import gzip
 import hashlib
 import json
 import pathlib
@@ -44,30 +43,23 @@ from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.wrappers import learned_parameters
-from recipes.benchmarks.tasks import photographs, top_one
+from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Norm, Training, preprocessor_settings
 from recipes.common.data.images import load
+from recipes.common.inputs import book_paths, deit, photographs
+from recipes.common.reporting import mean_and_range
 from recipes.common.retrieval import embed, ranks, tokenized, xquad
 
 app = commands.new_app(no_args_is_help=True)
 
-Method = commands.methods_option("linear", "--method")
-Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps of layer-wise distillation.")]
-FinetuneSteps = Annotated[int, typer.Option(metavar="N", min=0, help="Steps of the second stage; 0 for none.")]
-Output = Annotated[
-    pathlib.Path | None, typer.Option(metavar="FOLDER", help="Keep results here, and do not repeat those it holds.")
-]
-Seeds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")]
-Loss = Annotated[str, typer.Option(metavar="NAME", help="Loss of the distillation: output, weights or both.")]
-Target = Annotated[str, typer.Option(metavar="NAME", help="Target of the second stage: hidden_states or logits.")]
-LearningRate = Annotated[float, typer.Option(metavar="X", help="Learning rate of the second stage.")]
 # What gives a method something to learn that learns nothing by default.
 _LEARNING: dict[str, dict[str, Any]] = {
     **{name: {"feature_map": "hedgehog"} for name in ("linear", "performer", "flurka_linear")},
@@ -101,6 +93,7 @@ class Plan(NamedTuple):
     loss: str
     target: str
     learning_rate: float
+    length: int = 512
 
 
 class Crops(Sequence[Batch]):
@@ -117,15 +110,9 @@ class Crops(Sequence[Batch]):
     """
 
     def __init__(
-        self,
-        path: pathlib.Path,
-        transform: Training,
-        size: int,
-        count: int,
-        seed: int,
-        chosen: Sequence[int] | None = None,
-        classes: Sequence[str] | None = None,
-    ) -> None:
+        self, path: pathlib.Path, transform: Training, size: int, count: int, seed: int,
+        chosen: Sequence[int] | None = None, classes: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self._pictures, self._transform = load(str(path))[""], transform
         self._chosen = range(len(self._pictures)) if chosen is None else chosen
         self._size, self._count, self._seed, self._classes = size, count, seed, classes
@@ -148,10 +135,8 @@ def configs_of(method: Sequence[str]) -> dict[str, MethodConfig]:
     found = []
     for config in parse_methods(list(method) or ["linear"], []).values():
         default = make_config(config.method)
-        options = _LEARNING.get(config.method, {})
-        found.append(
-            make_config(config, **{k: v for k, v in options.items() if getattr(config, k) == getattr(default, k)})
-        )
+        options = _LEARNING.get(config.method, {}).items()
+        found.append(make_config(config, **{k: v for k, v in options if getattr(config, k) == getattr(default, k)}))
     return {method_label(config): config for config in found}
 
 
@@ -161,12 +146,8 @@ def distilled_figures(task: Task, config: MethodConfig, plan: Plan, seed: int) -
         model = task.load().eval()
     switched = task.evaluate(hea.convert(model, config))
     hea.convert(model, "sdpa")
-    options = FinetuningOptions(
-        steps=max(1, plan.finetune_steps),
-        target=plan.target,
-        learning_rate=plan.learning_rate,
-        attention_learning_rate=10 * plan.learning_rate,
-    )
+    rates = {"learning_rate": plan.learning_rate, "attention_learning_rate": 10 * plan.learning_rate}
+    options = FinetuningOptions(steps=max(1, plan.finetune_steps), target=plan.target, **rates)
     teacher = make_teacher(model, options)
     batches = task.batches(seed)
     hea.distill(model, config, batches, steps=plan.steps, loss=plan.loss, options=DistillationOptions(seed=seed))
@@ -194,16 +175,12 @@ def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedMo
     return copied
 
 
-class Results(NamedTuple):
-    """How many seeds there are, and where their results are kept, if anywhere."""
-
-    seeds: int
-    output: pathlib.Path | None
-    csv: pathlib.Path | None
-
-
-def kept_figures(task: Task, config: MethodConfig, plan: Plan, seed: int, output: pathlib.Path) -> dict[str, float]:
-    """`distilled_figures` from a file if it exists, which is written otherwise."""
+def kept_figures(
+    task: Task, config: MethodConfig, plan: Plan, seed: int, output: pathlib.Path | None
+) -> dict[str, float]:
+    """`distilled_figures`, from a file in the folder if it exists, which is written otherwise."""
+    if output is None:
+        return distilled_figures(task, config, plan, seed)
     asked = {"task": task.note, "method": config.to_dict(), "plan": plan._asdict(), "seed": seed}
     number = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
     path = output / f"{config.method}-{seed}-{number}.json"
@@ -214,69 +191,20 @@ def kept_figures(task: Task, config: MethodConfig, plan: Plan, seed: int, output
     return found
 
 
-def measure(task: Task, method: Sequence[str], plan: Plan, results: Results) -> None:
-    """Distill and measure every method, print the table, and write the figure of every seed."""
-    commands.check_outputs(results.csv, None)
-    configs, seeds = configs_of(method), results.seeds
-    with no_progress_bar():
-        exact = task.evaluate(task.load().eval())
-    rows: list[dict[str, Any]] = []
-    lines: list[dict[str, str]] = []
-    for label, config in configs.items():
-        found = []
-        for seed in range(seeds):
-            if results.output is None:
-                found.append(distilled_figures(task, config, plan, seed))
-            else:
-                found.append(kept_figures(task, config, plan, seed, results.output))
-            rows.append({"attention": label, "seed": seed, "exact": exact, **found[-1]})
-            tqdm.write(f"{label}, seed {seed}: {found[-1]}")
-        lines.append({"attention": label, "exact": f"{exact:.3f}"})
-        lines[-1] |= {name: summary([figures[name] for figures in found]) for name in found[0]}
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    commands.write([dict.fromkeys(("attention", "seed", *columns[1:]), "") | row for row in rows], results.csv)
-    typer.echo(table(columns, [[line.get(name, "") for name in columns] for line in lines]))
-    typer.echo(
-        f"\n{task.figure}: {task.note} {plan.steps} steps of distillation (loss {plan.loss}), {plan.finetune_steps} of "
-        f"fine-tuning ({plan.target}, learning rate {plan.learning_rate:g}); {seeds} seed{'s' if seeds > 1 else ''}"
-        f"{', mean and half the range' if seeds > 1 else ''}."
-    )
-
-
-def summary(values: Sequence[float]) -> str:
-    """The mean, and half the range if there are several values."""
-    mean = f"{statistics.fmean(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:.3f}"
-
-
-@app.command(epilog="Example: python -m recipes.benchmarks.distilled images --method linear,flurka_linear")
-def images(
-    data: commands.Data = None,
-    method: Method = [],  # noqa: B006 (typer copies it)
-    steps: Steps = 300,
-    finetune_steps: FinetuneSteps = 300,
-    loss: Loss = "output",
-    target: Target = "hidden_states",
-    learning_rate: LearningRate = 5e-5,
-    seeds: Seeds = 1,
-    output: Output = None,
-    csv: commands.Csv = None,
-) -> None:
+def images(data: pathlib.Path, plan: Plan) -> Task:
     """DeiT-tiny, distilled on crops of Imagenette: top-1 of a thousand photographs of a thousand classes."""
-    source = commands.data_folder(data)
-    folder = commands.existing(source / "models" / "deit-tiny-imagenet", "DeiT-tiny")
-    path = commands.existing(source / "images" / "imagenette160-val-1000.zip", "Imagenette")
+    folder = deit(data)
+    path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
     transform = Training(224, Norm.of(preprocessor_settings(str(folder))), scale=(0.35, 1.0))
-    tests = list(photographs(source, 224))
-    task = Task(
+    tests = list(photographs(data, 224))
+    return Task(
         "top-1",
         lambda: ViTForImageClassification.from_pretrained(folder),
-        lambda seed: Crops(path, transform, 8, steps + finetune_steps, seed),
+        lambda seed: Crops(path, transform, 8, plan.steps + plan.finetune_steps, seed),
         lambda model: top_one(model, tests, tqdm(disable=True)),
         "DeiT-tiny, 1,000 photographs of 224 x 224 pixels; distilled on crops of 1,000 pictures of Imagenette in "
         "batches of 8.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
 def text_batches(texts: Sequence[str], size: int, max_length: int, seed: int) -> list[Batch]:
@@ -284,27 +212,18 @@ def text_batches(texts: Sequence[str], size: int, max_length: int, seed: int) ->
     tokenizer, order = AutoTokenizer.from_pretrained(minilm_folder()), list(texts)
     random.Random(seed).shuffle(order)
     parts = [order[start : start + size] for start in range(0, len(order) - size + 1, size)]
-    return [
-        dict(tokenizer(part, padding=True, truncation=True, max_length=max_length, return_tensors="pt"))
-        for part in parts
-    ]
+    options = {"padding": True, "truncation": True, "max_length": max_length, "return_tensors": "pt"}
+    return [dict(tokenizer(part, **options)) for part in parts]
 
 
-@app.command(epilog="Example: python -m recipes.benchmarks.distilled sentences --method linear,nystromformer")
-def sentences(
-    data: commands.Data = None,
-    method: Method = [],  # noqa: B006
-    steps: Steps = 300,
-    finetune_steps: FinetuneSteps = 300,
-    loss: Loss = "output",
-    target: Target = "hidden_states",
-    learning_rate: LearningRate = 5e-5,
-    seeds: Seeds = 1,
-    output: Output = None,
-    csv: commands.Csv = None,
-) -> None:
+def minilm() -> PreTrainedModel:
+    """The exact model of three tasks."""
+    return BertModel.from_pretrained(minilm_folder())
+
+
+def sentences(data: pathlib.Path, plan: Plan) -> Task:
     """MiniLM, distilled on the training sentences of STS-B: Spearman correlation on its 1,500 pairs for development."""
-    splits = glue.load("stsb", str(commands.existing(commands.data_folder(data) / "glue", "GLUE")))
+    splits = glue.load("stsb", str(commands.existing(data / "glue", "GLUE")))
     texts = [text for name in ("sentence1", "sentence2") for text in splits["train"][name]]
     pairs, tokenizer = splits["validation"], AutoTokenizer.from_pretrained(minilm_folder())
 
@@ -314,48 +233,25 @@ def sentences(
         first, second = (embed(model, tokenizer, own, bar, 128) for own in sentences)
         return float(spearmanr((first * second).sum(1).numpy(), list(pairs["label"])).statistic)
 
-    task = Task(
+    return Task(
         "Spearman correlation",
-        lambda: BertModel.from_pretrained(minilm_folder()),
-        lambda seed: text_batches(texts, 32, 128, seed)[: steps + finetune_steps],
+        minilm,
+        lambda seed: text_batches(texts, 32, 128, seed)[: plan.steps + plan.finetune_steps],
         evaluate,
         "MiniLM, cosine similarity of 1,500 pairs of STS-B (dev); distilled on sentences of its training set in "
         "batches of 32.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
-def read_texts(paths: Sequence[pathlib.Path]) -> list[str]:
-    """The contents of compressed text files."""
-    found = []
-    for path in paths:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            found.append(file.read())
-    return found
-
-
-@app.command(epilog="Example: python -m recipes.benchmarks.distilled search --method linear:num_features=128")
-def search(
-    data: commands.Data = None,
-    method: Method = [],  # noqa: B006
-    steps: Steps = 300,
-    finetune_steps: FinetuneSteps = 300,
-    loss: Loss = "output",
-    target: Target = "hidden_states",
-    learning_rate: LearningRate = 5e-5,
-    seeds: Seeds = 1,
-    output: Output = None,
-    csv: commands.Csv = None,
-) -> None:
+def search(data: pathlib.Path, plan: Plan) -> Task:
     """MiniLM, distilled on WikiText-2: recall@1 of the paragraphs that answer the questions of XQuAD."""
-    source = commands.data_folder(data)
-    files = [commands.existing(source / "text" / "wikitext-2" / f"{name}.txt.gz", "WikiText") for name in
-             ("valid", "test")]  # fmt: skip
-    paragraphs = [line.strip() for text in read_texts(files) for line in text.splitlines() if len(line) > 200]
+    files = [data / "text" / "wikitext-2" / f"{name}.txt.gz" for name in ("valid", "test")]
+    lines = [line.strip() for path in files for line in read_text(commands.existing(path, "WikiText")).splitlines()]
+    paragraphs = [line for line in lines if len(line) > 200]
     # As many sentences, about as long as a question.
-    texts = paragraphs + [part for one in paragraphs for part in one.split(" . ")[:1]]
+    shorts = [part for one in paragraphs for part in one.split(" . ")[:1]]
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    corpus = xquad(source, tokenizer)
+    corpus = xquad(data, tokenizer)
 
     def evaluate(model: BertModel) -> float:
         bar = tqdm(disable=True)
@@ -363,18 +259,17 @@ def search(
         return (ranks(asked @ found.t(), corpus.own) == 1).double().mean().item()
 
     def batches(seed: int) -> list[Batch]:
-        long, short = (text_batches(part, 8, 256, seed) for part in (paragraphs, texts[len(paragraphs) :]))
-        return [batch for pair in zip(long, short, strict=True) for batch in pair]
+        pairs = zip(*(text_batches(texts, 8, 256, seed) for texts in (paragraphs, shorts)), strict=True)
+        return [batch for pair in pairs for batch in pair]
 
-    task = Task(
+    return Task(
         "recall@1",
-        lambda: BertModel.from_pretrained(minilm_folder()),
+        minilm,
         batches,
         evaluate,
         f"MiniLM, {len(corpus.questions)} questions and {len(corpus.texts)} paragraphs of XQuAD; distilled on "
         "paragraphs of WikiText-2 of up to 256 tokens and on their first sentences, in batches of 8.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
 def windows(text: str, folder: pathlib.Path, length: int) -> Tensor:
@@ -386,7 +281,7 @@ def windows(text: str, folder: pathlib.Path, length: int) -> Tensor:
 
 def books(data: pathlib.Path) -> list[str]:
     """The text of every book, in the order of their file names."""
-    return read_texts(sorted(commands.existing(data / "text" / "books", "books").glob("*.txt.gz")))
+    return [read_text(path) for path in book_paths(data)]
 
 
 def split_batches(ids: Tensor, size: int, seed: int) -> list[Batch]:
@@ -395,61 +290,33 @@ def split_batches(ids: Tensor, size: int, seed: int) -> list[Batch]:
     return [{"input_ids": part} for part in ids[order].split(size) if len(part) == size]
 
 
-@app.command(epilog="Example: python -m recipes.benchmarks.distilled states --method linear:num_features=256")
-def states(
-    data: commands.Data = None,
-    method: Method = [],  # noqa: B006
-    steps: Steps = 300,
-    finetune_steps: FinetuneSteps = 300,
-    loss: Loss = "output",
-    target: Target = "hidden_states",
-    learning_rate: LearningRate = 5e-5,
-    seeds: Seeds = 1,
-    output: Output = None,
-    length: Annotated[int, typer.Option(metavar="N", min=2, max=512, help="Tokens of a window.")] = 512,
-    csv: commands.Csv = None,
-) -> None:
+def states(data: pathlib.Path, plan: Plan) -> Task:
     """MiniLM, distilled on windows of eight novels: the error of its last hidden states on windows of another."""
-    texts = books(commands.data_folder(data))
+    length = plan.length
     # Without title pages and tables of contents.
-    test, *others = (windows(text[9000 : 9000 + 400_000], minilm_folder(), length) for text in reversed(texts))
-    train, test = torch.cat(others), test[:16]
+    parts = [windows(text[9000 : 9000 + 400_000], minilm_folder(), length) for text in reversed(books(data))]
+    train, test = torch.cat(parts[1:]), parts[0][:16]
     with torch.no_grad(), no_progress_bar():
-        wanted = BertModel.from_pretrained(minilm_folder()).eval()(input_ids=test).last_hidden_state
+        wanted = minilm().eval()(input_ids=test).last_hidden_state
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> float:
         found = model(input_ids=test).last_hidden_state
         return ((found - wanted).norm() / wanted.norm()).item()
 
-    task = Task(
+    return Task(
         "error of the last hidden states",
-        lambda: BertModel.from_pretrained(minilm_folder()),
+        minilm,
         lambda seed: split_batches(train, max(1, 1024 // length), seed),
         evaluate,
         f"MiniLM, Frobenius norm, 16 windows of {length} tokens of a novel; distilled on {len(train)} windows of "
         "others in batches of about 1,024 tokens.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
 
 
-@app.command(epilog="Example: python -m recipes.benchmarks.distilled language --method linear,linear:window_size=128")
-def language(
-    data: commands.Data = None,
-    method: Method = [],  # noqa: B006
-    steps: Steps = 300,
-    finetune_steps: FinetuneSteps = 300,
-    loss: Loss = "output",
-    target: Target = "logits",
-    learning_rate: LearningRate = 2e-4,
-    seeds: Seeds = 1,
-    output: Output = None,
-    csv: commands.Csv = None,
-) -> None:
+def language(data: pathlib.Path, plan: Plan) -> Task:
     """GPT-2 of the books, distilled on the first 95 % of each: nats per token on windows of the last 5 %."""
-    source = commands.data_folder(data)
-    folder, length = commands.existing(source / "models" / "gpt2-books", "GPT-2"), 2048
-    texts = books(source)
+    folder, length, texts = commands.existing(data / "models" / "gpt2-books", "GPT-2"), 2048, books(data)
     train = torch.cat([windows(text[: int(0.95 * len(text))], folder, length) for text in texts])
     ends = [windows(text[int(0.95 * len(text)) :], folder, length) for text in texts]
     test = torch.cat([end[: max(1, round(24 * len(end) / sum(map(len, ends))))] for end in ends])
@@ -458,7 +325,7 @@ def language(
     def evaluate(model: GPT2LMHeadModel) -> float:
         return statistics.fmean(model(input_ids=part, labels=part).loss.item() for part in test.split(1))
 
-    task = Task(
+    return Task(
         "nats per token",
         lambda: GPT2LMHeadModel.from_pretrained(folder),
         lambda seed: split_batches(train, 1, seed),
@@ -466,7 +333,64 @@ def language(
         f"GPT-2 of the books, {len(test)} windows of 2,048 tokens of the last 5 % of each book; distilled on single "
         "windows of the rest.",
     )
-    measure(task, method, Plan(steps, finetune_steps, loss, target, learning_rate), Results(seeds, output, csv))
+
+
+TASKS: dict[str, Callable[[pathlib.Path, Plan], Task]] = {
+    "images": images, "sentences": sentences, "search": search, "states": states, "language": language,
+}  # fmt: skip
+
+
+@app.command(epilog="Example: python -m recipes.benchmarks.distilled images --method linear,flurka_linear")
+def main(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="images, sentences, search, states (hidden states) or language.")
+    ],
+    data: commands.Data = None,
+    method: commands.methods_option("linear", "--method") = [],  # noqa: B006 (typer copies it)
+    steps: commands.option(int, "Steps of layer-wise distillation.", min=1) = 300,
+    finetune_steps: commands.option(int, "Steps of the second stage; 0 for none.", min=0) = 300,
+    loss: commands.option(str, "Loss of the distillation: output, weights or both.", metavar="NAME") = "output",
+    target: commands.option(
+        str | None,
+        "Target of the second stage: hidden_states or logits. [default: hidden_states; language: logits]",
+        metavar="NAME",
+    ) = None,
+    learning_rate: commands.option(
+        float | None, "Learning rate of the second stage. [default: 5e-5; language: 2e-4]"
+    ) = None,
+    seeds: commands.option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
+    output: commands.option(
+        pathlib.Path | None, "Keep results here, and do not repeat those it holds.", metavar="FOLDER"
+    ) = None,
+    length: commands.option(int, "Tokens of a window of states.", min=2, max=512) = 512,
+    csv: commands.Csv = None,
+) -> None:
+    """Distill and measure every method on a task, print the table, and write the figure of every seed."""
+    commands.check_known("TASK", [task], TASKS)
+    commands.check_outputs(csv, None)
+    usual = ("logits", 2e-4) if task == "language" else ("hidden_states", 5e-5)
+    plan = Plan(steps, finetune_steps, loss, target or usual[0], learning_rate or usual[1], length)
+    configs, what = configs_of(method), TASKS[task](commands.data_folder(data), plan)
+    with no_progress_bar():
+        exact = what.evaluate(what.load().eval())
+    rows: list[dict[str, Any]] = []
+    lines: list[dict[str, str]] = []
+    for label, config in configs.items():
+        found = []
+        for seed in range(seeds):
+            found.append(kept_figures(what, config, plan, seed, output))
+            rows.append({"attention": label, "seed": seed, "exact": exact, **found[-1]})
+            tqdm.write(f"{label}, seed {seed}: {found[-1]}")
+        lines.append({"attention": label, "exact": f"{exact:.3f}"})
+        lines[-1] |= {name: mean_and_range([figures[name] for figures in found]) for name in found[0]}
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    commands.write([dict.fromkeys(("attention", "seed", *columns[1:]), "") | row for row in rows], csv)
+    typer.echo(table(columns, [[line.get(name, "") for name in columns] for line in lines]))
+    typer.echo(
+        f"\n{what.figure}: {what.note} {plan.steps} steps of distillation (loss {plan.loss}), {plan.finetune_steps} of "
+        f"fine-tuning ({plan.target}, learning rate {plan.learning_rate:g}); {seeds} seed{'s' if seeds > 1 else ''}"
+        f"{', mean and half the range' if seeds > 1 else ''}."
+    )
 
 
 if __name__ == "__main__":

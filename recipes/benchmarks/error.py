@@ -4,6 +4,7 @@
     python -m recipes.benchmarks.error --data DATA --tokens 4096 --causal  (concatenated windows of 512 tokens)
     python -m recipes.benchmarks.error --data DATA --model deit            (DeiT-tiny, 512 pixels: 1,025 tokens)
     python -m recipes.benchmarks.error --data DATA --tokens 8192 --defaults     (as recipes.benchmarks.attention)
+    python -m recipes.benchmarks.error --half bfloat16 --check
 
 The error is |A - E|_op / |E|_op for every layer and head, where E is the output of exact attention (N x Dv), A is that
 of the method on the same inputs, and |.|_op is the largest singular value. It is averaged over heads, layers and
@@ -12,26 +13,43 @@ whose speed `recipes.benchmarks.attention` measures. Methods that draw at random
 shows mean and standard deviation over the seeds. With `--causal` only methods with a causal form are measured.
 `columns=all:draw=independent` is the sampling of the papers themselves.
 
+With `--half bfloat16,float16` it measures what half precision adds to the error of each method, next to what it adds to
+exact attention. The inputs are standard normal numbers unless `--model minilm` is given, rounded to the dtype; errors
+are |A - E| / |E| in the Frobenius norm, averaged over heads and inputs. The columns:
+
+exact              error of `torch.nn.functional.scaled_dot_product_attention` in the dtype, against float64
+within its budget  the same error of a method whose budget is the whole sequence, which makes it exact; without a figure
+                   for methods that define their own attention
+at its budget      difference between the method's output in the dtype and in float64, with the same seed and a budget
+                   of `--budget` columns. Where rounding moves a key to another block of a hash, or chooses another
+                   landmark, the output changes as much as with another seed, which is no error of half precision
+approximation      error of the method at that budget in float64, against exact attention in float64
+in all             error of the method at that budget in the dtype, against exact attention in float64
+
 DATA holds `text/books/*.txt.gz` for MiniLM, which comes from PyPI, or `models/deit-tiny-imagenet` and
 `images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
 
 Duration: 2 minutes for the first command. Expected with `--check`: kdeformer at most .40 at a budget of 128, and .28
 with a window as near field; at 4,096 tokens and a budget of 256 .38 and .35; on DeiT with 256 .13 and .11. nearfar at
-most .036, .046 and .03.
+most .036, .046 and .03. With `--half`, a minute: within its budget, no method has more than 3 times the error of exact
+attention in the same dtype.
 """
 
 import functools
+import itertools
+import pathlib
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import use_threads
@@ -52,6 +70,18 @@ GOALS: dict[tuple[str, int], tuple[int, dict[str, float]]] = {
     ("minilm", 4096): (256, {"nearfar": 0.046, "kdeformer": 0.38, _WINDOW: 0.35}),
     ("deit", 1025): (256, {"nearfar": 0.03, "kdeformer": 0.13, _WINDOW: 0.11}),
 }
+READERS: dict[str, Callable[..., list[Activation]]] = {
+    "minilm": lambda *of, length: minilm_activations(*of, length=length),
+    "deit": deit_activations,
+    "random": lambda *of, length: random_activations(*of, length),
+}
+# Of --half: without "auto", which is one of the others or exact; and the largest error within the budget, as a multiple
+# of that of exact attention in the same dtype.
+HALF_METHODS, HALF_GOAL = [name for name in hea.available_methods() if name != "auto"], 3.0
+HALF_COLUMNS = {
+    "dtype": "{dtype}", "attention": "{method}", "exact": "{exact:.2g}", "within its budget": "{within:.2g}",
+    "at its budget": "{at:.2g}", "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
+}  # fmt: skip
 # The patches of 16 x 16 in 512 x 512 pixels, and the class token.
 _DEIT_TOKENS = 1025
 
@@ -112,6 +142,64 @@ def measure(
     return rows
 
 
+def half_errors(config: MethodConfig, one: Activation, budget: int, causal: bool) -> dict[str, float | None]:
+    """The errors of a method on query, key and value (B, H, N, D) in half precision.
+
+    Returns:
+        the errors by column, as the module describes them; None for `within` if the method is never exact.
+    """
+    inputs, options = one[1:4], {"is_causal": causal, "scale": one.scale}
+    exact_inputs = tuple(x.double() for x in inputs)
+    truth = hea.analysis.exact_output(*exact_inputs, **options)
+
+    def error(out: Tensor, truth: Tensor) -> float:
+        return hea.analysis.relative_error(out.double(), truth).frobenius.mean().item()
+
+    # A window needs the budget on both sides, and landmarks count twice.
+    sized, whole = (config.with_budget(columns) for columns in (budget, 4 * one.key.shape[2]))
+    ours, reference = (hea.attention(sized, *x, **options) for x in (inputs, exact_inputs))
+    is_exact = whole.exact_length >= one.key.shape[2]
+    return {
+        "exact": error(scaled_dot_product_attention(*inputs, **options), truth),
+        "within": error(hea.attention(whole, *inputs, **options), truth) if is_exact else None,
+        "at": error(ours, reference),
+        "approximation": error(reference, truth),
+        "in_all": error(ours, truth),
+    }
+
+
+def measure_half(
+    configs: Mapping[str, MethodConfig],
+    activations: Sequence[Activation],
+    dtypes: Sequence[str],
+    budget: int,
+    causal: bool,
+) -> list[dict[str, Any]]:
+    """One row for each dtype and method: the means of its errors over the activations."""
+    rows = []
+    for dtype, (label, config) in tqdm([*itertools.product(dtypes, configs.items())], disable=None, leave=False):
+        rounded = [Activation(a.layer, *(x.to(getattr(torch, dtype)) for x in a[1:4]), a.scale) for a in activations]
+        with torch.inference_mode():
+            found = [half_errors(config, one, budget, causal) for one in rounded]
+        means = {k: None if found[0][k] is None else statistics.fmean(one[k] for one in found) for k in found[0]}
+        rows.append({"method": label, "dtype": dtype, **means})
+    return rows
+
+
+def half_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
+    """The error of every method within its budget, as a multiple of that of exact attention."""
+    exact = [{**row, "of": row["within"] / row["exact"]} for row in rows if row["within"] is not None]
+    return commands.compared(exact, "{method}, {dtype}: error / exact", "of", lambda row: HALF_GOAL, False)
+
+
+def random_activations(data: pathlib.Path, count: int, length: int) -> list[Activation]:
+    """Standard normal query, key and value (1, 8, length, 64)."""
+    draw = torch.Generator().manual_seed(0)
+    return [
+        Activation(0, *(torch.randn(1, 8, length, 64, generator=draw) for _ in range(3)), None) for _ in range(count)
+    ]
+
+
 def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
     """Plot the error against the budget, or bars for a single budget."""
     from matplotlib.figure import Figure
@@ -146,65 +234,81 @@ def by_method(rows: Sequence[commands.Row], mean: float) -> tuple[list[str], lis
 
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --plot error.png")
 def error(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="minilm (512 tokens) or deit (1025 tokens).")] = "minilm",
+    model: commands.option(
+        str | None, "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]", metavar="MODEL"
+    ) = None,
     data: commands.Data = None,
     budget: commands.numbers_option("Budgets in columns", "128; deit: 256") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("all, both near fields, the papers' sampling") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    inputs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of books or photographs.")] = 3,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Seeds of each method that draws at random.")] = 5,
+    inputs: commands.option(int | None, "Number of books or photographs. [default: 3; with --half 1]", min=1) = None,
+    seeds: commands.option(int, "Seeds of each method that draws at random.", min=1) = 5,
     threads: commands.AnyThreads = None,
-    tokens: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Tokens for MiniLM; more than 512 are concatenated windows of 512.")
-    ] = 512,
-    defaults: Annotated[
-        bool, typer.Option("--defaults", help="The hyperparameters of each method as they are, without a budget.")
-    ] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal attention, for methods that have it.")] = False,
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="Print the error of every layer too.")] = False,
+    tokens: commands.option(
+        int | None,
+        "Tokens of minilm and random; minilm concatenates windows of 512. [default: 512; with --half 1024]",
+        min=2,
+    ) = None,
+    defaults: commands.option(
+        bool, "The hyperparameters of each method as they are, without a budget.", "--defaults"
+    ) = False,
+    half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
+    causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
+    by_layer: commands.option(bool, "Print the error of every layer too.", "--by-layer") = False,
     check: commands.Check = False,
     csv: commands.Csv = None,
     plot: commands.Plot = None,
 ) -> None:
     """Measure the relative operator-norm error of the methods on real activations, at budgets of exact columns."""
-    if defaults and (budget or check):
-        raise UnsupportedAttentionError("--defaults measures without a budget: leave out --budget and --check")
-    readers = {"minilm": (functools.partial(minilm_activations, length=tokens), 128), "deit": (deit_activations, 256)}
-    if model not in readers:
-        raise UnsupportedAttentionError(f"--model {model!r} is not one of {', '.join(readers)}")
-    size = (model, tokens if model == "minilm" else _DEIT_TOKENS)
-    if check and (size not in GOALS or causal):
+    dtypes = split_list(half)
+    if defaults and (budget or check or half):
+        raise UnsupportedAttentionError("--defaults measures without a budget: leave out --budget, --check and --half")
+    model, length = model or ("random" if half else "minilm"), tokens or (1024 if half else 512)
+    commands.check_known("--half", dtypes, ("bfloat16", "float16"))
+    commands.check_known("--model", [model], READERS)
+    size = (model, _DEIT_TOKENS if model == "deit" else length)
+    if check and not half and (size not in GOALS or causal):
         sizes = ", ".join(f"{name} at {length} tokens" for name, length in GOALS)
         raise UnsupportedAttentionError(f"--check: the goals hold for {sizes} without --causal")
     commands.check_outputs(csv, plot)
-    configs = list(parse_methods(method or METHODS, setting).values())
-    if causal and not method:
-        # Causal forms always have a window as near field, whatever `near_field` is.
-        usual = parse_methods([name for name in METHODS if "near_field" not in name], setting).values()
-        configs = [config for config in usual if hea.method_info(config.method).causal]
-    read, default = readers[model]
-    budgets: list[int | None] = [None] if defaults else [*(parse_lengths(budget) or [default])]
-    for config in configs:
+    # Causal forms always have a window as near field, whatever `near_field` is.
+    usual = HALF_METHODS if half else [name for name in METHODS if not (causal and "near_field" in name)]
+    named = parse_methods(method or usual, setting)
+    configs = {k: v for k, v in named.items() if not causal or hea.method_info(v.method).causal}
+    if not configs:
+        raise UnsupportedAttentionError(f"--causal: {', '.join(named)} have no causal form; choose other methods")
+    budgets: list[int | None] = [None] if defaults else [*(parse_lengths(budget) or [256 if model == "deit" else 128])]
+    for config in configs.values():
         for columns in budgets:
             if columns is not None:
                 config.with_budget(columns)
     with use_threads(threads):
-        activations = read(commands.data_folder(data), inputs)
-        rows = measure(configs, activations, budgets, seeds, causal)
-        mean = mean_error(activations, exact_outputs(activations, causal), causal)
+        options = {} if model == "deit" else {"length": length}
+        activations = READERS[model](commands.data_folder(data), inputs or (1 if half else 3), **options)
+        if half:
+            rows = measure_half(configs, activations, dtypes, budgets[0], causal)
+        else:
+            rows = measure(list(configs.values()), activations, budgets, seeds, causal)
+            mean = mean_error(activations, exact_outputs(activations, causal), causal)
     num_heads, length, head_dim = activations[0].query.shape[1:]
-    layers = [key for key in rows[0] if key.startswith("layer_")]
+    layers = sorted({one.layer for one in activations})
     form = ", causal" if causal else ""
     title = (
         f"{model}: {length} tokens{form}, {len(layers)} layers, {num_heads} heads of {head_dim}, "
         f"{len(activations) // len(layers)} inputs"
     )
-    commands.write(rows, csv, plot, functools.partial(draw, title=title))
+    commands.write(rows, csv, None if half else plot, functools.partial(draw, title=title))
+    if half:
+        commands.show(rows, HALF_COLUMNS)
+        typer.echo(f"\n{title}; budget {budgets[0]}. Relative Frobenius norm.")
+        if check:
+            commands.conclude(half_verdicts(rows))
+        return
     typer.echo(table(*by_method(rows, mean)))
     if by_layer:
-        headers = ("attention", "budget", *(key.replace("_", " ") for key in layers))
-        cells = [(row["method"], row["budget"], *(f"{row[key]:.3f}" for key in layers)) for row in rows]
-        typer.echo("\n" + table(headers, cells))
+        columns = {"attention": "{method}", "budget": "{budget}"} | {f"layer {i}": f"{{layer_{i}:.3f}}" for i in layers}
+        typer.echo()
+        commands.show(rows, columns)
     typer.echo(
         f"\n{title}. Relative operator norm, mean over heads, layers and inputs; "
         f"{'default hyperparameters' if defaults else 'budgets in columns'}; "
@@ -213,14 +317,10 @@ def error(
     mean_of = "values so far" if causal else "values"
     typer.echo(f"* worse than answering every query with the mean of the {mean_of}, {mean:.3f}.")
     if check:
-        columns, goals = GOALS[size]
-        commands.conclude(
-            [
-                commands.Verdict(f"{r['method']}, budget {r['budget']}: error", r["error"], goals[r["method"]], False)
-                for r in rows
-                if r["method"] in goals and r["budget"] == columns
-            ]
-        )
+        wanted, goals = GOALS[size]
+        own = [row for row in rows if row["budget"] == wanted]
+        what = "{method}, budget {budget}: error"
+        commands.conclude(commands.compared(own, what, "error", lambda row: goals.get(row["method"]), False))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Measure how often the bound of `hea.attention_error` fails on texts and photographs.
+"""Measure how often bounds of the error fail on texts and photographs: that of `hea.attention_error`, and auto's.
 
     python -m recipes.benchmarks.error_bound --data DATA --threads 2 --check
     python -m recipes.benchmarks.error_bound --data DATA --source xquad --tokens 512,4096 --method kdeformer
+    python -m recipes.benchmarks.error_bound --data DATA --auto --check
 
 A model is converted to a method at a budget of exact columns (`with_budget`). `hea.attention_error` then estimates the
 error of every layer and head from the exact output of some queries, with a bound, and computes it from that of all
@@ -12,89 +13,57 @@ queries. A layer is missed if the mean of the bounds of its heads is below the m
 - photographs: in DeiT-tiny, resized to about as many patches of 16 x 16 pixels as tokens are asked for;
 - gpt2: the same novels in GPT-2, which is causal and has 2,048 positions.
 
-Errors below 1e-4, such as those of methods that are exact at a length, are left out. DATA holds `text/books`, `squad`,
-`images`, and `models/deit-tiny-imagenet` and `models/gpt2-books`. The default is $HEA_DATA or ../shared/data.
+Errors below 1e-4, such as those of methods that are exact at a length, are left out.
 
-Duration: about 20 minutes on one core for three methods with 64 and 128 rows. Expected: at most 1 % of layers missed at
-each number of rows, and medians of bound / error of 1.4 with 64 rows, 1.3 with 96 and 1.25 with 128.
+With --auto the model is converted to `auto`, and the error of every head is computed from the exact output of all
+queries. An approximated head is missed if its error is above `max_error`. GPT-2 is left out, because the causal form
+does not decide by the data. With crossover=1, the default here, every length is decided by the bound and every
+approximation is taken to pay, so that more heads are approximated than in use. A second table has the time of the
+copies that tell which heads to attempt, and of the exact rows that bound the error of all heads, as shares of exact
+attention in float32 (CPU time, the smallest of some runs). They do not depend on the data.
+
+DATA holds `text/books`, `squad`, `images`, and `models/deit-tiny-imagenet` and `models/gpt2-books`. The default is
+$HEA_DATA or ../shared/data.
+
+Duration: about 20 minutes on one core for three methods with 64 and 128 rows; an hour with --auto and all lengths.
+Expected: at most 1 % of layers missed at each number of rows, and medians of bound / error of 1.4 with 64 rows, 1.3
+with 96 and 1.25 with 128. With --auto at most 1 % of heads missed; at most 5 % of exact attention's time with 4,096
+tokens, and 3 % with 8,192.
 """
 
+import pathlib
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
-from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, split_list, table
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import default_methods
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
-from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.methods import MethodConfig
-from recipes.benchmarks.tasks import photographs
+from hf_efficient_attn.ops.row_error import held_back_bound, screening_error
 from recipes.common import commands
-from recipes.common.inputs import squad_texts
+from recipes.common.inputs import SOURCES, open_source
 
 app = commands.new_app()
 
-SOURCES = ("books", "xquad", "photographs", "gpt2")
 TOKENS, ROWS, BUDGETS = [512, 1024, 2048, 8192], [64, 96, 128], [128]
-_INPUTS, _POSITIONS, _PATCH = 6, {"gpt2": 2048}, 16
+_POSITIONS = {"gpt2": 2048}
 # Smaller errors are those of rounding.
 _SMALLEST = 1e-4
-# Largest share of layers that may be missed.
+# Largest share of layers, or of approximated heads, that may be missed.
 GOAL = 0.01
-
-# The batches of a source with a number of tokens.
-Load = Callable[[int], Iterator[Mapping[str, Any]]]
-
-
-def open_source(source: str, data: Path, longest: int) -> tuple[nn.Module, Load]:
-    """The model of a source, and a function that returns its inputs.
-
-    Args:
-        source: one of `SOURCES`.
-        data: the data folder.
-        longest: the largest number of tokens that is asked for.
-    """
-    if source == "photographs":
-        folder = commands.existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
-
-        def load_photographs(tokens: int) -> Iterator[Mapping[str, Any]]:
-            pictures, _ = next(photographs(data, _PATCH * round(tokens**0.5), batch=_INPUTS))
-            for picture in pictures.split(1):
-                yield {"pixel_values": picture, "interpolate_pos_encoding": True}
-
-        with no_progress_bar():
-            return AutoModelForImageClassification.from_pretrained(folder).eval(), load_photographs
-    is_gpt2 = source == "gpt2"
-    folder = commands.existing(data / "models" / "gpt2-books", "GPT-2") if is_gpt2 else minilm_folder()
-    with no_progress_bar():
-        model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    if not is_gpt2 and longest > model.config.max_position_embeddings:
-        hea.extend_positions(model, longest)
-    if source == "xquad":
-        articles = squad_texts(data, "article")
-        texts = [" ".join(articles[i::_INPUTS]) for i in range(_INPUTS)]
-    else:
-        books = sorted(commands.existing(data / "text" / "books", "books").glob("*.txt.gz"))[:_INPUTS]
-        texts = [read_text(book)[-8 * longest :] for book in books]
-
-    def load_texts(tokens: int) -> Iterator[Mapping[str, Any]]:
-        for text in texts:
-            ids = tokenizer(text[: 16 * tokens], truncation=True, max_length=tokens, return_tensors="pt")["input_ids"]
-            if ids.shape[1] == tokens:
-                yield {"input_ids": ids}
-
-    return model, load_texts
+# Tokens -> largest share of exact attention's time that auto's decisions may cost.
+COSTS = {4096: 0.05, 8192: 0.03}
+_RUNS, _HEADS = 5, 8
 
 
 def compare(model: nn.Module, batch: Mapping[str, Any], rows: list[int], seeds: int) -> list[dict[str, Any]]:
@@ -119,30 +88,58 @@ def compare(model: nn.Module, batch: Mapping[str, Any], rows: list[int], seeds: 
     return found
 
 
-def measure(
-    configs: Mapping[str, MethodConfig],
-    sources: list[str],
-    tokens: list[int],
-    *,
-    data: Path,
-    rows: list[int],
-    seeds: int,
-) -> list[dict[str, Any]]:
-    """All rows of `compare`, with "source", "tokens" and "method"."""
-    measured = []
+def approximated_heads(model: nn.Module, batch: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
+    """One row for each layer: number of heads, of approximated ones, and of those above the bound."""
+    layers = hea.attention_error(model, batch, num_rows=None).layers
+    return [
+        {
+            "layer": layer.name,
+            "heads": layer.estimate.numel(),
+            "approximated": int((layer.estimate > _SMALLEST).sum()),
+            "missed": int((layer.estimate > limit).sum()),
+            "error": layer.estimate.sum().item(),
+        }
+        for layer in layers
+    ]
+
+
+def converted(
+    configs: Mapping[str, MethodConfig], sources: list[str], tokens: list[int], data: pathlib.Path
+) -> Iterator[tuple[dict[str, Any], nn.Module, Mapping[str, Any]]]:
+    """Every input in a model that is converted to every method: what it is, the model and the batch."""
     for source in sources:
         lengths = [length for length in tokens if length <= _POSITIONS.get(source, length)]
         model, load = open_source(source, data, max(lengths))
-        causal = source == "gpt2"
         for label, config in configs.items():
-            if causal and not hea.method_info(config.method).causal:
+            if source == "gpt2" and not hea.method_info(config.method).causal:
                 continue
             hea.convert(model, config)
             for length in lengths:
                 for batch in tqdm(list(load(length)), desc=f"{source}, {length}, {label}", disable=None, leave=False):
-                    about = {"source": source, "tokens": length, "method": label}
-                    measured += [{**about, **row} for row in compare(model, batch, rows, seeds)]
-    return measured
+                    yield {"source": source, "tokens": length, "method": label}, model, batch
+
+
+def cost_of(tokens: int, head_dim: int) -> tuple[float, float]:
+    """CPU time of auto's copies and of its exact rows of all heads, as shares of that of exact attention."""
+    query, key, value = torch.randn(3, _HEADS, tokens, head_dim)
+    scale = head_dim**-0.5
+    works: list[Callable[[], Any]] = [
+        lambda: scaled_dot_product_attention(query[None], key[None], value[None]),
+        lambda: screening_error(query, key, value, scale=scale),
+        lambda: held_back_bound(query, key, value, value, num_probes=96, num_rows=64, scale=scale, seed=0),
+    ]
+    exact, copies, rows = map(_cpu_time, works)
+    return copies / exact, rows / exact
+
+
+def _cpu_time(work: Callable[[], Any]) -> float:
+    """The smallest CPU time of some runs in seconds, which other work of the machine changes least."""
+    seconds = []
+    for _ in range(_RUNS):
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
 def summary(rows: list[dict[str, Any]]) -> tuple[int, float, float, float]:
@@ -153,55 +150,102 @@ def summary(rows: list[dict[str, Any]]) -> tuple[int, float, float, float]:
     return len(rows), missed, sum(row["heads_missed"] for row in rows) / heads, ratio
 
 
+def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str, Any]]]:
+    """The rows by their values of these keys, the first of them "source"; last, those of all sources together."""
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    for row in rows:
+        found.setdefault(("all", "", *(row[key] for key in keys[2:])), []).append(row)
+    return found
+
+
+def show_bounds(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
+    """Print the table of the bound of `hea.attention_error`, and return what is compared with the goal."""
+    cells, verdicts = [], []
+    for (source, tokens, count), part in groups(rows, "source", "tokens", "rows").items():
+        layers, missed, heads, ratio = summary(part)
+        sizes = {"source": source, "tokens": tokens, "rows": count, "layers": layers, "ratio": ratio}
+        cells.append({**sizes, "missed": 100 * missed, "heads": 100 * heads})
+        if source == "all":
+            verdicts.append(commands.Verdict(f"{count} rows", missed, GOAL, at_least=False))
+    columns = {name: f"{{{name}}}" for name in ("source", "tokens", "rows", "layers")}
+    columns |= {"missed": "{missed:.2f} %", "heads missed": "{heads:.2f} %", "bound / error": "{ratio:.2f}"}
+    commands.show(cells, columns)
+    return verdicts
+
+
+def show_auto(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
+    """Print the tables of auto's heads and of its costs, and return what is compared with the goals."""
+    cells = []
+    for (source, tokens), part in groups(rows, "source", "tokens").items():
+        sums = {key: sum(row[key] for row in part) for key in ("heads", "approximated", "missed", "error")}
+        share = sums["missed"] / max(1, sums["approximated"])
+        cells.append({"source": source, "tokens": tokens, **sums, "share": 100 * share})
+        cells[-1] |= {"percent": 100 * sums["approximated"] / sums["heads"], "mean": sums["error"] / sums["heads"]}
+    columns = {"source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{percent:.0f} %"}
+    columns |= {"missed": "{missed}", "share of the approximated": "{share:.2f} %", "mean error": "{mean:.3f}"}
+    commands.show(cells, columns)
+    costs = [(tokens, dim, *cost_of(tokens, dim)) for tokens in COSTS for dim in (32, 64)]
+    typer.echo()
+    commands.show(
+        [{"n": n, "dim": d, "copies": 100 * a, "rows": 100 * b, "all": 100 * (a + b)} for n, d, a, b in costs],
+        {"tokens": "{n}", "head_dim": "{dim}", "copies": "{copies:.1f} %", "exact rows": "{rows:.1f} %",
+         "together": "{all:.1f} %"},
+    )  # fmt: skip
+    return [
+        commands.Verdict("heads missed", cells[-1]["share"] / 100, GOAL, at_least=False),
+        *(
+            commands.Verdict(f"cost, {n} tokens, head_dim {dim}", copies + exact, COSTS[n], at_least=False)
+            for n, dim, copies, exact in costs
+        ),
+    ]
+
+
 @app.command(epilog="Example: python -m recipes.benchmarks.error_bound --data data --source books --tokens 1024")
 def error_bound(
     data: commands.Data = None,
-    source: Annotated[
-        list[str], typer.Option(metavar="NAME", show_default=False, help=f"[default: {', '.join(SOURCES)}]")
-    ] = [],  # noqa: B006 (typer copies it)
+    source: commands.option(list[str], f"[default: {', '.join(SOURCES)}]") = [],  # noqa: B006 (typer copies it)
     tokens: commands.numbers_option("Tokens", "512,1024,2048,8192", "--tokens") = [],  # noqa: B006
     rows: commands.numbers_option("Queries of each head", "64,96,128", "--rows") = [],  # noqa: B006
     budgets: commands.numbers_option("Budgets in columns", "128", "--budget") = [],  # noqa: B006
     method: commands.methods_option("those that benchmark compares", "--method", "--methods") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Samples of queries.")] = 2,
+    auto: commands.option(bool, "Heads of `auto` above its bound, and the cost of it.", "--auto") = False,
+    seeds: commands.option(int, "Samples of queries.", min=1) = 2,
     threads: commands.AnyThreads = None,
     check: commands.Check = False,
     csv: commands.Csv = None,
 ) -> None:
-    """Measure how often the bound of `hea.attention_error` fails."""
-    sources = split_list(source) or list(SOURCES)
-    unknown = [name for name in sources if name not in SOURCES]
-    if unknown:
-        raise UnsupportedAttentionError(f"--source {unknown[0]!r} is not one of {', '.join(SOURCES)}")
+    """Measure how often the bound of `hea.attention_error`, or that of `auto`, fails."""
+    known = [name for name in SOURCES if not (auto and name == "gpt2")]
+    sources, lengths, counts = split_list(source) or known, parse_lengths(tokens) or TOKENS, parse_lengths(rows) or ROWS
+    commands.check_known("--source", sources, known)
     commands.check_outputs(csv, None)
-    configs = parse_methods(method or default_methods(purpose="compare"), setting)
-    columns = parse_lengths(budgets) or BUDGETS
-    sized = {f"{label}, {count}": one.with_budget(count) for label, one in configs.items() for count in columns}
-    counts = parse_lengths(rows) or ROWS
+    if auto:
+        if rows or budgets or method:
+            raise UnsupportedAttentionError("--auto decides by the data: leave out --rows, --budget and --method")
+        configs = parse_methods(["auto"], ["crossover=1", *setting])
+    else:
+        given = parse_methods(method or default_methods(purpose="compare"), setting)
+        columns = parse_lengths(budgets) or BUDGETS
+        configs = {f"{label}, {n}": one.with_budget(n) for label, one in given.items() for n in columns}
+    found: list[dict[str, Any]] = []
     with use_threads(threads), torch.no_grad():
-        found = measure(
-            sized, sources, parse_lengths(tokens) or TOKENS, data=commands.data_folder(data), rows=counts, seeds=seeds
-        )
-    if not found:
-        raise UnsupportedAttentionError("every method is exact at these lengths: give more tokens or smaller budgets")
-    commands.write(found, csv)
-    groups = dict.fromkeys((row["source"], row["tokens"], row["rows"]) for row in found)
-    cells = []
-    for name, length, count in [*groups, *(("all", "", count) for count in counts)]:
-        part = [row for row in found if row["rows"] == count]
-        if name != "all":
-            part = [row for row in part if (row["source"], row["tokens"]) == (name, length)]
-        layers, missed, heads, ratio = summary(part)
-        cells.append((name, length, count, layers, f"{100 * missed:.2f} %", f"{100 * heads:.2f} %", f"{ratio:.2f}"))
-    typer.echo(table(("source", "tokens", "rows", "layers", "missed", "heads missed", "bound / error"), cells))
-    if check:
-        verdicts = [
-            commands.Verdict(
-                f"{count} rows", summary([r for r in found if r["rows"] == count])[1], GOAL, at_least=False
+        for about, model, batch in converted(configs, sources, lengths, commands.data_folder(data)):
+            if auto:
+                (limit,) = (config.to_dict()["max_error"] for config in configs.values())
+                measured = approximated_heads(model, batch, limit)
+            else:
+                measured = compare(model, batch, counts, seeds)
+            found += [{**about, **row} for row in measured]
+        if not found:
+            raise UnsupportedAttentionError(
+                "every method is exact at these lengths: give more tokens or smaller budgets"
             )
-            for count in counts
-        ]
+        commands.write(found, csv)
+        verdicts = (show_auto if auto else show_bounds)(found)
+    if check:
         commands.conclude(verdicts)
 
 

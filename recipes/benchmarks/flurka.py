@@ -57,7 +57,7 @@ have the sizes of the models.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import typer
@@ -66,7 +66,7 @@ from tqdm import tqdm
 from transformers import AutoModel, BertConfig
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import main_of, split_list, table
+from hf_efficient_attn.cli import main_of, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, make_config
@@ -216,13 +216,9 @@ def measure(
 
 def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     """The measurements at the paper's shapes for which it claims fewer operations."""
-    return [
-        commands.Verdict(
-            f"{row['shape']}, {row['method']}: times faster than {row['than']}", row["faster"], GOALS[row["role"]], True
-        )
-        for row in rows
-        if row["claimed"] and row["shape"] in PAPER
-    ]
+    claimed = [row for row in rows if row["claimed"] and row["shape"] in PAPER]
+    what = "{shape}, {method}: times faster than {than}"
+    return commands.compared(claimed, what, "faster", lambda row: GOALS[row["role"]])
 
 
 def draw(rows: Sequence[commands.Row]) -> "Figure":
@@ -259,45 +255,14 @@ def parse_shapes(values: Sequence[str], features: int | None) -> dict[str, Shape
     return found
 
 
-def _format(row: commands.Row) -> tuple[Any, ...]:
-    def ratio(key: str) -> str:
-        return "" if row[key] is None else f"{row[key]:.2f}x"
-
-    return (
-        row["shape"],
-        row["method"],
-        row["than"],
-        "" if row["claimed"] is None else "yes" if row["claimed"] else "no",
-        "" if row["multiplications"] is None else f"{row['multiplications'] / 1e9:.1f}",
-        "" if row["multiplications_than"] is None else f"{row['multiplications_than'] / 1e9:.1f}",
-        ratio("by_paper"),
-        ratio("by_count"),
-        f"{1000 * row['seconds']:.1f}",
-        f"{1000 * row['seconds_than']:.1f}",
-        ratio("faster"),
-        f"{row['faster_min']:.2f}..{row['faster_max']:.2f}",
-    )
-
-
 @app.command(epilog="Example: python -m recipes.benchmarks.flurka --shape bert,4096:768:12:128 --kernel linear")
 def flurka(
-    shape: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME", show_default=False, help=f"{', '.join(SHAPES)}, or N:W:H:P; repeated. [default: all]"
-        ),
-    ] = [],  # noqa: B006 (typer copies it)
-    kernel: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME", show_default=False, help="Kernels, repeated or separated by commas. [default: all]"
-        ),
-    ] = [],  # noqa: B006
-    features: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Features of the performer. [default: the dimension of a head]"),
-    ] = None,
-    exact: Annotated[bool, typer.Option("--exact/--no-exact", help="Time exact attention too.")] = True,
+    shape: commands.option(list[str], f"{', '.join(SHAPES)}, or N:W:H:P; repeated. [default: all]") = [],  # noqa: B006 (typer copies it)
+    kernel: commands.option(list[str], "Kernels, repeated or separated by commas. [default: all]") = [],  # noqa: B006
+    features: commands.option(
+        int | None, "Features of the performer. [default: the dimension of a head]", min=1
+    ) = None,
+    exact: commands.option(bool, "Time exact attention too.", "--exact/--no-exact") = True,
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 5,
     seed: commands.Seed = 0,
@@ -308,9 +273,7 @@ def flurka(
     """Count multiplications and measure times of FLuRKA layers, their parents and exact attention."""
     commands.check_outputs(csv, plot)
     shapes, names, known = parse_shapes(shape, features), split_list(kernel) or kernels(), kernels()
-    for name in names:
-        if name not in known:
-            raise UnsupportedAttentionError(f"--kernel {name!r} is not one of {', '.join(known)}")
+    commands.check_known("--kernel", names, known)
     rows: list[dict[str, Any]] = []
     unsteady, steps = False, len(shapes) * len(names) * rounds * (2 + exact)
     with use_threads(threads), tqdm(total=steps, unit="pair", disable=None, leave=False) as bar:
@@ -322,11 +285,21 @@ def flurka(
     commands.write(rows, csv, plot, draw)
     for title, sizes in shapes.items():
         typer.echo(f"{title}: " + ", ".join(f"{letter} {size}" for letter, size in zip("NWHPF", sizes, strict=True)))
-    headers = (
-        "shape", "FLuRKA", "than", "claimed", "10^9", "10^9 of it", "paper's count", "our count", "ms", "ms of it",
-        "faster", "min..max",
-    )  # fmt: skip
-    typer.echo("\n" + table(headers, [_format(row) for row in rows]))
+    columns = {
+        "shape": "{shape}", "FLuRKA": "{method}", "than": "{than}", "claimed": "{yes}", "10^9": "{giga:.1f}",
+        "10^9 of it": "{giga_than:.1f}", "paper's count": "{by_paper:.2f}x", "our count": "{by_count:.2f}x",
+        "ms": "{ms:.1f}", "ms of it": "{ms_than:.1f}", "faster": "{faster:.2f}x",
+        "min..max": "{faster_min:.2f}..{faster_max:.2f}",
+    }  # fmt: skip
+    typer.echo()
+    words = {None: None, True: "yes", False: "no"}
+    units = (("multiplications", "giga", 1e-9), ("seconds", "ms", 1e3))
+    for row in rows:
+        row["yes"] = words[row["claimed"]]
+        for key, unit, factor in units:
+            for of in ("", "_than"):
+                row[unit + of] = None if row[key + of] is None else factor * row[key + of]
+    commands.show(rows, columns)
     typer.echo(
         "\n10^9: multiplications of a layer. Counts: how many times the operations of FLuRKA the other needs, by Eq. "
         "6-8 of the paper and by the multiplications of this code.\n"

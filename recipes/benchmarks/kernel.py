@@ -21,7 +21,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
@@ -29,9 +29,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import main_of, parse_lengths, table
+from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from recipes.common.commands import Csv, Plot, Row, check_outputs, new_app, numbers_option, write
+from recipes.common.commands import Csv, Plot, Row, check_outputs, new_app, numbers_option, option, show, write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,12 +106,12 @@ def draw(rows: Sequence[Row]) -> "Figure":
 @app.command(epilog="Example: python -m recipes.benchmarks.kernel --length 1024,2048,4096 --eps 0.5 --runs 3")
 def kernel(
     length: numbers_option("Points", "512..32768") = [],  # noqa: B006 (typer copies it)
-    width: Annotated[int, typer.Option(metavar="N", min=1, help="Dimension of the points.")] = 16,
-    eps: Annotated[float, typer.Option(metavar="X", help="Allowed error, as a multiple of |x|.")] = 0.3,
-    delta: Annotated[float, typer.Option(metavar="X", help="Probability of a larger error.")] = 0.1,
-    normal: Annotated[bool, typer.Option("--normal/--signs", help="Values of x.")] = False,
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Data sets for each length.")] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the first data set.")] = 0,
+    width: option(int, "Dimension of the points.", min=1) = 16,
+    eps: option(float, "Allowed error, as a multiple of |x|.") = 0.3,
+    delta: option(float, "Probability of a larger error.") = 0.1,
+    normal: option(bool, "Values of x.", "--normal/--signs") = False,
+    runs: option(int, "Data sets for each length.", min=1) = 1,
+    seed: option(int, "Seed of the first data set.", min=0) = 0,
     csv: Csv = None,
     plot: Plot = None,
 ) -> None:
@@ -133,8 +133,15 @@ def kernel(
             row |= {"error": max(f["error"] for f in found), "total": row["evaluations"] + row["projections"]}
             rows.append(row)
     write(rows, csv, plot, draw)
-    headers = ("n", "error", "norm of Kx", "H", "S_i", "draws", "evaluations", "projections", "of n", "seconds")
-    typer.echo(table(headers, [_format(row) for row in rows]))
+    approximated = ("heavy_coordinates", "heavy_keys")
+    shown = [{**row, "of_n": row["total"] / row["length"], "off": f"{row['error']:.3f}"} for row in rows]
+    exact = {"off": "exact", **dict.fromkeys(approximated)}
+    columns = {
+        "n": "{length}", "error": "{off}", "norm of Kx": "{norm:.2f}", "H": "{heavy_coordinates:.0f}",
+        "S_i": "{heavy_keys:.1f}", "draws": "{light_samples:.0f}", "evaluations": "{evaluations:.0f}",
+        "projections": "{projections:.0f}", "of n": "{of_n:.2f}", "seconds": "{seconds:.1f}",
+    }  # fmt: skip
+    show([row | exact if row["exact"] > 0 else row for row in shown], columns)
     typer.echo(
         f"\nerror and norm in units of |x|; S_i to projections per entry of y, `of n`: sum of the last two over n; "
         f"eps {eps}, delta {delta}, width {width}, {'normal x' if normal else 'random signs'}"
@@ -144,22 +151,6 @@ def kernel(
         for key, name in (("evaluations", "evaluations"), ("total", "evaluations and projections")):
             slope = exponent([row["length"] for row in some], [row[key] for row in some])
             typer.echo(f"exponent of {name}, {what}: {'too few lengths' if slope is None else f'{slope:.2f}'}")
-
-
-def _format(row: Row) -> tuple[Any, ...]:
-    exact = row["exact"] > 0
-    return (
-        row["length"],
-        "exact" if exact else f"{row['error']:.3f}",
-        f"{row['norm']:.2f}",
-        "" if exact else f"{row['heavy_coordinates']:.0f}",
-        "" if exact else f"{row['heavy_keys']:.1f}",
-        f"{row['light_samples']:.0f}",
-        f"{row['evaluations']:.0f}",
-        f"{row['projections']:.0f}",
-        f"{row['total'] / row['length']:.2f}",
-        f"{row['seconds']:.1f}",
-    )
 
 
 if __name__ == "__main__":

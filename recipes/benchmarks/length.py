@@ -20,12 +20,11 @@ tokens are as fast as the fastest.
 
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods
 from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
 from hf_efficient_attn.evaluation.charts import label_ends
 from hf_efficient_attn.evaluation.comparison import Procedure
@@ -33,7 +32,7 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import describe, use_threads
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.json import read_json_object, write_json
-from hf_efficient_attn.io.writing import check_picture, replacing
+from hf_efficient_attn.io.writing import replacing
 from recipes.common import commands
 
 if TYPE_CHECKING:
@@ -109,21 +108,18 @@ def draw(result: Mapping[str, Any]) -> "Figure":
 
 @app.command(epilog="Example: python -m recipes.benchmarks.length --length 512,2048 --output length.png")
 def length(
-    output: Annotated[
-        pathlib.Path, typer.Option(metavar="FILE", help="The picture; the measurements go to a .json file beside it.")
-    ],
+    output: commands.option(
+        pathlib.Path, "The picture; the measurements go to a .json file beside it.", metavar="FILE"
+    ),
     length: commands.numbers_option("Tokens", "512..16384") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("the methods that need no training") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 2,
-    redraw: Annotated[bool, typer.Option("--redraw", help="Draw the measurements of an earlier run again.")] = False,
+    redraw: commands.option(bool, "Draw the measurements of an earlier run again.", "--redraw") = False,
 ) -> None:
     """Draw time and errors of MiniLM with several attention methods against the length of the text."""
-    check_picture(output)
-    if output.suffix == ".json":
-        raise UnsupportedAttentionError("--output names the picture, such as length.png")
-    measurements = output.with_suffix(".json")
+    measurements = commands.measurements_of(output)
     if redraw:
         result = read_json_object(measurements)
     else:
@@ -137,11 +133,11 @@ def length(
             write_json(draft, result)
     with replacing(output) as draft:
         draw(result).savefig(draft, dpi=200)
-    cells = []
-    for row in result["measurements"]:
-        errors = ("" if row[key] is None else f"{row[key]:.3f}" for key in ("error", "output_error"))
-        cells.append((row["length"], row["attention"], f"{row['seconds']:.3g}", f"{row['speed_up']:.2f}", *errors))
-    typer.echo(table(("tokens", "attention", "seconds", "times faster", "error", "output error"), cells))
+    columns = {
+        "tokens": "{length}", "attention": "{attention}", "seconds": "{seconds:.3g}", "times faster": "{speed_up:.2f}",
+        "error": "{error:.3f}", "output error": "{output_error:.3f}",
+    }  # fmt: skip
+    commands.show(result["measurements"], columns)
     typer.echo(f"\nWritten: {output}, {measurements}")
 
 

@@ -28,14 +28,14 @@ exact attention, performer 6 and 13 times.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
@@ -163,33 +163,22 @@ def measure(
     return rows
 
 
-def _cells(row: dict[str, Any], with_time: bool) -> list[str]:
-    giga = [f"{row[key] / 1e9:.3f}" for key in Operations._fields]
-    theirs = [f"{row['paper_gflop']:g}", f"{row['paper_fewer']:.2f}x"] if row["paper_gflop"] else ["", ""]
-    ratios = [f"{row['fewer_products']:.2f}x", f"{row['fewer']:.2f}x"]
-    time = [f"{row['times_faster']:.1f}x" if row["times_faster"] else ""] if with_time else []
-    return [row["method"], row["setting"], *giga, *ratios, *theirs, *time]
-
-
 @app.command(epilog="Example: python -m recipes.benchmarks.operations --layer t2t.0 --method kdeformer --budget 98,130")
 def operations_table(
-    layer: Annotated[
-        list[str], typer.Option(metavar="NAME", show_default=False, help=f"{', '.join(LAYERS)}. [default: all]")
-    ] = [],  # noqa: B006 (typer copies it)
+    layer: commands.option(list[str], f"{', '.join(LAYERS)}. [default: all]") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("the paper's and more") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
     budget: commands.numbers_option("Budgets in columns", "128") = [],  # noqa: B006
-    as_one: Annotated[
-        bool, typer.Option("--multiply-adds-as-one/--multiply-adds-as-two", help="Count as in the paper, or as torch.")
-    ] = True,
-    time: Annotated[bool, typer.Option("--time/--no-time", help="Time the methods too.")] = True,
+    as_one: commands.option(
+        bool, "Count as in the paper, or as torch.", "--multiply-adds-as-one/--multiply-adds-as-two"
+    ) = True,
+    time: commands.option(bool, "Time the methods too.", "--time/--no-time") = True,
     rounds: commands.Rounds = 5,
     threads: commands.Threads = 1,
     csv: commands.Csv = None,
 ) -> None:
     """Count and time the attention layers of the paper's two models, by method."""
-    if unknown := [name for name in layer if name not in LAYERS]:
-        raise UnsupportedAttentionError(f"--layer {unknown[0]!r} is not one of {', '.join(LAYERS)}")
+    commands.check_known("--layer", layer, LAYERS)
     commands.check_outputs(csv, None)
     configs, budgets = parse_methods(method or METHODS, setting), parse_lengths(budget) or [128]
     chosen = {name: LAYERS[name] for name in layer or LAYERS}
@@ -199,13 +188,16 @@ def operations_table(
         for one in chosen.values():
             rows += measure(one, configs, budgets, rounds=rounds if time else 0, as_one=as_one, bar=bar)
     commands.write(rows, csv)
-    headers = ["attention", "setting", *Operations._fields, "products, fewer", "all, fewer", "paper", "paper, fewer"]
-    headers += ["times faster"] if time else []
+    columns = {"attention": "{method}", "setting": "{setting}", **{k: f"{{giga_{k}:.3f}}" for k in Operations._fields}}
+    columns |= {"products, fewer": "{fewer_products:.2f}x", "all, fewer": "{fewer:.2f}x", "paper": "{paper_gflop:g}"}
+    columns |= {"paper, fewer": "{paper_fewer:.2f}x"} | ({"times faster": "{times_faster:.1f}x"} if time else {})
+    for row in rows:
+        row |= {f"giga_{key}": row[key] / 1e9 for key in Operations._fields}
     for one in chosen.values():
         typer.echo(
             f"\n{one.title}: {one.queries} x {one.head_dim} queries, {one.keys} keys, values of {one.value_dim}\n"
         )
-        typer.echo(table(headers, [_cells(row, time) for row in rows if row["layer"] == one.title]))
+        commands.show([row for row in rows if row["layer"] == one.title], columns)
         omitted = [
             name for name, c in configs.items() if one.queries != one.keys and not method_info(c.method).rectangular
         ]

@@ -32,25 +32,26 @@ Duration: mostly that of exact attention at the longest length. Expected: no met
 otherwise `--check` exits with status 1. docs/results.md has the table.
 """
 
-import contextlib
+import functools
 import importlib.metadata
 import importlib.util
-import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import main_of, parse_lengths, split_list, table
+from hf_efficient_attn.cli import main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import UNSTEADY, Work, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, get_method
+from recipes.benchmarks import peer_adapters as adapters
+from recipes.benchmarks.peer_adapters import Inputs
 from recipes.common import commands
 from recipes.common.memory import Case, make_inputs, run_once
 
@@ -63,16 +64,6 @@ LENGTHS = (8192, 16384)
 # Some peers need lengths that are a multiple of their windows or chunks.
 MULTIPLE = 512
 CHECKED = 256  # number of queries whose error is measured
-
-
-class Inputs(NamedTuple):
-    """Query, key and value (B, H, N, D), causality, and learned parameters of both sides (tables of projections)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    causal: bool
-    learned: Mapping[str, Tensor]
 
 
 class Peer(NamedTuple):
@@ -102,195 +93,42 @@ class Peer(NamedTuple):
         return f"{self.name} of {self.package}"
 
 
-class _Precomputed(nn.Module):
-    """Replaces a projection and returns its precomputed result, as a copy if the result is modified in place."""
-
-    def __init__(self, result: Tensor, copied: bool = False) -> None:
-        super().__init__()
-        self.result, self.buffer = result, torch.empty_like(result) if copied else None
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.result if self.buffer is None else self.buffer.copy_(self.result)
-
-
-def _merged(x: Tensor) -> Tensor:
-    """Merge the heads: (B, H, N, D) -> (B, N, H * D), the layout of a projection."""
-    return x.transpose(1, 2).flatten(2)
-
-
-def _of_heads(x: Tensor, like: Tensor) -> Tensor:
-    """Split the heads: a view (B, H, N, D) of (B, N, H * D), with the heads of `like`."""
-    return x.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
-
-
-def _linear(ours: MethodConfig, inputs: Inputs, bucket_size: int | None = None) -> Work:
-    from linear_attention_transformer.linear_attention_transformer import causal_linear_attn, linear_attn
-
-    tensors = inputs[:3]
-    if inputs.causal:
-        return lambda: causal_linear_attn(*tensors, bucket_size=bucket_size)
-    return lambda: linear_attn(*tensors)
-
-
-def _linear_chunks(ours: MethodConfig, inputs: Inputs) -> Work:
-    return _linear(ours, inputs, 64)
-
-
-def _linear_tokens(ours: MethodConfig, inputs: Inputs) -> Work:
-    return _linear(ours, inputs, 1)
-
-
-def _performer(ours: hea.PerformerConfig, inputs: Inputs) -> Work:
-    from performer_pytorch.performer_pytorch import FastAttention
-
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints that there is no CUDA
-        layer = FastAttention(inputs.query.shape[3], nb_features=ours.num_features, causal=inputs.causal)
-    return lambda: layer(*inputs[:3])
-
-
-def _nystrom_attention(ours: hea.NystromformerConfig, inputs: Inputs) -> Work:
-    from nystrom_attention.nystrom_attention import NystromAttention
-
-    num_heads, head_dim = inputs.query.shape[1], inputs.query.shape[3]
-    layer = NystromAttention(
-        num_heads * head_dim,
-        dim_head=head_dim,
-        heads=num_heads,
-        num_landmarks=ours.num_landmarks,
-        pinv_iterations=ours.pinv_iterations,
-        residual=False,
-    ).eval()
-    layer.to_qkv, layer.to_out = nn.Identity(), nn.Identity()
-    projected = torch.cat([_merged(x) for x in inputs[:3]], 2)
-    return lambda: _of_heads(layer(projected), inputs.query)
-
-
-def _nystromformer(ours: hea.NystromformerConfig, inputs: Inputs) -> Work:
-    from transformers import NystromformerConfig
-    from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
-
-    _, num_heads, q_len, head_dim = inputs.query.shape
-    config = NystromformerConfig(
-        hidden_size=num_heads * head_dim,
-        num_attention_heads=num_heads,
-        num_landmarks=ours.num_landmarks,
-        segment_means_seq_len=q_len,
-    )
-    layer = NystromformerSelfAttention(config).eval()
-    layer.conv_kernel_size = None
-    projected = [_merged(x) for x in inputs[:3]]
-    layer.query, layer.key, layer.value = map(_Precomputed, projected)
-    return lambda: _of_heads(layer(projected[0])[0], inputs.query)
-
-
-def _linformer(ours: hea.LinformerConfig, inputs: Inputs) -> Work:
-    from linformer.linformer import LinformerSelfAttention
-
-    _, num_heads, q_len, head_dim = inputs.query.shape
-    layer = LinformerSelfAttention(num_heads * head_dim, q_len, k=ours.projection_dim, heads=num_heads).eval()
-    for name in ("key", "value"):
-        table = inputs.learned[f"{name}_projection"].t().contiguous()
-        setattr(layer, f"proj_{name[0]}", nn.Parameter(table, requires_grad=False))
-    projected = [_merged(x) for x in inputs[:3]]
-    layer.to_q, layer.to_k, layer.to_v = map(_Precomputed, projected)
-    layer.to_out = nn.Identity()
-    return lambda: _of_heads(layer(projected[0]), inputs.query)
-
-
-def _longformer(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
-    from transformers import LongformerConfig
-    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
-
-    batch, num_heads, q_len, head_dim = inputs.query.shape
-    config = LongformerConfig(
-        hidden_size=num_heads * head_dim, num_attention_heads=num_heads, attention_window=[2 * ours.window_size]
-    )
-    layer = LongformerSelfAttention(config, 0).eval()
-    # Its projections have the tokens in the first dimension.
-    projected = [_merged(x) for x in inputs[:3]]
-    tokens_first = [x.transpose(0, 1) for x in projected]
-    layer.query = _Precomputed(tokens_first[0], copied=True)
-    layer.key, layer.value = map(_Precomputed, tokens_first[1:])
-    none = torch.zeros(batch, q_len, dtype=torch.bool)
-    options = {"attention_mask": none.float(), "is_index_masked": none, "is_index_global_attn": none}
-    return lambda: _of_heads(layer(projected[0], **options, is_global_attn=False)[0], inputs.query)
-
-
-def _local_attention(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
-    from local_attention import LocalAttention
-
-    layer = LocalAttention(
-        ours.window_size, causal=inputs.causal, look_backward=1, exact_windowsize=True, use_rotary_pos_emb=False
-    ).eval()
-    return lambda: layer(*inputs[:3])
-
-
-def _flex_attention(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    size, q_len = ours.window_size, inputs.query.shape[2]
-
-    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = (query - key).abs() <= size
-        return near & (key <= query) if inputs.causal else near
-
-    mask = create_block_mask(attends, None, None, q_len, q_len, device="cpu")
-    compiled = torch.compile(flex_attention)
-    return lambda: compiled(*inputs[:3], block_mask=mask)
-
-
-def _lsh_attention(ours: hea.ReformerConfig, inputs: Inputs) -> Work:
-    from reformer_pytorch.reformer_pytorch import LSHAttention
-
-    layer = LSHAttention(bucket_size=ours.block_size, n_hashes=ours.num_hashes).eval()
-    query, value = inputs.query.flatten(0, 1), inputs.value.flatten(0, 1)
-    return lambda: layer(query, value)[0].unflatten(0, inputs.query.shape[:2])
-
-
-def _lsh_self_attention(ours: hea.ReformerConfig, inputs: Inputs) -> Work:
-    from transformers import ReformerConfig
-    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
-
-    _, num_heads, q_len, head_dim = inputs.query.shape
-    power = (2 * q_len // ours.block_size).bit_length() - 1
-    config = ReformerConfig(
-        hidden_size=num_heads * head_dim,
-        num_attention_heads=num_heads,
-        attention_head_size=head_dim,
-        lsh_attn_chunk_length=ours.block_size,
-        num_hashes=ours.num_hashes,
-        # Two factors need fewer products. The module chooses them itself for long sequences.
-        num_buckets=[2 ** (power // 2), 2 ** (power - power // 2)],
-        lsh_attention_probs_dropout_prob=0.0,
-    )
-    layer = LSHSelfAttention(config).eval()
-    # The module normalises the keys, but does not scale the products: scale the queries instead.
-    projected = [_merged(x) for x in (inputs.query * head_dim**-0.5, inputs.value)]
-    layer.query_key, layer.value = map(_Precomputed, projected)
-    return lambda: _of_heads(layer(projected[0]).hidden_states, inputs.query)
-
-
 _LINEAR = ("linear-attention-transformer", "linear_attention_transformer")
 _PERFORMER = ("performer-pytorch", "performer_pytorch", "FastAttention")
 _LANDMARKS, _WINDOW = hea.NystromformerConfig(num_landmarks=64), hea.LongformerConfig(window_size=256)
 _CHUNKS = hea.ReformerConfig(block_size=64, num_hashes=2, shared_query_key=True)
 _TABLES = hea.LinformerConfig(projection_dim=256, share="none", init="gaussian")
+_BUCKETS, _TOKENS = (functools.partial(adapters.linear, bucket_size=size) for size in (64, 1))
 BOTH = (False, True)  # bidirectional and causal
 
 PEERS = (
-    Peer(*_LINEAR, "linear_attn", hea.LinearConfig(), _linear, None),
-    Peer(*_LINEAR, "causal_linear_attn (bucket_size=64)", hea.LinearConfig(), _linear_chunks, None, (True,)),
-    Peer(*_LINEAR, "causal_linear_attn (bucket_size=1)", hea.LinearConfig(), _linear_tokens, None, (True,)),
-    Peer(*_PERFORMER, hea.PerformerConfig(num_features=64), _performer, "exact", BOTH),
-    Peer(*_PERFORMER, hea.PerformerConfig(num_features=256), _performer, "exact", BOTH),
-    Peer("nystrom-attention", "nystrom_attention", "NystromAttention", _LANDMARKS, _nystrom_attention, "exact"),
-    Peer("transformers", "transformers", "NystromformerSelfAttention", _LANDMARKS, _nystromformer, "exact"),
-    Peer("linformer", "linformer", "LinformerSelfAttention", _TABLES, _linformer, "projected"),
-    Peer("transformers", "transformers", "LongformerSelfAttention", _WINDOW, _longformer, "window"),
-    Peer("local-attention", "local_attention", "LocalAttention", _WINDOW, _local_attention, "window", BOTH),
-    Peer("torch", "torch", "flex_attention (compiled)", _WINDOW, _flex_attention, "window", BOTH),
-    Peer("reformer-pytorch", "reformer_pytorch", "LSHAttention", _CHUNKS, _lsh_attention, "shared"),
-    Peer("transformers", "transformers", "LSHSelfAttention", _CHUNKS, _lsh_self_attention, "shared"),
+    Peer(*_LINEAR, "linear_attn", hea.LinearConfig(), adapters.linear, None),
+    Peer(
+        *_LINEAR,
+        "causal_linear_attn (bucket_size=64)",
+        hea.LinearConfig(),
+        functools.partial(adapters.linear, bucket_size=64),
+        None,
+        (True,),
+    ),
+    Peer(
+        *_LINEAR,
+        "causal_linear_attn (bucket_size=1)",
+        hea.LinearConfig(),
+        functools.partial(adapters.linear, bucket_size=1),
+        None,
+        (True,),
+    ),
+    Peer(*_PERFORMER, hea.PerformerConfig(num_features=64), adapters.performer, "exact", BOTH),
+    Peer(*_PERFORMER, hea.PerformerConfig(num_features=256), adapters.performer, "exact", BOTH),
+    Peer("nystrom-attention", "nystrom_attention", "NystromAttention", _LANDMARKS, adapters.nystrom_attention, "exact"),
+    Peer("transformers", "transformers", "NystromformerSelfAttention", _LANDMARKS, adapters.nystromformer, "exact"),
+    Peer("linformer", "linformer", "LinformerSelfAttention", _TABLES, adapters.linformer, "projected"),
+    Peer("transformers", "transformers", "LongformerSelfAttention", _WINDOW, adapters.longformer, "window"),
+    Peer("local-attention", "local_attention", "LocalAttention", _WINDOW, adapters.local_attention, "window", BOTH),
+    Peer("torch", "torch", "flex_attention (compiled)", _WINDOW, adapters.flex_attention, "window", BOTH),
+    Peer("reformer-pytorch", "reformer_pytorch", "LSHAttention", _CHUNKS, adapters.lsh_attention, "shared"),
+    Peer("transformers", "transformers", "LSHSelfAttention", _CHUNKS, adapters.lsh_self_attention, "shared"),
 )
 
 
@@ -400,37 +238,6 @@ def draw(rows: Sequence[commands.Row]) -> "Figure":
     return figure
 
 
-def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
-    """Our method must not be slower than any measured peer."""
-    return [
-        commands.Verdict(
-            f"{row['method']}, {row['length']}{', causal' if row['causal'] else ''}: ours / {row['peer']}",
-            row["ours_over_peer"],
-            1.0,
-            True,
-        )
-        for row in rows
-        if row["ours_over_peer"] is not None
-    ]
-
-
-def _format(row: commands.Row) -> tuple[Any, ...]:
-    def cell(key: str, form: str) -> str:
-        return "" if row[key] is None else form.format(row[key])
-
-    return (
-        row["length"],
-        "causal" if row["causal"] else "",
-        row["method"],
-        f"{row['peer']} {row['version']}" if not row["status"] else f"{row['peer']}: {row['status']}",
-        cell("peer_ratio", "{:.1f}x"),
-        cell("our_ratio", "{:.1f}x"),
-        cell("ours_over_peer", "{:.2f}"),
-        cell("peer_error", "{:.3g}"),
-        cell("our_error", "{:.3g}"),
-    )
-
-
 def choose(names: Sequence[str]) -> list[Peer]:
     """The peers with one of these packages, methods or names; all without names."""
     known = [{peer.package, peer.ours.method, peer.name.split()[0]} for peer in PEERS]
@@ -451,17 +258,12 @@ def _settings(lengths: Sequence[int], causal: bool | None) -> list[tuple[int, bo
 @app.command(epilog="Example: python -m recipes.benchmarks.peers --length 4096 --peer longformer,torch --rounds 3")
 def peers(
     length: commands.numbers_option("Tokens", "8192,16384") = [],  # noqa: B006 (typer copies it)
-    peer: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME",
-            show_default=False,
-            help="A package, a module or a method of ours, repeated or separated by commas. [default: all]",
-        ),
-    ] = [],  # noqa: B006
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--bidirectional", help="[default: both; causal at the shortest length]")
-    ] = None,
+    peer: commands.option(
+        list[str], "A package, a module or a method of ours, repeated or separated by commas. [default: all]"
+    ) = [],  # noqa: B006
+    causal: commands.option(
+        bool | None, "[default: both; causal at the shortest length]", "--causal/--bidirectional"
+    ) = None,
     heads: commands.NumHeads = 8,
     width: commands.HeadDim = 64,
     threads: commands.Threads = 2,
@@ -491,15 +293,23 @@ def peers(
             rows, unsteady = rows + found, unsteady or unsteady_now
             bar.update()
     commands.write(rows, csv, plot, draw)
-    headers = (
-        "tokens", "form", "method", "peer", "peer faster", "ours faster", "ours / peer", "peer error", "our error",
-    )  # fmt: skip
-    typer.echo(table(headers, [_format(row) for row in rows]))
+    columns = {
+        "tokens": "{length}", "form": "{form}", "method": "{method}", "peer": "{title}",
+        "peer faster": "{peer_ratio:.1f}x", "ours faster": "{our_ratio:.1f}x", "ours / peer": "{ours_over_peer:.2f}",
+        "peer error": "{peer_error:.3g}", "our error": "{our_error:.3g}",
+    }  # fmt: skip
+    for row in rows:
+        row["form"] = " causal" if row["causal"] else ""
+        row["title"] = f"{row['peer']}: {row['status']}" if row["status"] else f"{row['peer']} {row['version']}"
+    commands.show(rows, columns)
     typer.echo(f"\nTimes faster than exact attention; {sizes}; medians of {rounds} rounds; torch {torch.__version__}")
     if unsteady:
         typer.echo(UNSTEADY)
     if check:
-        commands.conclude(verdicts(rows))
+        # Our method must not be slower than any measured peer.
+        own = [row for row in rows if row["ours_over_peer"] is not None]
+        what = "{method}, {length}{form}: ours / {peer}"
+        commands.conclude(commands.compared(own, what, "ours_over_peer", lambda row: 1.0))
 
 
 if __name__ == "__main__":

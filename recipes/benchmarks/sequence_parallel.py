@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import typer
@@ -186,11 +186,11 @@ def run(
     length: commands.numbers_option("Tokens of all processes together", "8192,65536") = [],  # noqa: B006
     method: commands.methods_option("those with a form of their own") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    processes: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that share a sequence.")] = 8,
-    causal: Annotated[bool, typer.Option("--causal/--bidirectional", help="Causal attention.")] = False,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")] = 1,
+    processes: commands.option(int, "Processes that share a sequence.", min=1) = 8,
+    causal: commands.option(bool, "Causal attention.", "--causal/--bidirectional") = False,
+    batch: commands.option(int, "Batch size.", min=1) = 1,
     heads: commands.NumHeads = 16,
-    kv_heads: Annotated[int, typer.Option(metavar="N", min=0, help="Key heads. 0: as many as heads.")] = 0,
+    kv_heads: commands.option(int, "Key heads. 0: as many as heads.", min=0) = 0,
     width: commands.HeadDim = 64,
     csv: commands.Csv = None,
 ) -> None:

@@ -14,13 +14,12 @@ sequence. There are two models:
   from a fixed vector.
 
 There is no dropout: with dropout, exact attention builds its N x N matrix on a CPU and takes several times as long.
-Memory is the peak of a process that does two steps, minus that of a process that only makes the model.
+Memory is the largest that PyTorch holds during two steps besides the model: gradients, the optimizer's state included.
 """
 
 import enum
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import typer
@@ -33,10 +32,10 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_method
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, use_threads
+from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, peak_of, use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.memory import EXACT, config_of, peak_bytes, run_child
+from recipes.common.memory import EXACT
 from recipes.common.speed_goals import STEP_GOALS
 
 if TYPE_CHECKING:
@@ -127,24 +126,6 @@ def _embedding_loss(config: MethodConfig | None, length: int) -> tuple[PreTraine
     return model, loss
 
 
-def peak_memory(config: MethodConfig | None, case: Case, steps: int) -> int:
-    """Peak bytes of a child process that makes the model and does this number of steps."""
-    described = None if config is None else config.to_dict()
-    return run_child(
-        "recipes.benchmarks.step", "--child", json.dumps({"config": described, "steps": steps, **case._asdict()})
-    )
-
-
-def child(given: Mapping[str, Any]) -> int:
-    """The work of the child process: returns its own peak in bytes."""
-    case = Case(given["length"], Model(given["model"]), given["autocast"], given["threads"])
-    torch.set_num_threads(case.threads)
-    step = make_step(config_of(given["config"]), case)
-    for _ in range(given["steps"]):
-        step()
-    return peak_bytes()
-
-
 def draw(rows: Sequence[commands.Row]) -> "Figure":
     """Plot seconds and memory of a step against length."""
     from matplotlib.figure import Figure
@@ -153,9 +134,7 @@ def draw(rows: Sequence[commands.Row]) -> "Figure":
     keys = [(key, what) for key, what in keys if any(row[key] is not None for row in rows)]
     figure = Figure(figsize=(5.5 * len(keys), 4), layout="constrained")
     for axes, (key, what) in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
-        for label in dict.fromkeys(row["attention"] for row in rows):
-            own = [row for row in rows if row["attention"] == label and row[key] is not None]
-            axes.plot([row["length"] for row in own], [row[key] for row in own], marker="o", label=label)
+        commands.lines(axes, rows, "length", key, "attention")
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=what)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
@@ -167,20 +146,16 @@ def main(
     length: commands.numbers_option("Tokens", "512,2048,8192") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("twelve of them; with --check, those with a goal") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    model: Annotated[Model, typer.Option(help="The model that is trained.")] = Model.encoder,
-    autocast: Annotated[bool, typer.Option("--autocast", help="Train under bfloat16 autocast.")] = False,
+    model: commands.option(Model, "The model that is trained.") = Model.encoder,
+    autocast: commands.option(bool, "Train under bfloat16 autocast.", "--autocast") = False,
     rounds: commands.Rounds = 3,
     threads: commands.Threads = 2,
     memory: commands.Memory = True,
     check: commands.Check = False,
     csv: commands.Csv = None,
     plot: commands.Plot = None,
-    child_: Annotated[str, typer.Option("--child", hidden=True)] = "",
 ) -> None:
     """Measure seconds and peak memory of a training step, and times faster than with exact attention."""
-    if child_:
-        typer.echo(child(json.loads(child_)))
-        return
     if check and (model is not Model.minilm or autocast):
         raise UnsupportedAttentionError("--check: the goals hold for float32 and MiniLM; give --model minilm alone")
     commands.check_outputs(csv, plot)
@@ -195,10 +170,10 @@ def main(
             exact, timed = paired(make_step(None, case), steps, rounds, bar)
             del steps  # frees the models
             for label, timing in {EXACT: exact, **timed}.items():
-                config = configs.get(label)
                 peak = None
                 if memory:
-                    peak = peak_memory(config, case, 2) - peak_memory(config, case, 0)
+                    step = make_step(configs.get(label), case)
+                    peak = peak_of(lambda step=step: [step(), step()])
                     bar.update(label != EXACT)
                 unsteady |= timing.unsteady
                 rows.append(
@@ -218,21 +193,9 @@ def main(
     if unsteady:
         typer.echo(f"\n{UNSTEADY}")
     if check:
-        commands.conclude(verdicts(rows))
-
-
-def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
-    """The measurements that have a goal."""
-    return [
-        commands.Verdict(
-            f"{row['attention']}, {row['length']}: times faster",
-            row["ratio"],
-            STEP_GOALS[row["length"]][row["attention"]],
-            at_least=True,
-        )
-        for row in rows
-        if row["attention"] in STEP_GOALS.get(row["length"], {})
-    ]
+        what = "{attention}, {length}: times faster"
+        goals = commands.compared(rows, what, "ratio", lambda r: STEP_GOALS.get(r["length"], {}).get(r["attention"]))
+        commands.conclude(goals)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ pixels, .750 on the hundred at 512. The crop changes top-1 by up to two hundredt
 pixels, whole pictures resized to squares .783.
 """
 
-import json
 import pathlib
 import statistics
 import time
@@ -60,7 +59,7 @@ from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, load, pick
 from recipes.common.image_models import for_length
-from recipes.common.inputs import MINILM_TOKENS, book_tokens
+from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs
 from recipes.common.retrieval import books, chunks, embed, long_minilm, ranks, similarities, xquad
 
 app = commands.new_app(no_args_is_help=True)
@@ -72,25 +71,6 @@ Budget = commands.numbers_option("Budgets in columns", "64,128,256")
 Method = commands.methods_option("all, both near fields")
 # Pictures (b, 3, P, P) and their classes (b,).
 Batches = Iterable[tuple[Tensor, Tensor]]
-
-
-def photographs(data: pathlib.Path, pixels: int, batch: int = 20) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of pictures (b, 3, pixels, pixels) and classes (b,): 1,000 pictures at 224 pixels, otherwise 100.
-
-    As in the evaluation of DeiT, the shorter side is resized to 8/7 of `pixels` (256 for 224), and the central square
-    is cut out.
-    """
-    name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
-    folder = commands.existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
-    path = commands.existing(data / "images" / name, "photographs")
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
-    # File names begin with WordNet numbers. The class is the rank of the number among the thousand.
-    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
-    pictures, transform = load(str(path))[""], Evaluation(pixels, Norm.of(settings), 224 / 256)
-    for start in range(0, len(pictures), batch):
-        part = range(start, min(start + batch, len(pictures)))
-        classes = torch.tensor([numbers.index(pictures.classes[i]) for i in part])
-        yield torch.stack([transform(pictures.open(i)) for i in part]), classes
 
 
 @torch.inference_mode()
@@ -173,17 +153,12 @@ def search(
     budget: Budget = [],  # noqa: B006 (typer copies it)
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    unit: Annotated[
+    unit: commands.option(
         str | None,
-        typer.Option(
-            metavar="UNIT",
-            help="What is searched: paragraph or article of XQuAD, or book. [default: paragraph; book with --chunks]",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=3, help="Longer texts are cut. [default: 512; 8192 for books]"),
-    ] = None,
+        "What is searched: paragraph or article of XQuAD, or book. [default: paragraph; book with --chunks]",
+        metavar="UNIT",
+    ) = None,
+    tokens: commands.option(int | None, "Longer texts are cut. [default: 512; 8192 for books]", min=3) = None,
     chunk: commands.numbers_option(
         "Tokens of the chunks that texts are also divided into, for exact attention", "none", "--chunks"
     ) = [],  # noqa: B006
@@ -194,8 +169,7 @@ def search(
     commands.check_outputs(csv, None)
     sizes = parse_lengths(chunk)
     unit = unit or ("book" if sizes else "paragraph")
-    if unit not in ("paragraph", "article", "book"):
-        raise UnsupportedAttentionError(f"--unit {unit!r} is not one of paragraph, article, book")
+    commands.check_known("--unit", [unit], ("paragraph", "article", "book"))
     if any(not 3 <= size <= MINILM_TOKENS for size in sizes):
         raise UnsupportedAttentionError(f"--chunks: MiniLM was trained with chunks of 3 to {MINILM_TOKENS} tokens")
     # With chunks, the methods that need no training, with their default budget.
@@ -241,8 +215,8 @@ def states(
     budget: Budget = [],  # noqa: B006 (typer copies it)
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of each book.")] = 8192,
-    inputs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of books.")] = 2,
+    tokens: commands.option(int, "Tokens of each book.", min=2) = 8192,
+    inputs: commands.option(int, "Number of books.", min=1) = 2,
     csv: commands.Csv = None,
 ) -> None:
     """Measure the error of MiniLM's last hidden states on novels, through all of its layers."""
@@ -267,12 +241,9 @@ def states(
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks images --pixels 512 --budget 256")
 def images(
     data: commands.Data = None,
-    pixels: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=32, help="Resolution: 224 for the thousand photographs, others for the 100 originals."
-        ),
-    ] = 224,
+    pixels: commands.option(
+        int, "Resolution: 224 for the thousand photographs, others for the 100 originals.", min=32
+    ) = 224,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
@@ -282,8 +253,7 @@ def images(
     commands.check_outputs(csv, None)
     tokens, data = (pixels // 16) ** 2 + 1, commands.data_folder(data)
     wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, setting, budget)]
-    folder = data / "models" / "deit-tiny-imagenet"
-    batches = list(photographs(data, pixels))
+    folder, batches = deit(data), list(photographs(data, pixels))
     count = sum(len(classes) for _, classes in batches)
     rows = run(
         lambda: ViTForImageClassification.from_pretrained(folder),
@@ -347,15 +317,9 @@ def classify(
     pictures: Annotated[
         str, typer.Argument(metavar="PICTURES", help="Folder, zip file or hub id of pictures with classes.")
     ],
-    split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Split of the pictures. [default: validation, test]")
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Layers to convert, such as t2t.0,0-5. [default: all]")
-    ] = None,
-    count: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of pictures, chosen at random. [default: all]")
-    ] = None,
+    split: commands.option(str | None, "Split of the pictures. [default: validation, test]", metavar="NAME") = None,
+    layers: commands.option(str | None, "Layers to convert, such as t2t.0,0-5. [default: all]", metavar="LIST") = None,
+    count: commands.option(int | None, "Number of pictures, chosen at random. [default: all]", min=1) = None,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006

@@ -23,8 +23,8 @@ Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloa
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import typer
@@ -33,15 +33,15 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.crossover_file import processor_name
-from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, paired, use_threads
+from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, describe, paired, use_threads
 from hf_efficient_attn.io.json import read_json_object, write_json
-from hf_efficient_attn.io.writing import check_picture, replacing
+from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.inputs import minilm_activations
+from recipes.common.inputs import Activation, minilm_activations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,19 +70,6 @@ _MARKERS = "osD^vP*X<>"
 _SMALLEST = 5e-4
 
 
-class Inputs(NamedTuple):
-    """Query, key and value (1, heads, N, head_dim), and the factor of the scores."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-
-    def padded(self, width: int) -> "Inputs":
-        """The same with head dimensions of `width`: further ones are zero."""
-        return Inputs(*(pad(x, (0, width - x.shape[3])) for x in self[:3]), self.scale)
-
-
 class Point(NamedTuple):
     """A method with a setting: a budget in columns or a bound of the error. Without a config exact in bfloat16."""
 
@@ -104,18 +91,21 @@ def exact_bfloat16(query: Tensor, key: Tensor, value: Tensor, scale: float) -> T
     return out
 
 
-def read_inputs(data: pathlib.Path, tokens: int, heads: int) -> Inputs:
+def read_inputs(data: pathlib.Path, tokens: int, heads: int) -> Activation:
     """Heads of every layer of MiniLM, evenly spaced, as the heads of one call."""
     found = minilm_activations(data, 1, tokens)
-    if found[0].query.shape[2] < tokens:
+    _, num_heads, length, dim = found[0].query.shape
+    if length < tokens:
         raise UnsupportedAttentionError(
             f"the first book in {data} has fewer than {tokens} tokens: give a shorter length"
         )
-    every = max(1, found[0].query.shape[1] // heads)
-    tensors = (
-        torch.cat([getattr(one, name)[:, ::every][:, :heads] for one in found], 1) for name in ("query", "key", "value")
-    )
-    return Inputs(*tensors, found[0].scale or found[0].query.shape[3] ** -0.5)
+    tensors = (torch.cat([one[i][:, :: max(1, num_heads // heads)][:, :heads] for one in found], 1) for i in (1, 2, 3))
+    return Activation(0, *tensors, found[0].scale or dim**-0.5)
+
+
+def padded(inputs: Activation, width: int) -> Activation:
+    """The same with head dimensions of `width`: further ones are zero."""
+    return Activation(0, *(pad(x, (0, width - x.shape[3])) for x in inputs[1:4]), inputs.scale)
 
 
 def points(configs: Mapping[str, MethodConfig], budgets: Sequence[int]) -> list[Point]:
@@ -132,29 +122,27 @@ def points(configs: Mapping[str, MethodConfig], budgets: Sequence[int]) -> list[
     return found
 
 
-def call(point: Point, inputs: Inputs) -> Tensor:
+def call(point: Point, inputs: Activation) -> Tensor:
     """The output of a method, or of exact attention in bfloat16."""
     if point.config is None:
-        return exact_bfloat16(*inputs)
-    return hea.attention(point.config, *inputs[:3], scale=inputs.scale)
+        return exact_bfloat16(*inputs[1:])
+    return hea.attention(point.config, *inputs[1:4], scale=inputs.scale)
 
 
 @torch.inference_mode()
 def measure(
-    groups: Sequence[Sequence[Point]], inputs: Inputs, width: int, rounds: int
+    groups: Sequence[Sequence[Point]], inputs: Activation, width: int, rounds: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each group, a method at all of its settings, when they are measured."""
-    wide = inputs.padded(width)
+    wide = padded(inputs, width)
     with tqdm(total=sum(map(len, groups)) * rounds, unit="call", disable=None, leave=False) as bar:
         bar.set_description("exact")
-        truth = hea.analysis.exact_output(*inputs[:3], scale=inputs.scale)
+        truth = hea.analysis.exact_output(*inputs[1:4], scale=inputs.scale)
         for group in groups:
             bar.set_description(group[0].method)
             errors = [hea.analysis.relative_error(call(point, inputs), truth).operator.mean().item() for point in group]
-            works: dict[str, Callable[[], Any]] = {
-                point.setting: functools.partial(call, point, wide) for point in group
-            }
-            exact = functools.partial(scaled_dot_product_attention, *wide[:3], scale=wide.scale)
+            works = {point.setting: functools.partial(call, point, wide) for point in group}
+            exact = functools.partial(scaled_dot_product_attention, *wide[1:4], scale=wide.scale)
             timings = paired(exact, works, rounds, bar)[1]
             yield [
                 {"method": point.method, "setting": point.setting, "error": error, **timings[point.setting]._asdict()}
@@ -206,23 +194,26 @@ def _heights(rows: Sequence[commands.Row]) -> list[float]:
 
 
 def _machine(about: Mapping[str, Any]) -> str:
-    threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
-    return f"{about['cpu']}, {threads}, torch {about['torch']}"
+    return f"{describe({'device': 'cpu', 'dtype': 'float32', **about})}, torch {about['torch']}"
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the table in Markdown: the methods in their order, each from the smallest budget to the largest."""
     rows, about = result["rows"], result["about"]
     best = frontier(rows)
-    cells = [
-        (
-            row["method"], row["setting"], f"{row['ratio']:.2g}", f"{row['ratio_min']:.2g}..{row['ratio_max']:.2g}",
-            f"{row['error']:.2g}" if row["error"] < 0.01 else f"{row['error']:.3f}", "yes" if row in best else "",
-        )
+    words = [
+        {
+            "best": "yes" if row in best else "",
+            "off": f"{row['error']:.2g}" if row["error"] < 0.01 else f"{row['error']:.3f}",
+            **row,
+        }
         for row in rows
-    ]  # fmt: skip
-    headers = ("attention", "columns or bound", "times faster", "min..max", "error", "on the frontier")
-    typer.echo(table(headers, cells))
+    ]
+    columns = {
+        "attention": "{method}", "columns or bound": "{setting}", "times faster": "{ratio:.2g}",
+        "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{off}", "on the frontier": "{best}",
+    }  # fmt: skip
+    commands.show(words, columns)
     typer.echo(
         f"\n{about['tokens']:,} tokens, {about['heads']} of the heads of each layer, times with a head dimension of "
         f"{about['width']}, median of rounds: {about['rounds']}. {_machine(about)}."
@@ -251,28 +242,23 @@ def earlier(path: pathlib.Path, about: Mapping[str, Any]) -> list[dict[str, Any]
     epilog="Example: python -m recipes.benchmarks.tradeoff --tokens 4096 --method nearfar --output tradeoff.png"
 )
 def tradeoff(
-    output: Annotated[
-        pathlib.Path, typer.Option(metavar="FILE", help="The picture; the measurements go to a .json file beside it.")
-    ],
+    output: commands.option(
+        pathlib.Path, "The picture; the measurements go to a .json file beside it.", metavar="FILE"
+    ),
     data: commands.Data = None,
-    tokens: Annotated[int, typer.Option(metavar="N", min=512, help="Tokens of the text.")] = 16384,
+    tokens: commands.option(int, "Tokens of the text.", min=512) = 16384,
     budget: commands.numbers_option("Budgets in columns", "64,128,256,512,1024") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("all, both near fields of kdeformer and hyperattention") = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
-    heads: Annotated[int, typer.Option(metavar="N", min=1, max=12, help="Heads of each layer.")] = 1,
-    width: Annotated[
-        int, typer.Option(metavar="N", min=32, help="Head dimension of the inputs whose time is measured.")
-    ] = 64,
+    heads: commands.option(int, "Heads of each layer.", min=1, max=12) = 1,
+    width: commands.option(int, "Head dimension of the inputs whose time is measured.", min=32) = 64,
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 3,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what an interrupted run has measured.")] = False,
-    redraw: Annotated[bool, typer.Option("--redraw", help="Draw the measurements of an earlier run again.")] = False,
+    resume: commands.option(bool, "Keep what an interrupted run has measured.", "--resume") = False,
+    redraw: commands.option(bool, "Draw the measurements of an earlier run again.", "--redraw") = False,
 ) -> None:
     """Measure and draw the error of the methods against their speed on a long text, at several budgets."""
-    check_picture(output)
-    if output.suffix == ".json":
-        raise UnsupportedAttentionError("--output names the picture, such as tradeoff.png")
-    measurements = output.with_suffix(".json")
+    measurements = commands.measurements_of(output)
     if redraw:
         result = read_json_object(measurements)
     else:

@@ -28,6 +28,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_layers, parse_methods
 from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.io.writing import check_picture
+from hf_efficient_attn.methods import MethodConfig
 from recipes.common.reporting import METRICS, PICTURE
 
 STATE = "trainer_state.json"
@@ -42,6 +43,11 @@ def option(help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> An
         **metadata: further arguments of `ArgumentParser.add_argument`.
     """
     return field(default=default, metadata={"help": help, **metadata})
+
+
+def several(help: str, metavar: str = "PATH") -> dict[str, Any]:
+    """The arguments of `dataclasses.field` for an option with several values, which can be repeated."""
+    return {"default_factory": list, "metadata": {"help": help, "metavar": metavar, "action": "extend"}}
 
 
 @dataclass
@@ -61,23 +67,18 @@ class AttentionArguments:
         "Default: that of the checkpoint.",
         default=None,
     )
-    set: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Hyperparameters of --attention or --preset.", "metavar": "KEY=VALUE", "action": "extend"},
-    )
+    set: list[str] = field(**several("Hyperparameters of --attention or --preset.", "KEY=VALUE"))
     layers: str | None = option(
         "Layers to convert, such as 0-5,8 or encoder; the others stay exact. Default: all.", default=None
     )
     stages: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for "
-            "the last stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0. With "
-            "distill=N among the keys, the stage's new learned parameters first imitate the attention before it, for N "
-            "steps on batches of the training set.",
-            "metavar": "STAGE",
-            "action": "extend",
-        },
+        **several(
+            "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for the last "
+            "stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0. With distill=N among "
+            "the keys, the stage's new learned parameters first imitate the attention before it, for N steps on "
+            "batches of the training set.",
+            "STAGE",
+        )
     )
     preset: str | None = option(
         "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ...", default=None
@@ -117,7 +118,7 @@ class AttentionArguments:
             configs = list(parse_methods([self.attention], self.set).values())
             if len(configs) != 1:
                 raise ValueError(f"--attention takes one method, not {self.attention!r}; use --stages for several")
-            return configs[0], layers
+            return self.adapted(configs[0], layers)
         known = ["eager", *transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()]
         if self.attention not in known:
             raise hea.UnsupportedAttentionError(
@@ -142,15 +143,19 @@ class AttentionArguments:
             schedule = hea.uptraining_preset(self.preset, **variant, **dict(map(_pair, self.set)))
         else:
             return None
-        return schedule if total_steps is None else hea.UptrainingSchedule(schedule.stages, total_steps=total_steps)
+        stages = []
+        for stage in schedule.stages:
+            if stage.settings is not None and len(stage.settings.entries) == 1:
+                entry = stage.settings.entries[0]
+                config, layers = self.adapted(entry.config, entry.layers)
+                if config is not entry.config or layers is not entry.layers:
+                    stage = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
+            stages.append(stage)
+        return hea.UptrainingSchedule(stages, schedule.total_steps if total_steps is None else total_steps)
 
-    def label(self) -> str:
-        """A short description for tables."""
-        if self.stages:
-            return " ".join(self.stages)
-        if self.preset:
-            return f"preset {self.preset}" + (f" {self.variant}" if self.variant else "")
-        return " ".join([self.attention or "that of the checkpoint", *self.set])
+    def adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
+        """The method and the layers of --attention or of a stage, as the model of a recipe needs them."""
+        return config, layers
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -341,12 +346,7 @@ def prepare_output(
         ValueError: the folder is not empty or is a file, or processes that were started together are not connected.
         UnsupportedAttentionError: matplotlib is missing.
     """
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if state.num_processes != started:
-        raise ValueError(
-            f"{started} processes were started, but they are not connected and each would train its own model: start "
-            "them with 'accelerate launch --config_file recipes/configs/...'"
-        )
+    check_connected(state.num_processes)
     folder = pathlib.Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file: give a folder")
@@ -363,6 +363,16 @@ def prepare_output(
         for old in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             shutil.rmtree(old, ignore_errors=True)
     state.wait_for_everyone()
+
+
+def check_connected(processes: int) -> None:
+    """Raise ValueError if processes were started together, but do not know of each other."""
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if processes != started:
+        raise ValueError(
+            f"{started} processes were started, but they are not connected and each would train its own model: start "
+            "them with 'accelerate launch --config_file recipes/configs/...'"
+        )
 
 
 def main_of(run: Callable[[], None]) -> None:

@@ -3,7 +3,8 @@
 import csv
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -40,6 +41,7 @@ METHODS = (
     "flurka_eva",
 )
 
+_PARSER = string.Formatter()
 Row = Mapping[str, Any]  # one line of a table or CSV file
 
 Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit with status 1 if one is missed.")]
@@ -54,7 +56,7 @@ AnyThreads = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of paired measurements.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")]
-Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory in child processes.")]
+Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
 Scale = Annotated[
     float | None, typer.Option(metavar="X", help="Factor of the attention scores. [default: 1 / sqrt(head dimension)]")
 ]
@@ -62,16 +64,31 @@ NumHeads = Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Numb
 HeadDim = Annotated[int, typer.Option("--width", metavar="N", min=1, help="Dimension of a head.")]
 
 
+_METAVARS = {int: "N", float: "X", list[str]: "NAME", int | None: "N", float | None: "X"}
+
+
+def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
+    """The type of an option. Numbers are shown as N and X, and the default of a list is part of its help text.
+
+    Args:
+        kind: type of the values.
+        help: help text.
+        *names: names, if not that of the parameter.
+        **settings: further arguments of `typer.Option`.
+    """
+    usual: dict[str, Any] = {"metavar": _METAVARS[kind]} if kind in _METAVARS else {}
+    usual |= {"show_default": False} if kind == list[str] else {}
+    return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
+
+
 def methods_option(default: str, *names: str) -> Any:
     """The type of an option that lists methods; `default` describes the default in the help text."""
-    text = f"NAME or NAME:key=value, repeated or separated by commas. [default: {default}]"
-    return Annotated[list[str], typer.Option(*names, metavar="NAME", show_default=False, help=text)]
+    return option(list[str], f"NAME or NAME:key=value, repeated or separated by commas. [default: {default}]", *names)
 
 
 def numbers_option(what: str, default: str, *names: str) -> Any:
     """The type of an option that lists numbers; `what` and `default` describe them in the help text."""
-    text = f"{what}, repeated or separated by commas. [default: {default}]"
-    return Annotated[list[str], typer.Option(*names, metavar="N", show_default=False, help=text)]
+    return option(list[str], f"{what}, repeated or separated by commas. [default: {default}]", *names, metavar="N")
 
 
 def new_app(**options: Any) -> typer.Typer:
@@ -95,6 +112,13 @@ def existing(path: pathlib.Path, what: str) -> pathlib.Path:
     return path
 
 
+def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise UnsupportedAttentionError if a name that is given with an option is not one of the known ones."""
+    for name in given:
+        if name not in known:
+            raise UnsupportedAttentionError(f"{option} {name!r} is not one of {', '.join(known)}")
+
+
 class Verdict(NamedTuple):
     """A measured value next to its goal, which is a lower bound if `at_least` and an upper bound otherwise."""
 
@@ -107,6 +131,22 @@ class Verdict(NamedTuple):
     def reached(self) -> bool:
         """Whether the goal is reached."""
         return self.figure >= self.goal if self.at_least else self.figure <= self.goal
+
+
+def measurements_of(picture: pathlib.Path) -> pathlib.Path:
+    """The .json file beside a picture. Both are checked to be writable."""
+    check_picture(picture)
+    if picture.suffix == ".json":
+        raise UnsupportedAttentionError("--output names the picture, such as picture.png")
+    return picture.with_suffix(".json")
+
+
+def compared(
+    rows: Iterable[Row], what: str, figure: str, goal_of: Callable[[Row], float | None], at_least: bool = True
+) -> list[Verdict]:
+    """The figure of every row that has a goal next to it; `what` is a template for `str.format_map`."""
+    goals = [(row, goal_of(row)) for row in rows]
+    return [Verdict(what.format_map(row), row[figure], goal, at_least) for row, goal in goals if goal is not None]
 
 
 def check_outputs(csv_path: pathlib.Path | None, plot: pathlib.Path | None) -> None:
@@ -129,6 +169,22 @@ def write(
     if plot is not None and draw is not None:
         with replacing(plot) as draft:
             draw(rows).savefig(draft, dpi=150)
+
+
+def show(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
+    """Print a table of rows.
+
+    Args:
+        rows: the rows.
+        columns: for each header a template, such as "{seconds:.3g} s", that `str.format_map` fills from a row. The cell
+            is empty if a value of the template is None.
+    """
+    needed = {header: [name for _, name, _, _ in _PARSER.parse(text) if name] for header, text in columns.items()}
+    cells = [
+        ["" if any(row[name] is None for name in needed[h]) else text.format_map(row) for h, text in columns.items()]
+        for row in rows
+    ]
+    typer.echo(table(list(columns), cells))
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -166,6 +222,13 @@ def curves(axes: "Axes", rows: Sequence[Row], key: str, name: str) -> None:
         axes.set_xscale("log")
         label_ticks(axes, ticks)
     axes.set(xlabel=name, ylabel="relative error (operator norm)")
+
+
+def lines(axes: "Axes", rows: Sequence[Row], x: str, y: str, label: str) -> None:
+    """Plot row[y] against row[x], one line for each row[label]; rows whose value is None are left out."""
+    for name in dict.fromkeys(row[label] for row in rows):
+        own = [row for row in rows if row[label] == name and row[y] is not None]
+        axes.plot([row[x] for row in own], [row[y] for row in own], marker="o", label=name)
 
 
 def label_ticks(axes: "Axes", ticks: Sequence[int]) -> None:

@@ -18,9 +18,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
 from recipes.common.arguments import AttentionArguments, option
@@ -192,47 +190,26 @@ def for_length(config: MethodConfig, tokens: int) -> MethodConfig:
     return dataclasses.replace(config, max_length=tokens) if hasattr(config, "max_length") else config
 
 
-class SizedAttention:
-    """AttentionArguments whose methods get learned tables for a given number of tokens, if they have tables.
+@dataclass
+class SizedAttention(AttentionArguments):
+    """AttentionArguments whose methods get learned tables for the number of tokens of a picture, if they have tables.
 
-    The config of a model does not show the number of tokens at another resolution than its own.
-
-    Args:
-        attention: the options.
-        tokens: number of tokens; None to leave the methods unchanged.
+    The config of a model does not show the number of tokens at another resolution than its own. `tokens` is set when
+    the model is loaded; None leaves the methods unchanged.
     """
 
-    def __init__(self, attention: AttentionArguments, tokens: int | None) -> None:
-        self.attention, self.tokens = attention, tokens
+    def __post_init__(self) -> None:
+        self.tokens: int | None = None
+        super().__post_init__()
 
-    def method(self) -> tuple[Any, list[int] | None] | None:
-        """Like `AttentionArguments.method`."""
-        found = self.attention.method()
-        return found and (self.sized(found[0]), found[1])
-
-    def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
-        """Like `AttentionArguments.schedule`."""
-        found = self.attention.schedule(total_steps)
-        if found is None:
-            return None
-        stages = []
-        for stage in found.stages:
-            if stage.settings is not None and len(stage.settings.entries) == 1:
-                entry = stage.settings.entries[0]
-                stage = dataclasses.replace(
-                    stage, settings=EfficientAttentionConfig(self.sized(entry.config), None, entry.layers)
-                )
-            stages.append(stage)
-        return hea.UptrainingSchedule(stages, found.total_steps)
-
-    def sized(self, method: MethodConfig | str) -> MethodConfig | str:
+    def adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
         """The config with tables of the right length. Raises ValueError if its own `max_length` is too small."""
-        if not isinstance(method, MethodConfig) or self.tokens is None:
-            return method
-        given = getattr(method, "max_length", 0)
-        if 0 < given < self.tokens:
-            raise ValueError(f"{method.method}: max_length={given}, but a picture has {self.tokens} tokens")
-        return method if given else for_length(method, self.tokens)
+        given = getattr(config, "max_length", 0)
+        if self.tokens is None or given >= self.tokens:
+            return config, layers
+        if given:
+            raise ValueError(f"{config.method}: max_length={given}, but a picture has {self.tokens} tokens")
+        return for_length(config, self.tokens), layers
 
 
 @torch.no_grad()

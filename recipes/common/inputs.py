@@ -1,39 +1,35 @@
 """Real inputs of the benchmarks and analyses: activations of pretrained models, word vectors, questions and texts."""
 
 import gzip
-import importlib.util
 import json
 import pathlib
 import statistics
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModel,
-    AutoTokenizer,
-    BertModel,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ViTForImageClassification,
-)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer, BertModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.io.text import read_text
 from recipes.common.commands import existing
-from recipes.common.data.image_tensors import Norm, centre_square, to_tensor
-from recipes.common.data.images import decode
+from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
+from recipes.common.data.images import load
 
 MINILM_TOKENS = 512  # the sequence length that MiniLM was trained with
+# Characters before the text of a book: title page and contents.
+FRONT_MATTER = 9000
+SOURCES = ("books", "xquad", "photographs", "gpt2")
+_INPUTS, _PATCH = 6, 16
+
+# The batches of a source with a number of tokens.
+Load = Callable[[int], Iterator[Mapping[str, Any]]]
 
 
 class Activation(NamedTuple):
@@ -46,49 +42,31 @@ class Activation(NamedTuple):
     scale: float | None
 
 
-def capture(load: Callable[[str], nn.Module], forward: Callable[[nn.Module], Any]) -> list[Activation]:
-    """Record the inputs of every attention layer while a model runs with exact attention.
-
-    Args:
-        load: takes the name of an attention implementation and returns a model that uses it.
-        forward: runs the model once.
-    """
+@torch.inference_mode()
+def capture(model: nn.Module, inputs: Mapping[str, Any]) -> list[Activation]:
+    """The inputs of every attention layer while a model runs once with exact attention."""
     found: list[Activation] = []
-
-    def recording_attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        **rest: Any,
-    ) -> tuple[Tensor, None]:
-        found.append(Activation(len(found), query, key, value, scaling))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
-
-    name = "recipes_capture"
-    AttentionInterface.register(name, recording_attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    with torch.inference_mode(), no_progress_bar():
-        forward(load(name).eval())
+    with capture_attention(
+        model, lambda call: found.append(Activation(len(found), call.query, call.key, call.value, call.scale))
+    ):
+        forward(model, inputs)
     return found
+
+
+def book_paths(data: pathlib.Path, count: int | None = None) -> list[pathlib.Path]:
+    """The files of the first `count` books; None for all. Raises UnsupportedAttentionError if there are none."""
+    folder = existing(data / "text" / "books", "books")
+    books = sorted(folder.glob("*.txt.gz"))
+    if not books:
+        raise UnsupportedAttentionError(f"no books in {folder}: the folder must hold *.txt.gz files")
+    return books[:count]
 
 
 def book_tokens(data: pathlib.Path, count: int, length: int) -> list[Tensor]:
     """The tokens (1, `length`) of MiniLM's tokenizer from each of `count` books."""
-    books = sorted(existing(data / "text" / "books", "books").glob("*.txt.gz"))
-    if not books:
-        raise UnsupportedAttentionError(f"no books in {data / 'text' / 'books'}: the folder must hold *.txt.gz files")
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    found = []
-    for book in books[:count]:
-        # Skip the title page and the table of contents.
-        with gzip.open(book, "rt", encoding="utf-8") as file:
-            text = file.read()[9000 : 9000 + 40 * length]
-        found.append(tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"])
-    return found
+    texts = [read_text(book)[FRONT_MATTER : FRONT_MATTER + 40 * length] for book in book_paths(data, count)]
+    return [tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"] for text in texts]
 
 
 def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKENS) -> list[Activation]:
@@ -97,56 +75,94 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKE
     Longer sequences than the 512 tokens that MiniLM was trained with are made of windows of 512 tokens: each window is
     run on its own, and the queries, keys and values are concatenated.
     """
-    found = []
-    for ids in book_tokens(data, count, length):
-        windows = [
-            capture(
-                lambda name: BertModel.from_pretrained(minilm_folder(), attn_implementation=name),
-                lambda model, part=part: model(input_ids=part),
-            )
-            for part in ids.split(MINILM_TOKENS, 1)
-        ]
+    texts, found = book_tokens(data, count, length), []
+    with no_progress_bar():
+        model = BertModel.from_pretrained(minilm_folder()).eval()
+    for ids in texts:
+        windows = [capture(model, {"input_ids": part}) for part in ids.split(MINILM_TOKENS, 1)]
         for layers in zip(*windows, strict=True):
             tensors = (torch.cat([getattr(w, name) for w in layers], 2) for name in ("query", "key", "value"))
             found.append(Activation(layers[0].layer, *tensors, layers[0].scale))
     return found
 
 
+def deit(data: pathlib.Path) -> pathlib.Path:
+    """The folder of DeiT-tiny."""
+    return existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+
+
+def photographs(
+    data: pathlib.Path, pixels: int, batch: int = 20, crop: float = 224 / 256
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of pictures (b, 3, pixels, pixels) and classes (b,): 1,000 pictures at 224 pixels, otherwise 100.
+
+    The central square with `crop` of the shorter side is resized. As in the evaluation of DeiT, the shorter side is by
+    default 8/7 of `pixels` (256 for 224).
+    """
+    name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
+    folder, path = deit(data), existing(data / "images" / name, "photographs")
+    # File names begin with WordNet numbers. The class is the rank of the number among the thousand.
+    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
+    pictures = load(str(path))[""]
+    transform = Evaluation(pixels, Norm.of(preprocessor_settings(str(folder))), crop)
+    for start in range(0, len(pictures), batch):
+        part = range(start, min(start + batch, len(pictures)))
+        classes = torch.tensor([numbers.index(pictures.classes[i]) for i in part])
+        yield torch.stack([transform(pictures.open(i)) for i in part]), classes
+
+
 def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[Activation]:
     """Activations of DeiT-tiny on `count` photographs of `pixels` x `pixels`, which have (pixels / 16)^2 + 1 tokens."""
-    folder = existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
-    images = existing(data / "images" / "imagenet1k-sample-original-100.zip", "photographs")
-    if importlib.util.find_spec("PIL") is None:
-        raise UnsupportedAttentionError("reading photographs needs Pillow: pip install pillow")
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
-    with zipfile.ZipFile(images) as archive:
-        names = sorted(name for name in archive.namelist() if name.lower().endswith((".jpg", ".jpeg")))
-        batches = [
-            photograph(archive, name, pixels, settings) for name in names[:: max(1, len(names) // count)][:count]
-        ]
-    found = []
-    for batch in batches:
-        found += capture(
-            lambda name: ViTForImageClassification.from_pretrained(folder, attn_implementation=name),
-            lambda model, batch=batch: model(pixel_values=batch, interpolate_pos_encoding=True),
-        )
+    folder, path = deit(data), existing(data / "images" / "imagenet1k-sample-original-100.zip", "photographs")
+    pictures, norm = load(str(path))[""], Norm.of(preprocessor_settings(str(folder)))
+    with no_progress_bar():
+        model, found = AutoModelForImageClassification.from_pretrained(folder).eval(), []
+    for i in range(0, len(pictures), max(1, len(pictures) // count))[:count]:
+        batch = Evaluation(pixels, norm, 1.0)(pictures.open(i))[None]
+        found += capture(model, {"pixel_values": batch, "interpolate_pos_encoding": True})
     return found
 
 
-def photograph(
-    archive: zipfile.ZipFile, name: str, pixels: int, settings: Mapping[str, Any], crop: float = 1.0
-) -> Tensor:
-    """The central square of a photograph, resized and normalised: (1, 3, pixels, pixels).
+def open_source(source: str, data: pathlib.Path, longest: int) -> tuple[nn.Module, Load]:
+    """The model of a source, and a function that returns its inputs.
 
     Args:
-        archive: zip file of photographs.
-        name: name of the photograph in the archive.
-        pixels: side of the result.
-        settings: contents of `preprocessor_config.json`.
-        crop: side of the square, as a share of the shorter side of the photograph.
+        source: one of `SOURCES`: novels or XQuAD in MiniLM, photographs in DeiT-tiny, or novels in GPT-2.
+        data: the data folder.
+        longest: the largest number of tokens that is asked for.
     """
-    square = centre_square(decode(archive.read(name)), pixels, crop, settings["resample"])
-    return to_tensor(square, Norm.of(settings))[None]
+    if source == "photographs":
+
+        def load_photographs(tokens: int) -> Iterator[Mapping[str, Any]]:
+            pictures, _ = next(photographs(data, _PATCH * round(tokens**0.5), batch=_INPUTS))
+            for picture in pictures.split(1):
+                yield {"pixel_values": picture, "interpolate_pos_encoding": True}
+
+        with no_progress_bar():
+            return AutoModelForImageClassification.from_pretrained(deit(data)).eval(), load_photographs
+    model, tokenizer = text_model("gpt2" if source == "gpt2" else "minilm", data)
+    if source != "gpt2" and longest > MINILM_TOKENS:
+        hea.extend_positions(model, longest)
+    if source == "xquad":
+        articles = squad_texts(data, "article")
+        texts = [" ".join(articles[i::_INPUTS]) for i in range(_INPUTS)]
+    else:
+        texts = [read_text(book)[-8 * longest :] for book in book_paths(data, _INPUTS)]
+
+    def load_texts(tokens: int) -> Iterator[Mapping[str, Any]]:
+        for text in texts:
+            ids = tokenizer(text[: 16 * tokens], truncation=True, max_length=tokens, return_tensors="pt")["input_ids"]
+            if ids.shape[1] == tokens:
+                yield {"input_ids": ids}
+
+    return model, load_texts
+
+
+def text_model(name: str, data: pathlib.Path) -> tuple[Any, Any]:
+    """Model and tokenizer of "minilm" (a BERT) or "gpt2" (the GPT-2 in `models/gpt2-books`)."""
+    folder = minilm_folder() if name == "minilm" else existing(data / "models" / "gpt2-books", "GPT-2")
+    with no_progress_bar():
+        return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def exact_outputs(activations: Sequence[Activation], causal: bool = False) -> list[Tensor]:
@@ -200,24 +216,3 @@ def squad_texts(data: pathlib.Path, unit: str) -> list[str]:
     """The paragraphs of SQuAD if `unit` is "paragraph", or the joined paragraphs of each article if it is "article"."""
     found = [[paragraph["context"] for paragraph in article] for article in xquad_articles(data)]
     return [text for texts in found for text in texts] if unit == "paragraph" else [" ".join(texts) for texts in found]
-
-
-def load_text_model(name: str, data: pathlib.Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
-    """Model, tokenizer and longest sequence of "minilm" (a BERT) or "gpt2" (the GPT-2 in `models/gpt2-books`)."""
-    folder = minilm_folder() if name == "minilm" else existing(data / "models" / "gpt2-books", "GPT-2")
-    with no_progress_bar():
-        return AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), MINILM_TOKENS
-
-
-def text_activations(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int, texts: list[str], shortest: int
-) -> Iterator[list[Activation] | None]:
-    """Activations of every layer on each text, cut to `longest` tokens; None for a text shorter than `shortest`."""
-
-    def load(implementation: str) -> PreTrainedModel:
-        model.set_attn_implementation(implementation)
-        return model
-
-    for text in texts:
-        ids = tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"]
-        yield None if ids.shape[1] < shortest else capture(load, lambda loaded, ids=ids: loaded(input_ids=ids))

@@ -1,40 +1,29 @@
-"""Shared code of mlm.py and clm.py: options, model and tokenizer, windows of text, token losses and evaluation."""
+"""Shared code of mlm.py and clm.py: windows of text, token losses, and evaluation."""
 
-import ast
 import dataclasses
 import math
-import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
     EvalPrediction,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
 )
 from transformers.utils import ModelOutput
 
-import hf_efficient_attn as hea
-from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.evaluation.data import max_positions
 from recipes.common import training
-from recipes.common.arguments import RecipeArguments, check_counts, option
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, several
 from recipes.common.data import text
+from recipes.common.language_models import Kind, ModelArguments, load_model, load_tokenizer
 
 DEFAULT_BLOCK = 1024  # the default --block_size of a model that takes more tokens
 
@@ -50,18 +39,12 @@ class TextArguments:
     _argument_group_name = "text"
 
     text: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Files (.txt or .jsonl, optionally .gz; others are read as plain text) or folders of such files. A "
-            "text file is one document, unless --document_separator splits it. A line of .jsonl is one document.",
-            "metavar": "PATH",
-            "action": "extend",
-        },
+        **several(
+            "Files (.txt or .jsonl, optionally .gz; others are read as plain text) or folders of such files. A text "
+            "file is one document, unless --document_separator splits it. A line of .jsonl is one document."
+        )
     )
-    eval_text: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Text to evaluate on. Default: --eval_share.", "metavar": "PATH", "action": "extend"},
-    )
+    eval_text: list[str] = field(**several("Text to evaluate on. Default: --eval_share."))
     dataset: str | None = option("A hub data set instead of --text. Each of its rows is one document.", default=None)
     dataset_config: str | None = option("Configuration of --dataset.", default=None)
     train_split: str = option("Split of --dataset to train on.", default="train")
@@ -93,63 +76,6 @@ class TextArguments:
             self.document_separator = self.document_separator.replace("\\n", "\n")
             if not self.document_separator:
                 raise ValueError("--document_separator is empty")
-
-
-@dataclass
-class ModelArguments:
-    """The model and the tokenizer, pretrained or from scratch.
-
-    Raises:
-        ValueError: options are missing or contradict each other.
-    """
-
-    _argument_group_name = "model"
-
-    model: str | None = option("A pretrained model: folder or hub id.", default=None, aliases=["--model_name_or_path"])
-    model_type: str | None = option("Type of a new model instead, such as gpt2, llama, bert, roberta.", default=None)
-    config_overrides: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Changes of the model's config, such as hidden_size=256 num_hidden_layers=4.",
-            "metavar": "KEY=VALUE",
-            "action": "extend",
-        },
-    )
-    tokenizer: str | None = option("Folder or hub id. Default: the model's.", default=None)
-    train_tokenizer: int | None = option(
-        "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", default=None, metavar="SIZE"
-    )
-    extend_positions: int | None = option(
-        "Extend the model's learned positions to N tokens, by tiling.", default=None, metavar="N"
-    )
-
-    def __post_init__(self) -> None:
-        if bool(self.model) == bool(self.model_type):
-            raise ValueError(
-                "give a pretrained --model"
-                + (" or a new --model_type, not both" if self.model else " or a new --model_type")
-            )
-        if self.tokenizer and self.train_tokenizer:
-            raise ValueError("--tokenizer and --train_tokenizer exclude each other: give only one of them")
-        if self.model and self.train_tokenizer:
-            raise ValueError("--train_tokenizer needs a new --model_type: a pretrained --model has its own tokens")
-        if self.model_type and not (self.tokenizer or self.train_tokenizer):
-            raise ValueError("a new model needs a tokenizer: give --tokenizer FOLDER_OR_ID or --train_tokenizer SIZE")
-
-
-def overrides(entries: Sequence[str]) -> dict[str, Any]:
-    """Parse key=value entries. Values are Python numbers, booleans, None or lists, or otherwise text."""
-    found = {}
-    for entry in entries:
-        key, equals, value = entry.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"--config_overrides {entry!r} must have the form key=value")
-        named = {"true": True, "false": False, "none": None}
-        try:
-            found[key] = named[value.lower()] if value.lower() in named else ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            found[key] = value
-    return found
 
 
 def load_texts(arguments: TextArguments, args: RecipeArguments) -> tuple[list[str], list[str] | None]:
@@ -186,124 +112,13 @@ def documents(arguments: TextArguments, *, evaluation: bool) -> list[str] | None
     return found
 
 
-def load_tokenizer(
-    arguments: ModelArguments, args: RecipeArguments, texts: Sequence[str], *, masked: bool
-) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, or train one once and save it in the output folder."""
-    if not arguments.train_tokenizer:
-        return AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model)
-    folder = pathlib.Path(args.output_dir)
-    with args.main_process_first(desc="training the tokenizer"):
-        exists = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
-        if args.local_process_index == 0 and not exists:
-            train_tokenizer(texts, arguments.train_tokenizer, masked=masked).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def train_tokenizer(texts: Iterable[str], size: int, *, masked: bool) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer.
-
-    Args:
-        texts: the text.
-        size: number of tokens.
-        masked: use BERT's special tokens instead of <|endoftext|>.
-
-    Raises:
-        ValueError: `size` is too small for the bytes and the special tokens.
-    """
-    special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"] if masked else ["<|endoftext|>"]
-    least = 256 + len(special)
-    if size < least:
-        raise ValueError(f"--train_tokenizer {size}: a byte-level vocabulary needs at least {least} tokens")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if not masked:
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[0])
-    ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
-    names = {f"{token[1:-1].lower()}_token": token for token in special}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, masked: bool) -> PreTrainedModel:
-    """Load the pretrained model or make a new one, and extend its positions if requested.
-
-    The tokenizer's `model_max_length` is set to the new number of positions.
-
-    Raises:
-        ValueError: the type or a config entry is unknown, the model is of the wrong kind, or the tokenizer has more
-            tokens than the model.
-        UnsupportedAttentionError: the positions cannot be extended.
-    """
-    changes = overrides(arguments.config_overrides)
-    if arguments.model:
-        config = AutoConfig.from_pretrained(arguments.model)
-    elif arguments.model_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[arguments.model_type]()
-    else:
-        raise ValueError(unknown_name("model type", arguments.model_type, ["gpt2", "llama", "bert", "roberta"]))
-    unknown = [key for key in changes if not hasattr(config, key)]
-    if unknown:
-        known = [key for key in config.to_dict() if not key.startswith("_")]
-        raise ValueError(unknown_name(f"config entry of {config.model_type}", unknown[0], known))
-    if arguments.model_type:
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids = {name: getattr(tokenizer, name) for name in names}
-        config = type(config)(**{"vocab_size": len(tokenizer), **ids, **changes})
-    else:
-        for key, value in changes.items():
-            setattr(config, key, value)
-    _check_kind(config, masked)
-    auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    model = auto.from_pretrained(arguments.model, config=config) if arguments.model else auto.from_config(config)
-    vocab_size = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, but the model only {vocab_size}: give the model's own "
-            "--tokenizer"
-        )
-    if arguments.extend_positions:
-        hea.extend_positions(model, arguments.extend_positions)
-    if arguments.extend_positions or arguments.model_type:
-        tokenizer.model_max_length = positions_of(model) or tokenizer.model_max_length
-    return model
-
-
-def _check_kind(config: PretrainedConfig, masked: bool) -> None:
-    """Raise ValueError if the model is not a masked, or not a causal, language model."""
-    kind, other = ("masked", "clm.py") if masked else ("causal", "mlm.py")
-    has_form = type(config) in (MODEL_FOR_MASKED_LM_MAPPING if masked else MODEL_FOR_CAUSAL_LM_MAPPING)
-    # BERT and similar models have a causal form, but attend to the future unless the config sets is_decoder.
-    encoder = not masked and type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    if not has_form or encoder:
-        raise ValueError(f"{config.model_type} is not a {kind} language model: train it with {other}")
-
-
-def positions_of(model: nn.Module) -> int | None:
-    """Number of positions of a model; None if its config does not say."""
-    count = getattr(model.config, "max_position_embeddings", None)
-    for module in model.modules():
-        table = getattr(module, "position_embeddings", None)
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            return table.num_embeddings - table.padding_idx - 1  # RoBERTa's first entries are not positions
-    return count
-
-
 def block_size(arguments: TextArguments, model: nn.Module) -> int:
     """Number of tokens of a window.
 
     Raises:
         ValueError: the model has fewer positions.
     """
-    positions = positions_of(model)
+    positions = max_positions(model)
     if arguments.block_size is None:
         return min(DEFAULT_BLOCK, positions or DEFAULT_BLOCK)
     if positions is not None and arguments.block_size > positions:
@@ -316,43 +131,56 @@ def block_size(arguments: TextArguments, model: nn.Module) -> int:
     return arguments.block_size
 
 
-def windows(
-    arguments: TextArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    size: int,
-    texts: Sequence[str],
-    others: Sequence[str] | None,
+class Prepared(NamedTuple):
+    """What a Trainer of a language model needs: `size` is the largest number of tokens of a window."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    callbacks: list[TrainerCallback]
+    train: Dataset
+    evaluation: Dataset
+    size: int
+
+
+def prepare(
+    attention: AttentionArguments,
+    words: TextArguments,
+    which: ModelArguments,
+    args: RecipeArguments,
+    kind: Kind,
     *,
     offsets: bool = False,
-) -> tuple[Dataset, Dataset]:
-    """Cut the documents of `load_texts` into windows to train on and to evaluate on.
+) -> Prepared:
+    """Read the text, load or make tokenizer and model, and cut the documents into windows.
 
     Args:
-        arguments: the options.
-        tokenizer: the tokenizer.
-        size: largest number of tokens of a window.
-        texts: documents to train on.
-        others: documents to evaluate on; None to hold out --eval_share of `texts`.
+        attention: the options of attention.
+        words: those of the text.
+        which: those of the model.
+        args: those of the training.
+        kind: the kind of model.
         offsets: keep the position of each token in the text, which whole-word masking needs.
 
     Raises:
-        ValueError: one of the two sets is empty.
+        ValueError: an option is impossible, or there are no windows to train or to evaluate on.
     """
+    texts, others = load_texts(words, args)
+    tokenizer = load_tokenizer(which, args, texts, kind)
+    model = load_model(which, tokenizer, kind)
+    size = block_size(words, model)
+    callbacks = training.prepare_attention(model, attention)
     prefix, suffix = text.special_tokens(tokenizer)
-    cut = text.Cut(size, arguments.drop_short, prefix, suffix, offsets)
+    cut = text.Cut(size, words.drop_short, prefix, suffix, offsets)
     found = text.tokenize(texts, tokenizer, offsets=offsets, total=len(texts))
     if others is not None:
         kept, held = found, text.tokenize(others, tokenizer, offsets=offsets, total=len(others))
-    elif arguments.eval_from == "documents":
-        kept, held = text.split_documents(found, arguments.eval_share)
+    elif words.eval_from == "documents":
+        kept, held = text.split_documents(found, words.eval_share)
     else:
-        kept, held = text.split_tails(found, arguments.eval_share)
-    train = text.windows(kept, cut, "the text to train on")
-    evaluation = text.windows(held, cut, "the text to evaluate on")
-    return (
-        training.take(train, arguments.max_train_windows),
-        text.first(evaluation, arguments.max_eval_windows),
-    )
+        kept, held = text.split_tails(found, words.eval_share)
+    train = training.take(text.windows(kept, cut, "the text to train on"), words.max_train_windows)
+    evaluation = text.first(text.windows(held, cut, "the text to evaluate on"), words.max_eval_windows)
+    return Prepared(tokenizer, model, callbacks, train, evaluation, size)
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from hf_efficient_attn.cli import table
 from hf_efficient_attn.io.writing import replacing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 METRICS, PICTURE = "metrics.json", "learning_curve.png"
@@ -110,6 +110,14 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def mean_and_range(values: Sequence[float], digits: int = 3) -> str:
+    """The mean, and half the range if there are several values."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:.{digits}f}"
+
+
 def resumptions_of(log_history: Iterable[Mapping[str, Any]]) -> list[int]:
     """The steps at which the training was resumed, in order."""
     return sorted({entry["resumed_at"] for entry in log_history if "resumed_at" in entry})
@@ -136,7 +144,7 @@ def stages_of(log_history: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, 
 def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
     """Plot training loss, as logged and smoothed, and an evaluation metric against the step.
 
-    The stages of an up-training are shaded and named, and resumptions are marked by dotted lines.
+    The stages of an up-training are shaded and named in the legend, and resumptions are marked by dotted lines.
 
     Args:
         log_history: entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"}, as
@@ -148,7 +156,7 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     losses = [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry and "step" in entry]
-    lines = []
+    lines: list[Any] = []
     if losses:
         steps, values = zip(*losses, strict=True)
         has_smooth = len(values) >= 10
@@ -163,37 +171,13 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
         other = axes.twinx()
         lines += other.plot(*zip(*points, strict=True), color="C1", marker="o", label=metric)
         other.set_ylabel(metric)
-    _name_stages(axes, stages_of(log_history))
+    for number, (name, first, last) in enumerate(stages_of(log_history)):
+        lines.append(axes.axvspan(first, last, color=f"C{number + 2}", alpha=0.1, linewidth=0, label=name))
+        if number:
+            axes.axvline(first, color="0.3", linestyle="--", linewidth=1)
     for number, step in enumerate(resumptions_of(log_history)):
         label = None if number else "resumed"
         lines.append(axes.axvline(step, color="C3", linestyle=":", linewidth=1.5, label=label))
     if lines := [line for line in lines if not str(line.get_label()).startswith("_")]:
         axes.legend(handles=lines, fontsize="small")
     return figure
-
-
-def _name_stages(axes: "Axes", stages: Sequence[tuple[str, int, int]]) -> None:
-    """Shade every second stage, draw a dashed line at each switch, and write the names above the axes.
-
-    Names that would cover each other are written on lines of their own, connected with the middle of their stage.
-    """
-    if not stages:
-        return
-    left, right = axes.get_xlim()
-    # Characters of the small font that fit above the axes.
-    per_step = 100 / (right - left)
-    ends: list[float] = []  # for each line of names, where its last name ends
-    for number, (name, first, last) in enumerate(stages):
-        if number % 2:
-            axes.axvspan(first, last, color="0.5", alpha=0.1, linewidth=0)
-        if number:
-            axes.axvline(first, color="0.3", linestyle="--", linewidth=1)
-        middle, half = (first + last) / 2, (len(name) + 1) / 2 / per_step
-        middle_of_name = min(max(middle, left + half), right - half) if right - left > 2 * half else (left + right) / 2
-        line = next((i for i, end in enumerate(ends) if middle_of_name - half >= end), len(ends))
-        ends[line : line + 1] = [middle_of_name + half]
-        axes.annotate(
-            name, (middle, 1.0), (middle_of_name, 1.03 + 0.05 * line), xycoords=("data", "axes fraction"),
-            textcoords=("data", "axes fraction"), ha="center", va="bottom", fontsize="x-small", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
-        )  # fmt: skip

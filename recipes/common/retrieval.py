@@ -1,6 +1,5 @@
 """Search with the embeddings of MiniLM: texts and questions as tokens, embeddings, and the ranks of the right texts."""
 
-import gzip
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,13 +14,11 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.reading import special_tokens
-from recipes.common.commands import existing
-from recipes.common.inputs import MINILM_TOKENS, xquad_articles
+from hf_efficient_attn.io.text import read_text
+from recipes.common.inputs import FRONT_MATTER, MINILM_TOKENS, book_paths, xquad_articles
 
 # Of books: the tokens of a document, the documents of a book, and the passages of a document and their tokens.
 DOCUMENT_TOKENS, _DOCUMENTS, _PASSAGES, _PASSAGE_TOKENS = 8000, 2, 8, 100
-# Characters before the text of a book: title page and contents.
-_FRONT_MATTER = 9000
 # More than a token has on average.
 _CHARACTERS_PER_TOKEN = 10
 
@@ -59,15 +56,12 @@ def books(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         UnsupportedAttentionError: there are no books, or one is too short.
     """
     texts: list[list[int]] = []
-    for path in sorted(existing(data / "text" / "books", "books").glob("*.txt.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            text = file.read()[_FRONT_MATTER:][: _CHARACTERS_PER_TOKEN * _DOCUMENTS * DOCUMENT_TOKENS]
+    for path in book_paths(data):
+        text = read_text(path)[FRONT_MATTER:][: _CHARACTERS_PER_TOKEN * _DOCUMENTS * DOCUMENT_TOKENS]
         ids = tokenized(tokenizer, [text])[0]
         if len(ids) < _DOCUMENTS * DOCUMENT_TOKENS:
             raise UnsupportedAttentionError(f"{path} has fewer than {_DOCUMENTS * DOCUMENT_TOKENS:,} tokens of text")
         texts += [ids[start * DOCUMENT_TOKENS : (start + 1) * DOCUMENT_TOKENS] for start in range(_DOCUMENTS)]
-    if not texts:
-        raise UnsupportedAttentionError(f"no books in {data / 'text' / 'books'}: the folder must hold *.txt.gz files")
     draw = torch.Generator().manual_seed(0)
     starts = torch.randint(DOCUMENT_TOKENS - _PASSAGE_TOKENS, (len(texts), _PASSAGES), generator=draw).tolist()
     questions = [

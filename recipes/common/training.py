@@ -23,10 +23,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.conversion.positions import position_offset
+from hf_efficient_attn.evaluation.data import max_positions
+from hf_efficient_attn.evaluation.timing import peak_bytes
 from hf_efficient_attn.training.checkpoints import why_incomplete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
-from recipes.common.memory import peak_bytes
 from recipes.common.reporting import about_run, resumptions_of, switches_of, write_report
 
 
@@ -80,17 +80,12 @@ def check_length(model: nn.Module, length: int, option: str = "--max_length") ->
     Raises:
         ValueError: the table is shorter.
     """
-    for module in model.modules():
-        for name in ("position_embeddings", "wpe"):
-            table = getattr(module, name, None)
-            if not isinstance(table, nn.Embedding):
-                continue
-            limit = table.num_embeddings - position_offset(table)
-            if length > limit:
-                raise ValueError(
-                    f"{option} {length}: the model has positions for {limit} tokens; give at most {limit}, or extend "
-                    "the model with hea.extend_positions"
-                )
+    limit = max_positions(model)
+    if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
+        raise ValueError(
+            f"{option} {length}: the model has positions for {limit} tokens; give at most {limit}, or extend the model "
+            "with hea.extend_positions"
+        )
 
 
 def take(dataset: Dataset, count: int | None, seed: int = 0) -> Dataset:
@@ -250,11 +245,14 @@ def train_and_report(
         "resumed_at": resumptions_of(trainer.state.log_history),
         **(extra or {}),
     }
+    return _written(trainer, report, metric or args.metric_for_best_model or "eval_loss")
+
+
+def _written(trainer: Trainer, report: dict[str, Any], metric: str) -> dict[str, Any]:
+    """Write the report in process 0, and return it."""
     if trainer.is_world_process_zero():
-        name = metric or args.metric_for_best_model or "eval_loss"
-        write_report(
-            report, trainer.state.log_history, args.output_dir, name if name.startswith("eval_") else f"eval_{name}"
-        )
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        write_report(report, trainer.state.log_history, trainer.args.output_dir, name)
     trainer.accelerator.wait_for_everyone()
     return report
 
@@ -288,10 +286,7 @@ def evaluate_and_report(
         "switches": [],
         **(extra or {}),
     }
-    if trainer.is_world_process_zero():
-        write_report(report, trainer.state.log_history, args.output_dir, metric)
-    trainer.accelerator.wait_for_everyone()
-    return report
+    return _written(trainer, report, metric)
 
 
 def counts_items(model: nn.Module) -> bool:

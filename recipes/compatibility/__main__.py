@@ -5,100 +5,116 @@
 
 CHECKOUT is a checkout of Transformers' repository at the tag of the installed version, whose tests have a tiny config
 and inputs for every architecture; `pip install parameterized pytest` is what they need. Every test file is run in a
-separate process, and its results are a file in RESULTS. Files with results are not repeated.
+separate process, and its results are a file in RESULTS. Files with results are not repeated. Transformers' common tests
+of some models are run by `recipes.compatibility.common_tests`.
 
-Duration: about 5 seconds of one core for each of about 400 test files. Expected: the table of docs/compatibility.md.
+Duration: about 15 seconds of one core for each of about 400 test files. Expected: the table of docs/compatibility.md.
 """
 
 import concurrent.futures
 import json
+import os
 import pathlib
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm
 
-from hf_efficient_attn.cli import main_of
+from hf_efficient_attn.cli import main_of, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import replacing
-from recipes.common.commands import methods_option, new_app
-from recipes.compatibility import common_tests, report
-from recipes.compatibility.processes import Task, prepare, result_file, run_common, run_file
+from recipes.common.commands import methods_option, new_app, option
+from recipes.common.memory import ROOT
+from recipes.compatibility import report
 from recipes.compatibility.testers import test_files
 
 app = new_app(no_args_is_help=True)
 
 METHODS = ("kdeformer", "nearfar", "linear", "longformer")
 
-Source = Annotated[
-    pathlib.Path,
-    typer.Option("--transformers-source", metavar="FOLDER", help="Checkout of Transformers' repository."),
-]
-Every = Annotated[
-    bool,
-    typer.Option("--every-class", help="All classes of a model, not only its base class and the first that generates."),
-]
-
 
 @app.command(epilog="Example: python -m recipes.compatibility run --transformers-source transformers --output results")
 def run(
-    transformers_source: Source,
-    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the results.")],
+    transformers_source: option(pathlib.Path, "Checkout of Transformers' repository.", metavar="FOLDER"),
+    output: option(pathlib.Path, "Folder of the results.", metavar="FOLDER"),
     methods: methods_option(", ".join(METHODS)) = [],  # type: ignore[valid-type]  # noqa: B006 (typer copies it)
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only test files whose name contains this text.")] = "",
-    every_class: Every = False,
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of simultaneous processes.")] = 1,
-    limit: Annotated[int, typer.Option(metavar="SECONDS", min=1, help="Time limit of each process.")] = 600,
+    only: option(str, "Only test files whose name contains this text.", metavar="TEXT") = "",
+    every_class: option(
+        bool, "All classes of a model, not only its base class and the first that generates.", "--every-class"
+    ) = False,
+    workers: option(int, "Number of simultaneous processes.", min=1) = 1,
+    limit: option(int, "Time limit of each process.", metavar="SECONDS", min=1) = 600,
 ) -> None:
     """Run the test files without results, and print the table."""
     source = transformers_source.resolve()
+    given = {"source": str(source), "methods": split_list(methods) or METHODS, "every_class": every_class}
     names = [name for name in test_files(source) if only in name]
     if not names:
         raise UnsupportedAttentionError(f"no test file has {only!r} in its name: leave --only out to see all names")
     output.mkdir(parents=True, exist_ok=True)
-    output = output.resolve()
-    prepare(source)
-    chosen = [method for text in methods or METHODS for method in text.split(",")]
-    task = Task(source, output, chosen, every_class, limit)
-    missing = [name for name in names if not result_file(output, name).is_file()]
-    _in_order(missing, run_file, task, workers)
-    show(output)
 
+    def run_file(name: str, path: pathlib.Path) -> None:
+        error = in_child({"name": name, "path": str(path), **given}, source, limit)
+        if not path.is_file():
+            _write(path, {"file": name, "error": error, "rows": []})
 
-def _in_order(names: Sequence[str], function: Callable[[str, Task], None], task: Task, workers: int) -> None:
-    """Call a function for test files, some at a time."""
+    paths = {name: output.resolve() / f"{name.replace('/', '-')}.json" for name in names}
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(function, name, task) for name in names]
+        futures = [pool.submit(run_file, name, path) for name, path in paths.items() if not path.is_file()]
         try:
             for future in tqdm(concurrent.futures.as_completed(futures), total=len(futures), unit="file"):
                 future.result()
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise
+    show(output)
 
 
-@app.command("common-tests")
-def run_common_tests(
-    transformers_source: Source,
-    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the results.")],
-    method: Annotated[str, typer.Option(metavar="NAME", help="The method.")] = METHODS[0],
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only test files whose name contains this text.")] = "",
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of simultaneous processes.")] = 1,
-    limit: Annotated[int, typer.Option(metavar="SECONDS", min=1, help="Time limit of each process.")] = 1800,
-) -> None:
-    """Run Transformers' common tests of some models with exact attention and with a method as the default."""
-    source = transformers_source.resolve()
-    present = set(test_files(source))
-    names = [name for name in common_tests.FILES if name in present and only in name]
-    if not names:
-        raise UnsupportedAttentionError(f"no test file has {only!r} in its name: leave --only out to see all names")
-    output.mkdir(parents=True, exist_ok=True)
-    output = output.resolve()
-    prepare(source)
-    missing = [name for name in names if not result_file(output, name).is_file()]
-    _in_order(missing, run_common, Task(source, output, [method], False, limit), workers)
-    typer.echo(common_tests.summary(_results(output)))
+def in_child(given: Mapping[str, Any], source: pathlib.Path, limit: int) -> str:
+    """Call `child` in a process of its own without output, and tell how it ended."""
+    paths = os.pathsep.join(filter(None, (str(source), str(ROOT), os.environ.get("PYTHONPATH"))))
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "recipes.compatibility", "child", json.dumps(given)]
+    nothing = subprocess.DEVNULL
+    try:
+        done = subprocess.run(
+            command, cwd=source, env={**os.environ, **settings}, stdout=nothing, stderr=nothing, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return f"more than {limit} seconds"
+    return f"exit status {done.returncode}"
+
+
+@app.command(hidden=True)
+def child(given: str) -> None:
+    """Run one test file in this process, and write its results."""
+    task = json.loads(given)
+    name, source, path = task["name"], pathlib.Path(task["source"]), pathlib.Path(task["path"])
+    import transformers
+
+    from recipes.compatibility.checks import check, describe
+    from recipes.compatibility.testers import cases
+
+    warnings.simplefilter("ignore")
+    result: dict[str, Any] = {"file": name, "transformers": transformers.__version__, "rows": []}
+    try:
+        for case in cases(source, name, task["every_class"]):
+            for method, finding in zip(task["methods"], check(case, *task["methods"]), strict=True):
+                row = {"class": case.name, "type": case.config.model_type, "method": method}
+                result["rows"].append({**row, **finding._asdict()})
+    except BaseException as error:  # noqa: BLE001 (whatever the test file raises, a skipped test included)
+        result["error"] = describe(error)
+    _write(path, result)
+
+
+def _write(path: pathlib.Path, result: Any) -> None:
+    with replacing(path) as draft:
+        write_json(draft, result)
 
 
 def _results(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -108,7 +124,7 @@ def _results(folder: pathlib.Path) -> list[dict[str, Any]]:
 @app.command()
 def show(
     results: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Folder of the results.")],
-    markdown: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write the table to this file.")] = None,
+    markdown: option(pathlib.Path | None, "Write the table to this file.", metavar="FILE") = None,
 ) -> None:
     """Print how many model types work, are refused, or fail, and everything that is not as it should be."""
     files = _results(results)

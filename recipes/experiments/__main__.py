@@ -30,10 +30,10 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from recipes.common.commands import Csv, Data, data_folder, new_app, write
+from recipes.common.commands import Csv, Data, data_folder, new_app, option, write
 from recipes.common.memory import ROOT
-from recipes.experiments.groups import GROUPS, Group
-from recipes.experiments.names import folder_of, mean_and_range, slug
+from recipes.common.reporting import mean_and_range
+from recipes.experiments.groups import GROUPS, Group, folder_of, group_of, slug
 
 app = new_app(no_args_is_help=True)
 
@@ -61,16 +61,14 @@ def run(
     groups: Annotated[
         list[str], typer.Argument(metavar="GROUP...", help="Names of groups: " + ", ".join(GROUPS) + ".")
     ],
-    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the runs.")],
+    output: option(pathlib.Path, "Folder of the runs.", metavar="FOLDER"),
     data: Data = None,
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of simultaneous runs.")] = 1,
-    threads: Annotated[int, typer.Option(metavar="N", min=1, help="Threads of each run.")] = 1,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")] = 1,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only lines or tasks that contain this text.")] = "",
-    line: Annotated[
-        list[str], typer.Option(metavar="NAME", show_default=False, help="Only this line, repeated. [default: all]")
-    ] = [],  # noqa: B006 (typer copies it)
-    extra: Annotated[str, typer.Option(metavar="OPTIONS", help="Further options of the recipes, in quotes.")] = "",
+    workers: option(int, "Number of simultaneous runs.", min=1) = 1,
+    threads: option(int, "Threads of each run.", min=1) = 1,
+    seeds: option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
+    only: option(str, "Only lines or tasks that contain this text.", metavar="TEXT") = "",
+    line: option(list[str], "Only this line, repeated. [default: all]") = [],  # noqa: B006 (typer copies it)
+    extra: option(str, "Further options of the recipes, in quotes.", metavar="OPTIONS") = "",
     csv: Csv = None,
 ) -> None:
     """Run the missing experiments of some groups, and print their tables."""
@@ -78,7 +76,7 @@ def run(
         if name not in GROUPS:
             raise UnsupportedAttentionError(unknown_name("group of experiments", name, GROUPS))
     source = data_folder(data)
-    chosen = {name: GROUPS[name](source) for name in groups}
+    chosen = {name: group_of(name, source) for name in groups}
     known = [row for group in chosen.values() for row in group.attention]
     for name in line:
         if name not in known:
@@ -111,7 +109,7 @@ def show(
     """Print the table of existing runs."""
     if folder.name not in GROUPS or not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(GROUPS)}")
-    show_group(folder.name, GROUPS[folder.name](data_folder(data)), folder, csv)
+    show_group(folder.name, group_of(folder.name, data_folder(data)), folder, csv)
 
 
 def reports_of(folder: pathlib.Path, line: str, task: str) -> list[dict[str, Any]]:

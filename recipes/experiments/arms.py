@@ -54,12 +54,14 @@ from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.wrappers import learned_parameters
-from recipes.benchmarks.distilled import Crops, summary
-from recipes.benchmarks.tasks import photographs, top_one
+from recipes.benchmarks.distilled import Crops
+from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Evaluation, Norm, Training, preprocessor_settings
 from recipes.common.data.images import load
+from recipes.common.inputs import deit, photographs
+from recipes.common.reporting import mean_and_range
 from recipes.glue import load_model, tokenize
 
 app = commands.new_app(no_args_is_help=True)
@@ -245,7 +247,7 @@ def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -
 
 def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -> Setup:
     """DeiT-tiny with Imagenette as its task; it was trained on ImageNet, so that it is good at it already."""
-    source = commands.existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
+    source = deit(data)
     path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
     numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
     norm = Norm.of(preprocessor_settings(str(source)))
@@ -283,11 +285,11 @@ SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int, pathl
 @app.command(epilog="Example: python -m recipes.experiments.arms run glue --output runs --seeds 3")
 def run(
     group: Annotated[str, typer.Argument(metavar="GROUP", help="glue or pictures.")],
-    output: Annotated[pathlib.Path, typer.Option(metavar="FOLDER", help="Folder of the results.")],
+    output: commands.option(pathlib.Path, "Folder of the results.", metavar="FOLDER"),
     data: commands.Data = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Steps of task training that an arm may cost.")] = 100,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of seeds, 0, 1, ...")] = 1,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only tasks that contain this text.")] = "",
+    steps: commands.option(int, "Steps of task training that an arm may cost.", min=4) = 100,
+    seeds: commands.option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
+    only: commands.option(str, "Only tasks that contain this text.", metavar="TEXT") = "",
 ) -> None:
     """Run the missing tasks and seeds, and print the table. A task and seed with a result is not repeated."""
     if group not in SETUPS:
@@ -316,8 +318,8 @@ def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="
                next(r for r in results if r["task"] == task)["figures"]["exact"]]  # fmt: skip
     lines = []
     for arm in ("exact", *ARMS):
-        cells = [summary([r["figures"][arm][name] for r in results if r["task"] == task]) for task, name in columns]
-        lines.append((arm, *cells))
+        values = ([r["figures"][arm][name] for r in results if r["task"] == task] for task, name in columns)
+        lines.append((arm, *map(mean_and_range, values)))
     typer.echo(table(("arm", *(f"{task}, {name}" for task, name in columns)), lines))
     costs = {name: statistics.median(r["seconds_per_step"][name] for r in results) for name in
              results[0]["seconds_per_step"]}  # fmt: skip

@@ -19,9 +19,8 @@ Duration: seconds. Expected: the tables and the pictures of docs/training_result
 
 import json
 import pathlib
-import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -33,14 +32,14 @@ from transformers import AutoConfig, AutoModelForImageClassification, AutoModelF
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.crossover_file import processor_name
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.io.json import read_json_object
-from hf_efficient_attn.io.writing import check_picture, replacing
+from hf_efficient_attn.io.writing import replacing
 from recipes.common import commands
 from recipes.common.counting import count
-from recipes.common.reporting import METRICS, smoothed
-from recipes.experiments.groups import GROUPS
-from recipes.experiments.names import folder_of, mean_and_range
+from recipes.common.reporting import METRICS, mean_and_range, smoothed
+from recipes.experiments.groups import GROUPS, folder_of, group_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,11 +118,6 @@ class Result(NamedTuple):
         )
 
 
-def stage_line(attention: str | None) -> str:
-    """The line with this attention in all steps."""
-    return EXACT if attention in (None, "sdpa", "eager") else attention
-
-
 def read_curve(folder: pathlib.Path, line: str, seed: int) -> Curve:
     """Read metrics.json and trainer_state.json of a run."""
     report, log = (read_json_object(folder / name) for name in (METRICS, STATE))
@@ -138,7 +132,7 @@ def read_curve(folder: pathlib.Path, line: str, seed: int) -> Curve:
         line=line,
         seed=seed,
         steps=report["steps"],
-        stages=[stage_line(stage) for stage in stages],
+        stages=[EXACT if stage in (None, "sdpa", "eager") else stage for stage in stages],
         switch=switches[0]["step"] if switches else None,
         seconds=round(report["cpu_seconds_per_step"], 5),
         loss=values("loss"),
@@ -198,7 +192,7 @@ def collect(folder: pathlib.Path) -> Result:
     known = [name for name in GROUPS if name.startswith("flurka_")]
     if folder.name not in known or not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(known)}")
-    group = GROUPS[folder.name](pathlib.Path("DATA"))
+    group = group_of(folder.name, pathlib.Path("DATA"))
     (task,) = group.tasks
     curves, cost = [], {}
     for line in group.attention:
@@ -208,21 +202,14 @@ def collect(folder: pathlib.Path) -> Result:
         for path in [*found.values()][:1]:
             if len(curves[-1].stages) == 1:
                 cost[line] = attention_cost(path, read_json_object(path / METRICS).get("block_size"))
-    result = Result(folder.name, group.note, machine(), cost, curves)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    machine = {"cpu": processor_name(), **versions, "hf_efficient_attn": hea.__version__}
+    result = Result(folder.name, group.note, machine, cost, curves)
     if not any(reference_of(line, result.lines()) for line in result.lines()):
         raise UnsupportedAttentionError(
             f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
         )
     return result
-
-
-def machine() -> dict[str, Any]:
-    """Processor and versions."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"cpu": names[0] if names else platform.processor(), **versions, "hf_efficient_attn": hea.__version__}
 
 
 def reached_at(curve: Curve, loss: float) -> float | None:
@@ -354,40 +341,29 @@ def _band(axes: "Axes", curves: Sequence[Sequence[Sequence[float]]], label: str,
     axes.grid(alpha=0.3)
 
 
-def to_json(result: Result) -> dict[str, Any]:
-    """The result as plain values."""
-    return {**result._asdict(), "curves": [curve._asdict() for curve in result.curves]}
-
-
-def from_json(values: Mapping[str, Any]) -> Result:
-    """The result of `to_json`."""
-    return Result(**{**values, "curves": [Curve(**curve) for curve in values["curves"]]})
-
-
 @app.command(epilog="Example: python -m recipes.experiments.curves RUNS/flurka_images --output flurka_images.png")
 def curves(
     folder: Annotated[
         pathlib.Path | None, typer.Argument(metavar="[FOLDER]", help="Runs of one group, made by `run`.")
     ] = None,
-    output: Annotated[
-        pathlib.Path, typer.Option(metavar="FILE", help="The picture; the curves go to a .json file beside it.")
-    ] = pathlib.Path("curves.png"),
-    redraw: Annotated[bool, typer.Option("--redraw", help="Read the curves from the .json file instead.")] = False,
+    output: commands.option(
+        pathlib.Path, "The picture; the curves go to a .json file beside it.", metavar="FILE"
+    ) = pathlib.Path("curves.png"),
+    redraw: commands.option(bool, "Read the curves from the .json file instead.", "--redraw") = False,
 ) -> None:
     """Draw the curves of up-training and its references, and print what they cost and where they end."""
-    check_picture(output)
-    stored = output.with_suffix(".json")
-    if output.suffix == ".json":
-        raise UnsupportedAttentionError("--output names the picture, such as flurka_images.png")
+    stored = commands.measurements_of(output)
     if redraw == (folder is not None):
         raise UnsupportedAttentionError("give either the folder of the runs, or --redraw")
     if folder is None:
-        result = from_json(read_json_object(stored))
+        values = read_json_object(stored)
+        result = Result(**{**values, "curves": [Curve(**curve) for curve in values["curves"]]})
     else:
         result = collect(folder)
         with replacing(stored) as draft:
+            values = {**result._asdict(), "curves": [curve._asdict() for curve in result.curves]}
             # On one line: with an indent each of the thousands of numbers would have its own.
-            draft.write_text(json.dumps(to_json(result), allow_nan=False) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
     with replacing(output) as draft:
         draw(result).savefig(draft, dpi=110)
     typer.echo("\n\n".join(filter(None, (final_table(result), verdict_table(result), equal_loss_table(result)))))

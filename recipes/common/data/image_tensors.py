@@ -1,6 +1,7 @@
 """Converts pictures to tensors: the crops of evaluation and training, and a data set that applies them.
 
-Pillow is used even if torchvision is installed, so that the same command gives the same numbers with and without it.
+Pillow resizes and crops even if torchvision is installed, so that the same command gives the same numbers with and
+without it.
 """
 
 import hashlib
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import PIL.Image
 import torch
-from PIL import ImageEnhance, ImageOps
 from PIL.Image import Image
 from torch import Tensor
 
@@ -98,8 +98,8 @@ class Training:
         scale: range of the crop's share of the area, uniform (Szegedy et al. 2015, section 6).
         ratio: range of its width over its height, uniform in the logarithm.
         flip: probability of a horizontal flip.
-        jitter: largest relative change of brightness, contrast and saturation, which are applied in random order.
-        trivial: also apply one operation of random strength (TrivialAugment, Mueller and Hutter 2021, wide ranges).
+        jitter: largest relative change of brightness, contrast and saturation (torchvision).
+        trivial: also apply one operation of random strength (torchvision's TrivialAugmentWide).
     """
 
     pixels: int
@@ -116,10 +116,10 @@ class Training:
         picture = part.resize((self.pixels, self.pixels), self.norm.resample)
         if _uniform(generator) < self.flip:
             picture = picture.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
-        if self.trivial:
-            picture = trivial_augment(picture, generator)
-        if self.jitter:
-            picture = color_jitter(picture, self.jitter, generator)
+        if change := augmentation(self.jitter, self.trivial):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_below(2**31, generator))
+                picture = change(picture)
         return to_tensor(picture, self.norm)
 
     def box(self, width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
@@ -146,42 +146,22 @@ def _below(limit: int, generator: torch.Generator) -> int:
     return int(torch.randint(limit, (), generator=generator))
 
 
-def color_jitter(picture: Image, strength: float, generator: torch.Generator) -> Image:
-    """Multiply brightness, contrast and saturation by 1 +- strength, in random order."""
-    kinds = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-    for i in torch.randperm(3, generator=generator).tolist():
-        picture = kinds[i](picture).enhance(_uniform(generator, max(0.0, 1 - strength), 1 + strength))
-    return picture
+def augmentation(jitter: float, trivial: bool) -> Callable[[Image], Image] | None:
+    """Changes of colour or shape of torchvision, whose randomness is PyTorch's global one; None for no change.
 
-
-def trivial_augment(picture: Image, generator: torch.Generator) -> Image:
-    """Apply one of fourteen operations with one of 31 strengths and, where it has a meaning, a random sign."""
-    strength = _below(31, generator) / 30
-    sign = 1 - 2 * _below(2, generator)
-
-    def shift(a: float = 0.0, b: float = 0.0, c: float = 0.0, d: float = 0.0) -> Callable[[Image], Image]:
-        # The pixel (x, y) of the result comes from (x + a y + b, c x + y + d).
-        affine, nearest = PIL.Image.Transform.AFFINE, PIL.Image.Resampling.NEAREST
-        return lambda p: p.transform(p.size, affine, (1, a, b, c, 1, d), nearest)
-
-    operations = (
-        lambda p: p,
-        ImageOps.autocontrast,
-        ImageOps.equalize,
-        lambda p: ImageOps.posterize(p, 8 - round(6 * strength)),
-        lambda p: ImageOps.solarize(p, round(255 * (1 - strength))),
-        *(
-            lambda p, kind=kind: kind(p).enhance(1 + sign * 0.99 * strength)
-            for kind in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color, ImageEnhance.Sharpness)
-        ),
-        lambda p: p.rotate(sign * 135 * strength),
-        shift(a=sign * 0.99 * strength),
-        shift(c=sign * 0.99 * strength),
-        # Up to a seventh of the size, that is 32 of 224 pixels.
-        shift(b=sign * strength * picture.size[0] / 7),
-        shift(d=sign * strength * picture.size[1] / 7),
-    )
-    return operations[_below(len(operations), generator)](picture)
+    Raises:
+        ValueError: torchvision is not installed.
+    """
+    if not (jitter or trivial):
+        return None
+    try:
+        from torchvision import transforms
+    except ImportError as error:
+        raise ValueError(
+            "--augmentation trivial and --color_jitter need torchvision: pip install torchvision, or leave them out"
+        ) from error
+    first = [transforms.TrivialAugmentWide()] if trivial else []
+    return transforms.Compose([*first, *([transforms.ColorJitter(*[jitter] * 3)] if jitter else [])])
 
 
 class PictureDataset(torch.utils.data.Dataset):

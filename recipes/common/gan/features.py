@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -69,15 +69,5 @@ class FeatureNetwork:
 def save(model: nn.Module, folder: pathlib.Path, pixels: int = 32) -> None:
     """Save a classifier with a `preprocessor_config.json` that describes its inputs."""
     model.save_pretrained(folder)
-    settings = {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": pixels, "width": pixels},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "resample": 2,
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    half, size = [0.5] * 3, {"height": pixels, "width": pixels}
+    ViTImageProcessorPil(size=size, image_mean=half, image_std=half).save_pretrained(folder)

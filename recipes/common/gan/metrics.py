@@ -27,10 +27,17 @@ class Gaussian(NamedTuple):
 
     @classmethod
     def of(cls, features: Tensor) -> "Gaussian":
-        """Mean and covariance of features (N, D), where N is at least 2."""
-        moments = Moments()
-        moments.update(features)
-        return moments.gaussian()
+        """Mean and unbiased covariance of features (N, D).
+
+        Raises:
+            ValueError: there are fewer than two pictures, or a feature is NaN or infinite.
+        """
+        if features.ndim != 2 or len(features) < 2:
+            raise ValueError(f"a covariance needs features of at least 2 pictures, not {tuple(features.shape)}")
+        if not features.isfinite().all():
+            raise ValueError("the features hold NaN or infinity: check the pictures and the feature network")
+        features = features.detach().to("cpu", torch.float64)
+        return cls(features.mean(0), torch.cov(features.t()))
 
     @classmethod
     def load(cls, path: pathlib.Path) -> "Gaussian":
@@ -41,74 +48,20 @@ class Gaussian(NamedTuple):
         """
         try:
             with np.load(path) as stored:
-                mean, covariance = (
-                    torch.from_numpy(np.array(stored[name], dtype=np.float64)) for name in ("mu", "sigma")
-                )
+                found = cls(*(torch.from_numpy(stored[name].astype(np.float64)) for name in ("mu", "sigma")))
         except FileNotFoundError:
             raise
         except Exception as error:
             raise ValueError(f"{path} must be a .npz file with the arrays mu (D,) and sigma (D, D)") from error
-        _check(mean, covariance, str(path))
-        return cls(mean, covariance)
+        if found.mean.ndim != 1 or found.covariance.shape != 2 * found.mean.shape:
+            shapes = f"{tuple(found.mean.shape)} and {tuple(found.covariance.shape)}"
+            raise ValueError(f"{path}: the mean must be (D,) and the covariance (D, D), not {shapes}")
+        return found
 
     def save(self, path: pathlib.Path) -> None:
         """Save as .npz file with `mu` and `sigma`."""
         with replacing(path) as draft, draft.open("wb") as file:
             np.savez(file, mu=self.mean.numpy(), sigma=self.covariance.numpy())
-
-
-class Moments:
-    """Computes mean and covariance of features in one pass over batches (Chan et al. 1979)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._mean = self._scatter = torch.zeros(())
-
-    def update(self, features: Tensor) -> None:
-        """Add a batch of features (N, D).
-
-        Raises:
-            ValueError: the batch is not a matrix, D differs from earlier batches, or it holds NaN or infinity.
-        """
-        if features.ndim != 2:
-            raise ValueError(f"features must have shape (pictures, features), not {tuple(features.shape)}")
-        if not features.isfinite().all():
-            raise ValueError("the features hold NaN or infinity: check the pictures and the feature network")
-        if self.count and features.shape[1] != len(self._mean):
-            raise ValueError(f"this batch has {features.shape[1]} features, earlier batches had {len(self._mean)}")
-        if not len(features):
-            return
-        batch = features.detach().to("cpu", torch.float64)
-        if not self.count:
-            self._mean, self._scatter = batch.new_zeros(batch.shape[1]), batch.new_zeros(batch.shape[1], batch.shape[1])
-        mean = batch.mean(0)
-        difference, total = mean - self._mean, self.count + len(batch)
-        centred = batch - mean
-        self._scatter = self._scatter + centred.t() @ centred
-        self._scatter += torch.outer(difference, difference) * (self.count * len(batch) / total)
-        self._mean = self._mean + difference * (len(batch) / total)
-        self.count = total
-
-    def gaussian(self) -> Gaussian:
-        """Mean and unbiased covariance of all batches so far.
-
-        Raises:
-            ValueError: there are fewer than two pictures.
-        """
-        if self.count < 2:
-            raise ValueError(f"a covariance needs at least 2 pictures, not {self.count}")
-        return Gaussian(self._mean, self._scatter / (self.count - 1))
-
-
-def _check(mean: Tensor, covariance: Tensor, what: str) -> None:
-    """Raise ValueError for wrong shapes, NaN or infinity."""
-    """Raise ValueError for wrong shapes, NaN or infinity."""
-    """Raise ValueError for wrong shapes, NaN or infinity."""
-    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        shapes = f"{tuple(mean.shape)} and {tuple(covariance.shape)}"
-        raise ValueError(f"{what}: the mean must be (D,) and the covariance (D, D), not {shapes}")
-    if not (mean.isfinite().all() and covariance.isfinite().all()):
-        raise ValueError(f"{what}: the mean or the covariance holds NaN or infinity")
 
 
 def _root(matrix: Tensor) -> Tensor:
@@ -126,13 +79,13 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     Raises:
         ValueError: the numbers of features differ, or a value is NaN.
     """
-    for one, what in ((first, "first"), (second, "second")):
-        _check(*one, what)
     if len(first.mean) != len(second.mean):
         raise ValueError(
             f"{len(first.mean)} features cannot be compared with {len(second.mean)}: use the same network for both"
         )
     (mean, covariance), (other, others) = ((x.double() for x in one) for one in (first, second))
+    if not all(x.isfinite().all() for x in (mean, covariance, other, others)):
+        raise ValueError("the mean or the covariance holds NaN or infinity")
     shared = torch.linalg.svdvals(_root(covariance) @ _root(others)).sum()
     found = (mean - other).square().sum() + covariance.trace() + others.trace() - 2 * shared
     # For equal Gaussians the traces differ by rounding, with either sign.

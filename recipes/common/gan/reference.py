@@ -12,7 +12,7 @@ from recipes.common.data import images
 from recipes.common.data.image_tensors import Evaluation, Norm
 from recipes.common.gan import digits
 from recipes.common.gan.features import FeatureNetwork
-from recipes.common.gan.metrics import Gaussian, Moments
+from recipes.common.gan.metrics import Gaussian
 
 
 def _batches(source: pathlib.Path, pixels: int, batch: int) -> tuple[Iterator[Tensor], int]:
@@ -50,11 +50,11 @@ def reference_statistics(source: pathlib.Path, network: FeatureNetwork, pixels: 
         if source.suffix == ".npz":
             return Gaussian.load(source)
         batches, number = _batches(source, pixels, batch)
-        moments = Moments()
+        found = []
         with tqdm(total=number, unit="picture", desc="reference", disable=None, leave=False) as bar:
             for part in batches:
-                moments.update(network(part)[0])
+                found.append(network(part)[0])
                 bar.update(len(part))
-        return moments.gaussian()
+        return Gaussian.of(torch.cat(found))
     except ValueError as error:
         raise UnsupportedAttentionError(f"--reference {source}: {error}") from error

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import capture_attention
-from hf_efficient_attn.evaluation.timing import Timing, paired
+from hf_efficient_attn.evaluation.timing import paired
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, class_index, truncated_noise
-from recipes.common.counting import Operations, count
+from recipes.common.counting import count
 from recipes.common.image_models import for_length
 
 
@@ -169,18 +169,11 @@ def pictures(model: BigGANModel, draw: Draw, batch: int, bar: tqdm | None = None
             bar.update(len(found))
 
 
-class Cost(NamedTuple):
-    """Cost of the attention layer: operations for one picture, and its timing against exact attention if measured."""
-
-    operations: Operations
-    timing: Timing | None
-
-
 @torch.inference_mode()
 def layer_costs(
     model: BigGANModel, draw: Draw, swaps: Sequence[Swap], rounds: int, bar: tqdm | None = None
-) -> list[Cost]:
-    """Cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
+) -> list[dict[str, Any]]:
+    """The cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
 
     Args:
         model: the generator.
@@ -188,6 +181,11 @@ def layer_costs(
         swaps: the methods.
         rounds: number of paired timings against exact attention; 0 for none.
         bar: progress bar of the timings.
+
+    Returns:
+        for each method the GFLOP of the products for one picture with a multiply-add as one operation, how many times
+        fewer they are and how many times faster it is than exact attention (None if not measured), and whether the
+        times are unsteady.
     """
     recorded = []
     few = Draw(draw.noise[:8], draw.labels[:8], draw.truncation)
@@ -202,8 +200,14 @@ def layer_costs(
 
     calls = {swap.label: work(swap.config) for swap in swaps if swap.config is not None}
     timed = paired(work(None), calls, rounds, bar)[1] if rounds and calls else {}
-    costs = []
-    for swap in swaps:
-        total = count(work(swap.config))
-        costs.append(Cost(Operations(*(number // len(query) for number in total)), timed.get(swap.label)))
-    return costs
+    products = [count(work(swap.config), multiply_adds_as_one=True).products // len(query) for swap in swaps]
+    found = [timed.get(swap.label) for swap in swaps]
+    return [
+        {
+            "gflop": number / 1e9,
+            "fewer": products[0] / number,
+            "times_faster": timing and timing.ratio,
+            "unsteady": timing is not None and timing.unsteady,
+        }
+        for number, timing in zip(products, found, strict=True)
+    ]
