@@ -4,7 +4,6 @@
 """
 
 import functools
-import json
 import os
 import pathlib
 import platform
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import crossover
 from hf_efficient_attn.version import __version__
@@ -38,17 +37,11 @@ def cache_file() -> pathlib.Path:
 
 def machine_name(device: torch.device) -> str:
     """What the measured lengths depend on: processor, device, threads, and the versions of PyTorch and this package."""
-    where = _device_name(device.type, device.index)
+    where = processor_name()
+    if device.type != "cpu":
+        where = f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type} and {where}"
     threads = torch.get_num_threads()
     return f"{where}, {threads} thread{'s' * (threads != 1)}, torch {torch.__version__}, version {__version__}"
-
-
-@functools.cache
-def _device_name(device_type: str, index: int | None) -> str:
-    if device_type == "cpu":
-        return processor_name()
-    name = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
-    return f"{name} and {processor_name()}"
 
 
 @functools.cache
@@ -82,10 +75,9 @@ def _read_table(path: pathlib.Path, machine: str, method: str) -> crossover.Tabl
         if not isinstance(rows, dict) or not rows or not all(name in known and _is_pair(x) for name, x in rows.items()):
             raise ValueError(f"the lengths of {method} are damaged")
         return {name: crossover.Crossover(*pair) for name, pair in rows.items()}
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+    except ValueError as error:
         warnings.warn(
-            f"{path} holds no lengths that can be used ({reason}), so that built-in lengths decide where {method} "
+            f"{path} holds no lengths that can be used ({error}), so that built-in lengths decide where {method} "
             f"replaces exact attention. `{_COMMAND}` writes the file again",
             stacklevel=2,
         )
@@ -99,17 +91,10 @@ def _is_pair(value: Any) -> bool:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     """The machines in a file: name -> method -> row -> [small, large]. Empty if there is no file."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise ValueError("it is too large")
-        values = json.loads(content)
-    except FileNotFoundError:
+    if not os.path.exists(path):
         return {}
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(values, dict) or values.get("format") != _FORMAT or not isinstance(values.get("machines"), dict):
+    values = read_json_object(path, max_bytes=_MAX_BYTES, name="it")
+    if values.get("format") != _FORMAT or not isinstance(values.get("machines"), dict):
         raise ValueError("it has another format")
     return dict(values["machines"])
 
@@ -126,8 +111,7 @@ def store_crossover(method: str, device: torch.device, found: Mapping[str, cross
         machines = _read(path)
     except ValueError:  # `measured_table` has warned of it
         machines = {}
-    methods = machines.get(machine)
-    methods = methods if isinstance(methods, dict) else {}
+    methods = machines[machine] if isinstance(machines.get(machine), dict) else {}
     machines[machine] = {**methods, method: {name: list(lengths) for name, lengths in found.items()}}
     with replacing(path) as draft:
         write_json(draft, {"format": _FORMAT, "machines": machines})
