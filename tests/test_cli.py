@@ -58,7 +58,9 @@ def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsy
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["methods"], ["info"], ["demo"], ["crossover"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [[], ["methods"], ["info"], ["demo"], ["crossover"], ["benchmark"], ["analyze"]], ids=" ".join
+)
 def test_help_shows_an_example(arguments):
     result = CliRunner().invoke(cli.app, [*arguments, "--help"])
     assert result.exit_code == 0
@@ -188,7 +190,7 @@ def test_exit_status(raised, expected, monkeypatch, capsys):
     def fail(*arguments):
         raise raised
 
-    monkeypatch.setattr(demo, "run_demo", fail)
+    monkeypatch.setattr(demo, "minilm_folder", fail)
     threads = torch.get_num_threads()
     assert status("demo", "--threads", str(threads + 1)) == expected
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -199,7 +201,7 @@ def test_a_bug_is_not_hidden(monkeypatch):
     def fail(*arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(demo, "run_demo", fail)
+    monkeypatch.setattr(demo, "minilm_folder", fail)
     with pytest.raises(ZeroDivisionError):
         status("demo")
 

@@ -227,7 +227,7 @@ def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
 
     The command then ends with the status, by which `run` says that it was interrupted::
 
-        result, status = until_interrupted(lambda: run_demo(methods, lengths))
+        result, status = until_interrupted(lambda: benchmark_checkpoint(source, methods, lengths))
         show(result)
         raise typer.Exit(status)
 
