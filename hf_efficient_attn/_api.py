@@ -5,7 +5,7 @@ from typing import Any
 from hf_efficient_attn import analysis, functional, integration, kernel, methods, models
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
-from hf_efficient_attn.evaluation import crossover_file
+from hf_efficient_attn.evaluation import crossover
 from hf_efficient_attn.evaluation.calibration import calibrate
 from hf_efficient_attn.evaluation.model_error import attention_error
 from hf_efficient_attn.integration.near_far_cache import NearFarCache
@@ -30,7 +30,7 @@ from hf_efficient_attn.training import (
 
 integration.register()
 models.register()
-crossover_file.register()
+crossover.register()
 
 
 def config_classes() -> dict[str, type[MethodConfig]]:

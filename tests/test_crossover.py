@@ -10,7 +10,6 @@ import torch
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import crossover as measuring
-from hf_efficient_attn.evaluation import crossover_file as files
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io import writing
 from hf_efficient_attn.methods import crossover
@@ -24,9 +23,9 @@ FOUND = {"float32": Crossover(1300, 700), "bfloat16 causal": Crossover(3000, 300
 def cache(monkeypatch, tmp_path) -> pathlib.Path:
     """A cache folder that does not exist yet; its file."""
     monkeypatch.setenv("HEA_CACHE", str(tmp_path / "cache"))
-    files.forget()
+    measuring.forget()
     yield tmp_path / "cache" / "crossover.json"
-    files.forget()
+    measuring.forget()
 
 
 def look_up(method="kdeformer", total_dim=LARGE_DIM, dtype=torch.float32, is_causal=False):
@@ -163,26 +162,26 @@ def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
 
 def test_measured_lengths_are_used(cache):
     before = look_up()
-    files.store_crossover("kdeformer", CPU, FOUND)
+    measuring.store_crossover("kdeformer", CPU, FOUND)
     assert look_up() == 700 != before
     assert look_up(total_dim=SMALL_DIM) == 1300
     assert look_up(dtype=torch.float16, is_causal=True) == 3000
     assert look_up(is_causal=True) == crossover.built_in_table("cpu")["float32 causal"].large  # not in the file
     assert look_up("longformer") == before  # another method
-    files.store_crossover("longformer", CPU, {"float32": Crossover(5, 5)})
+    measuring.store_crossover("longformer", CPU, {"float32": Crossover(5, 5)})
     assert look_up("longformer") == 5
     assert look_up() == 700  # kept
 
 
 def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
     built_in = crossover.built_in_table("cpu")["float32"].large
-    files.store_crossover("kdeformer", CPU, FOUND)
+    measuring.store_crossover("kdeformer", CPU, FOUND)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "processor_name", lambda: "another processor")
-        files.forget()
+        patch.setattr(measuring, "processor_name", lambda: "another processor")
+        measuring.forget()
         assert look_up() == built_in
-        files.store_crossover("kdeformer", CPU, {"bfloat16": Crossover(9, 9)})
-    files.forget()
+        measuring.store_crossover("kdeformer", CPU, {"bfloat16": Crossover(9, 9)})
+    measuring.forget()
     assert look_up() == 700
     assert len(json.loads(cache.read_text())["machines"]) == 2
     with use_threads(torch.get_num_threads() + 1):
@@ -190,16 +189,16 @@ def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
 
 
 def test_the_folder(monkeypatch, tmp_path):
-    assert files.cache_file() == tmp_path / "cache" / "crossover.json"
+    assert measuring.cache_file() == tmp_path / "cache" / "crossover.json"
     monkeypatch.delenv("HEA_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder in ("xdg", ".cache"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg") if folder == "xdg" else "")
-        assert files.cache_file() == tmp_path / folder / "hf_efficient_attn" / "crossover.json"
+        assert measuring.cache_file() == tmp_path / folder / "hf_efficient_attn" / "crossover.json"
 
 
 def _file(rows):
-    return json.dumps({"format": 1, "machines": {files.machine_name(CPU): {"kdeformer": rows}}}).encode()
+    return json.dumps({"format": 1, "machines": {measuring.machine_name(CPU): {"kdeformer": rows}}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +221,7 @@ def test_a_damaged_file_is_named_once_and_replaced(content, cache):
         assert look_up() == crossover.built_in_table("cpu")["float32"].large
         look_up()
     assert len(found) == 1
-    files.store_crossover("kdeformer", CPU, FOUND)
+    measuring.store_crossover("kdeformer", CPU, FOUND)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert look_up() == 700
@@ -233,23 +232,23 @@ def test_a_folder_in_place_of_the_file(cache):
     with pytest.warns(UserWarning, match="Is a directory"):
         look_up()
     with pytest.raises(OSError, match="crossover"):
-        files.store_crossover("kdeformer", CPU, FOUND)
+        measuring.store_crossover("kdeformer", CPU, FOUND)
 
 
 def test_a_failed_write_leaves_the_file_as_it_was(cache, monkeypatch):
-    files.store_crossover("kdeformer", CPU, FOUND)
+    measuring.store_crossover("kdeformer", CPU, FOUND)
     before = cache.read_bytes()
 
     def fail(path, value):
         path.write_bytes(b"{")
         raise OSError("disk")
 
-    monkeypatch.setattr(files, "write_json", fail)
+    monkeypatch.setattr(measuring, "write_json", fail)
     with pytest.raises(OSError, match="disk"):
-        files.store_crossover("kdeformer", CPU, {"float32": Crossover(1, 1)})
+        measuring.store_crossover("kdeformer", CPU, {"float32": Crossover(1, 1)})
     assert cache.read_bytes() == before
     assert list(cache.parent.iterdir()) == [cache]
-    assert writing.replacing is files.replacing
+    assert writing.replacing is measuring.replacing
 
 
 # The command.
@@ -291,7 +290,7 @@ def test_the_command_measures_once(cache, measurements, capsys):
 def test_the_command_as_json(cache, measurements, capsys):
     assert run("--json") == 0
     assert json.loads(capsys.readouterr().out) == {
-        "method": "kdeformer", "machine": files.machine_name(CPU), "file": str(cache), "measured_now": True,
+        "method": "kdeformer", "machine": measuring.machine_name(CPU), "file": str(cache), "measured_now": True,
         "lengths": {"float32": {"small": 1001, "large": 500}, "float32 causal": {"small": NEVER, "large": NEVER}},
     }  # fmt: skip
     assert measurements[0][2] is False  # no bar

@@ -5,10 +5,12 @@ machine cancel. The clock is that of torch.utils.benchmark.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import os
 import pathlib
+import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +21,6 @@ import transformers
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from hf_efficient_attn.evaluation.crossover_file import processor_name
 from hf_efficient_attn.version import __version__
 
 Work = Callable[[], Any]
@@ -184,6 +185,17 @@ def peak_of(work: Work, device: torch.device | None = None) -> int | None:
     changes = [] if recorded is None else [e for e in recorded.events() if e.name() == "[memory]"]
     sizes: list[int] = [e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())]
     return max(0, *itertools.accumulate(sizes)) if sizes else None
+
+
+@functools.cache
+def processor_name() -> str:
+    """The processor's name according to the operating system."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def machine(model: torch.nn.Module) -> dict[str, Any]:
