@@ -6,7 +6,7 @@ from typing import Any
 from hf_efficient_attn import functional, integration, kernel, methods, models
 from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
-from hf_efficient_attn.evaluation import crossover_file
+from hf_efficient_attn.evaluation import crossover
 from hf_efficient_attn.integration.near_far_cache import NearFarCache
 from hf_efficient_attn.integration.sequence_parallel import sequence_parallel
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -29,7 +29,7 @@ from hf_efficient_attn.training import (
 
 integration.register()
 models.register()
-crossover_file.register()
+crossover.register()
 
 
 # Public names and their modules, which are imported on first use. What they import takes up to seconds:

@@ -180,7 +180,7 @@ def test_exit_status(raised, expected, monkeypatch, capsys):
     def fail(*arguments):
         raise raised
 
-    monkeypatch.setattr(demo, "run_demo", fail)
+    monkeypatch.setattr(demo, "minilm_folder", fail)
     threads = torch.get_num_threads()
     assert status("demo", "--threads", str(threads + 1)) == expected
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -191,7 +191,7 @@ def test_a_bug_is_not_hidden(monkeypatch):
     def fail(*arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(demo, "run_demo", fail)
+    monkeypatch.setattr(demo, "minilm_folder", fail)
     with pytest.raises(ZeroDivisionError):
         status("demo")
 

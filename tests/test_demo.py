@@ -57,10 +57,6 @@ def test_tables(capsys):
     assert "split it" in after and "cannot be split" in after
 
 
-def test_the_default_shows_where_methods_are_faster():
-    assert demo.LENGTHS[-1] == 8192
-
-
 def test_an_interruption_before_the_first_row(tmp_path, capsys, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 import json
 import shutil
 import struct
-import wave
 
 import pytest
 import torch
@@ -21,13 +20,10 @@ POSITIONS, RATE = 40, 16000
 METHODS = "longformer:window_size=4,nystromformer:num_landmarks=4"
 
 
-def write_wav(path, samples: torch.Tensor, rate: int = RATE):
+def write_wav(path, samples: torch.Tensor):
     """Write int16 samples, (samples,) or (samples, channels)."""
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(samples.shape[1] if samples.ndim == 2 else 1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(samples.numpy().astype("<i2").tobytes())
+    channels = samples.shape[1] if samples.ndim == 2 else 1
+    path.write_bytes(wav(samples.numpy().astype("<i2").tobytes(), channels=channels))
     return path
 
 
@@ -66,6 +62,24 @@ def data_of(whisper, file, rows=4, **changes) -> ModelData:
     return ModelData(model, whisper, file, longest=POSITIONS, rows=rows)
 
 
+def run(capsys, *arguments) -> str:
+    """What a command prints."""
+    capsys.readouterr()
+    status = command(*arguments)
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return out
+
+
+def refused(capsys, message, *arguments):
+    capsys.readouterr()
+    assert command(*arguments) == 2, arguments
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert message in err
+    return err
+
+
 def test_tasks():
     model = tiny("whisper")
     assert task_of(model) == "speech-to-text" and task_of(model.model) == "embedding"
@@ -77,10 +91,9 @@ def test_tasks():
 
 def test_benchmark_of_recordings_measures_the_encoder(whisper, recordings, tmp_path, capsys):
     out = tmp_path / "out"
-    capsys.readouterr()
-    status = command("benchmark", whisper, "--methods", METHODS, "--rounds", 1, "--data", recordings, "--output", out)
-    printed, err = capsys.readouterr()
-    assert status == 0, err
+    printed = run(
+        capsys, "benchmark", whisper, "--methods", METHODS, "--rounds", 1, "--data", recordings, "--output", out
+    )
     assert "share of the decoder's tokens" in printed and "tok/s" not in printed and "perplexity" not in printed
     assert "excerpts of 1 seconds; shorter ones are filled with silence. The decoder gets the first tokens" in printed
     found = json.loads((out / "benchmark.json").read_text())
@@ -99,39 +112,31 @@ def test_benchmark_of_recordings_measures_the_encoder(whisper, recordings, tmp_p
 def test_benchmark_without_data_and_of_an_embedding_model(whisper, recordings, tmp_path, capsys):
     bare = tmp_path / "bare"
     tiny("whisper", max_source_positions=POSITIONS).model.save_pretrained(bare)
-    capsys.readouterr()
-    assert command("benchmark", bare, "--methods", METHODS, "--rounds", 1, "--json", "--dtype", "bfloat16") == 0
-    found = json.loads(capsys.readouterr().out)
+    arguments = "benchmark", bare, "--rounds", 1, "--json"
+    found = json.loads(run(capsys, *arguments, "--methods", METHODS, "--dtype", "bfloat16"))
     assert found["task"] == "embedding" and found["data"]["name"] == "generated"
     assert {row["length"] for row in found["measurements"]} == {POSITIONS}
     assert all(row["error"] is None and row["agreement"] is None for row in found["measurements"])
     assert any("random features of speech" in note for note in found["notes"])
     extractor().save_pretrained(bare)
-    assert command("benchmark", bare, "--methods", METHODS, "--rounds", 1, "--json", "--data", recordings) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(run(capsys, *arguments, "--methods", METHODS, "--data", recordings))
     assert found["agreement"] == "cosine" and found["measurements"][1]["agreement"] < 1
     # The default methods are exact at so few positions, and no greater length can be advised.
-    assert command("benchmark", bare, "--rounds", 1, "--json") == 0
-    notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
+    notes = " ".join(json.loads(run(capsys, *arguments))["notes"])
     assert "computed exact attention" in notes and "smaller budgets" in notes and "--lengths" not in notes
 
 
 def test_a_time_limit_leaves_fewer_excerpts(whisper, recordings, capsys):
-    capsys.readouterr()
     arguments = ["benchmark", whisper, "--methods", "longformer:window_size=4", "--data", recordings, "--minutes", 1e-5]
-    assert command(*arguments, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(run(capsys, *arguments, "--json"))
     assert found["data"]["rows"] == 1
     assert any("is measured on 1 of 3 excerpts" in note for note in found["notes"])
 
 
 def test_analyze_of_recordings(whisper, recordings, tmp_path, capsys):
     out = tmp_path / "out"
-    capsys.readouterr()
-    status = command("analyze", whisper, "--data", recordings, "--methods", "longformer", "--budgets", "17,33",
-                     "--max-error", 9.0, "--output", out)  # fmt: skip
-    printed, err = capsys.readouterr()
-    assert status == 0, err
+    printed = run(capsys, "analyze", whisper, "--data", recordings, "--methods", "longformer", "--budgets", "17,33",
+                  "--max-error", 9.0, "--output", out)  # fmt: skip
     assert f"recordings, 3 excerpts of {POSITIONS} tokens" in printed
     assert "errors at 2048 tokens" not in printed  # the model never takes as many
     found = json.loads((out / "analysis.json").read_text())
@@ -139,7 +144,7 @@ def test_analyze_of_recordings(whisper, recordings, tmp_path, capsys):
     assert found["max_length"] is None and any("random ones" in note for note in found["notes"])
     names = [entry["name"] for entry in found["layers"]]
     assert len(set(names)) == 6 and sum(name.startswith("encoder.") for name in names) == 2
-    assert command("convert", whisper, "--config", out / "analysis.json", "-o", tmp_path / "converted") == 0
+    run(capsys, "convert", whisper, "--config", out / "analysis.json", "-o", tmp_path / "converted")
 
 
 def test_excerpts_are_those_of_the_feature_extractor(whisper, recordings):
@@ -183,7 +188,7 @@ def test_the_decoder_begins_as_a_transcript_does(whisper):
 def test_channels_are_averaged_and_read_from_any_sample(tmp_path):
     left, right = noise(500), noise(500, seed=1)
     [recording] = recordings_of(write_wav(tmp_path / "stereo.wav", torch.stack([left, right], 1)))
-    assert recording.samples == 500 and recording.channels == 2
+    assert recording.samples == 500
     expected = (left.float() + right.float()) / 2 / 2**15
     torch.testing.assert_close(read_samples(recording, 0, 500), expected)
     torch.testing.assert_close(read_samples(recording, 100, 50), expected[100:150])
@@ -205,36 +210,19 @@ def test_logits_do_not_count_for_each_position(monkeypatch):
         check_memory(model, 1500, 10_000)
 
 
-def damaged(tmp_path, kind):
-    """A file that is refused."""
-    path = tmp_path / f"{kind}.wav"
-    if kind == "text":
-        path.write_text("no sound")
-    elif kind in ("rest", "end"):
-        write_wav(path, noise(RATE))
-        path.write_bytes(path.read_bytes()[: 2000 if kind == "rest" else -1])
-    elif kind == "header":
-        write_wav(path, noise(RATE))
-        path.write_bytes(path.read_bytes()[:20])
-    elif kind == "chunk":
-        write_wav(path, noise(RATE))
-        content = bytearray(path.read_bytes())
-        content[16:20] = struct.pack("<I", 1 << 30)  # the length of the format's description
-        path.write_bytes(content)
-    elif kind == "empty":
-        write_wav(path, noise(0))
-    elif kind == "rate":
-        write_wav(path, noise(8000), rate=8000)
-    elif kind == "float":
-        content = struct.pack("<100f", *[0.0] * 100)
-        form = struct.pack("<HHIIHH", 3, 1, RATE, 4 * RATE, 4, 32)
-        chunks = b"fmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", len(content)) + content
-        path.write_bytes(b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks)
-    elif kind == "eight":
-        with wave.open(str(path), "wb") as file:
-            file.setparams((1, 1, RATE, 0, "NONE", ""))
-            file.writeframes(bytes(RATE))
-    return path
+def wav(samples: bytes, *, channels=1, rate=RATE, bits=16, kind=1) -> bytes:
+    form = struct.pack("<HHIIHH", kind, channels, rate, rate * channels * bits // 8, channels * bits // 8, bits)
+    chunks = b"fmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", len(samples)) + samples
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+SECOND = wav(bytes(2 * RATE))
+# Name -> content.
+DAMAGED = {
+    "text": b"no sound", "rest": SECOND[:2000], "end": SECOND[:-1], "header": SECOND[:20], "empty": wav(b""),
+    "chunk": SECOND[:16] + struct.pack("<I", 1 << 30) + SECOND[20:],  # the length of the format's description
+    "rate": wav(bytes(16000), rate=8000), "float": wav(bytes(400), bits=32, kind=3), "eight": wav(bytes(RATE), bits=8),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -254,11 +242,10 @@ def damaged(tmp_path, kind):
     ],
 )  # fmt: skip
 def test_recordings_that_are_refused(kind, message, whisper, tmp_path, capsys):
-    capsys.readouterr()
-    assert command("benchmark", whisper, "--data", damaged(tmp_path, kind)) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1
-    assert f"{kind}.wav" in err and message in err
+    file = tmp_path / f"{kind}.wav"
+    if kind in DAMAGED:
+        file.write_bytes(DAMAGED[kind])
+    assert file.name in refused(capsys, message, "benchmark", whisper, "--data", file)
 
 
 def test_other_refusals(whisper, recordings, tmp_path, capsys):
@@ -277,17 +264,13 @@ def test_other_refusals(whisper, recordings, tmp_path, capsys):
         (["analyze", whisper, "--data", recordings, "--length", 2048], only),
         (["benchmark", whisper, "--data", tmp_path / "nothing"], "nothing: no recordings in it (.wav)"),
         (["benchmark", whisper, "--data", recordings / "notes.txt"], "notes.txt: recordings come from a .wav file"),
-        (["benchmark", plain, "--data", recordings], "plain contains no preprocessor_config.json"),
+        (["benchmark", plain, "--data", recordings], "plain: its feature extractor cannot be loaded"),
         (["analyze", broken, "--data", recordings], "broken: its feature extractor cannot be loaded"),
         (["benchmark", foreign, "--data", recordings], "makes 200 frames of 80 features, and the model takes 80 of 8"),
         (["distill", whisper, "--data", recordings, "--method", "linformer", "-o", tmp_path / "new"], "takes speech"),
     ]
     for arguments, message in cases:
-        capsys.readouterr()
-        assert command(*arguments) == 2, arguments
-        out, err = capsys.readouterr()
-        assert out == "" and len(err.splitlines()) == 1
-        assert message in err
+        refused(capsys, message, *arguments)
 
 
 @pytest.mark.exhaustive
@@ -295,11 +278,8 @@ def test_whisper_of_thirty_seconds(tmp_path, capsys):
     tiny("whisper", max_source_positions=1500).save_pretrained(tmp_path / "whisper")
     extractor(chunk_length=30, hop_length=160).save_pretrained(tmp_path / "whisper")
     write_wav(tmp_path / "long.wav", noise(61 * RATE))
-    capsys.readouterr()
-    assert command("benchmark", tmp_path / "whisper", "--methods", "nearfar", "--rounds", 1, "--json",
-                   "--data", tmp_path / "long.wav") == 0  # fmt: skip
-    found = json.loads(capsys.readouterr().out)
+    arguments = "benchmark", tmp_path / "whisper", "--data", tmp_path / "long.wav"
+    found = json.loads(run(capsys, *arguments, "--methods", "nearfar", "--rounds", 1, "--json"))
     assert found["data"]["rows"] == 2 and {row["length"] for row in found["measurements"]} == {1500}
     assert any("excerpts of 30 seconds" in note for note in found["notes"]) and found["measurements"][1]["error"] > 0
-    assert command("benchmark", tmp_path / "whisper", "--lengths", 512) == 2
-    assert "takes 1,500 positions (30 seconds) only" in capsys.readouterr().err
+    refused(capsys, "takes 1,500 positions (30 seconds) only", *arguments[:2], "--lengths", 512)

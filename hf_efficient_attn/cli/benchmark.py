@@ -117,7 +117,8 @@ def benchmark(
     as_json: Json = False,
 ) -> None:
     """Measure time, memory and error of methods in a model, and the length from which on they pay off."""
-    from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint, output_folder, write_benchmark
+    from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
+    from hf_efficient_attn.evaluation.charts import output_folder, write_benchmark
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.timing import use_threads
 
@@ -156,123 +157,93 @@ def benchmark(
 
 
 class Report:
-    """Prints the rows of a benchmark as they are measured, and before them the estimate.
+    """Prints the rows of a benchmark as they are measured, and before them the estimate; nothing if it is silent.
 
-    Args:
-        is_silent: whether to print nothing, for --json.
-        with_memory: whether memory is measured.
-        with_generation: whether the speed of generation is measured, if the model is a causal language model.
-
-    Attributes:
-        result: what is known before the measurements.
-        label_width: of the longest label.
+    The columns depend on whether memory is measured, and for a causal language model the speed of generation.
     """
 
     def __init__(self, *, is_silent: bool, with_memory: bool, with_generation: bool = False) -> None:
-        self.is_silent, self._with_memory, self._with_generation = is_silent, with_memory, with_generation
+        self._is_silent, self._with_memory, self._with_generation = is_silent, with_memory, with_generation
         self._table: LiveTable | None = None
-        self._is_explained = False
-        self.result: dict[str, Any] = {}
-        self.label_width = 0
+        self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
         self._batch = 1
 
     def execution(self, minutes: float | None) -> "Execution":
         """The limit of time together with the functions that print."""
         from hf_efficient_attn.evaluation.progress import Execution
 
-        if self.is_silent:
+        if self._is_silent:
             return Execution(minutes)
         return Execution(minutes, on_begin=self.begin, on_estimate=typer.echo, on_row=self.add)
 
     def begin(self, result: dict[str, Any]) -> None:
-        """Say what is compared."""
+        """Say what is compared, from what is known before the measurements."""
         from hf_efficient_attn.evaluation.comparison import chunk_label
         from hf_efficient_attn.evaluation.timing import describe
 
-        labels = result["labels"]
+        labels, task = result["labels"], result["task"]
         typer.echo(
             f"{result['source']} on {result['data']['name']}: {', '.join(labels)} against exact attention (sdpa)\n"
             f"{describe(result['machine'])}"
         )
-        more = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
-        self.result, self.label_width = result, max(map(len, ["sdpa", *labels, *more]))
+        chunks = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
+        # "cosine", "ratio" (of perplexities) or "top1".
+        agreement = result["agreement"].removeprefix("perplexity_")
+        columns = [
+            ("tokens", 6, "length", ""),
+            ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", ""),
+            ("seconds", 7, "seconds", ".3f"),
+            ("speed-up", 8, "speed_up", ".2f"),
+            ("MiB", 6, "peak_memory_mib", ".0f"),
+            ("error", 6, "error", ".3f"),
+            ("output", 6, "output_error", ".3f"),
+            ("perplexity", 10, "perplexity", ".5g"),
+            (agreement, 6, "agreement", ".4f"),
+            ("first tok", 9, "first_token_seconds", ".3f"),
+            ("tok/s", 6, "tokens_per_second", ".1f"),
+        ]
+        generates = self._with_generation and task == "causal-lm"
+        is_shown = dict.fromkeys(("first_token_seconds", "tokens_per_second"), generates)
+        is_shown |= {"peak_memory_mib": self._with_memory, "perplexity": task in _PERPLEXITY}
+        self._columns = [column for column in columns if is_shown.get(column[2], True)]
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row of "measurements"."""
         if self._table is None:
             typer.echo()
-            headers = ["tokens", "attention", "seconds", "speed-up", *self._memory("MiB"), "error", "output"]
-            headers += [*self._perplexity("perplexity"), self._agreement, *self._generation("first tok", "tok/s")]
-            widths = [
-                6,
-                self.label_width,
-                7,
-                8,
-                *self._memory(6),
-                6,
-                6,
-                *self._perplexity(10),
-                6,
-                *self._generation(9, 6),
-            ]
-            self._table = LiveTable(headers, widths, left=["attention"])
+            titles, widths, *_ = zip(*self._columns, strict=True)
+            self._table = LiveTable(titles, widths, left=["attention"])
         self._batch = row["batch"]
-        cells = [row["length"], row["attention"], f"{row['seconds']:.3f}", f"{row['speed_up']:.2f}x"]
-        cells += [*self._memory(_number(row["peak_memory_mib"], ".0f")), _number(row["error"], ".3f")]
-        cells.append(_number(row["output_error"], ".3f"))
-        cells += self._perplexity(_number(row["perplexity"], ".5g"))
-        cells.append(_number(row["agreement"], ".4f"))
-        cells += self._generation(_number(row["first_token_seconds"], ".3f"), _number(row["tokens_per_second"], ".1f"))
-        self._table.add(cells)
-
-    def _memory(self, value: Any) -> list[Any]:
-        """A cell in the column of the memory, if there is one."""
-        return [value] if self._with_memory else []
-
-    def _perplexity(self, value: Any) -> list[Any]:
-        """A cell in the column of the perplexity, if there is one."""
-        return [value] if self.result["task"] in _PERPLEXITY else []
-
-    def _generation(self, *values: Any) -> list[Any]:
-        """The cells in the columns of the speed of generation, if there are such columns."""
-        return list(values) if self._with_generation and self.result["task"] == "causal-lm" else []
-
-    @property
-    def _agreement(self) -> str:
-        """The title of the last column: "cosine", "ratio" (of perplexities) or "top1"."""
-        return str(self.result["agreement"]).removeprefix("perplexity_")
-
-    def explain(self) -> None:
-        """Explain the columns of the table, once."""
-        if self._is_explained:
-            return
-        self._is_explained = True
-        data, rows = self.result["data"]["name"], self.result["data"]["rows"]
-        inputs = f"{rows} input{'s' * (rows > 1)} of {data}"
-        of_batch = f" of {self._batch} inputs" if self._batch > 1 else ""
-        lines = [
-            f"seconds: median of the forward passes{of_batch}. "
-            "speed-up: over exact attention in passes before and after, median.",
-            *self._memory("MiB: peak of PyTorch's memory in a pass, without model and inputs."),
-            "error: relative operator norm of the error of a layer's attention, averaged over heads and layers.",
-            "output: relative error of the model's last hidden states (Frobenius norm), through all layers.",
-            *self._perplexity(f"perplexity: {_PERPLEXITY.get(self.result['task'])}."),
-            f"{self._agreement}: {_AGREEMENT[self.result['task']]}, over {inputs}.",
-            *self._generation(
-                "first tok: seconds to the first generated token. tok/s: tokens per second after it, with a cache"
-                f"{of_batch and ', all inputs together'}. The new tokens are the last ones of the length."
-            ),
-        ]
-        typer.echo("\n" + "\n".join(lines))
+        self._table.add(
+            [
+                None if row[key] is None else format(row[key], form) + "x" * (key == "speed_up")
+                for _, _, key, form in self._columns
+            ]
+        )
 
     def conclude(self, result: dict[str, Any]) -> None:
-        """Explain the table, and say what follows from it."""
-        self.explain()
+        """Explain the columns of the table, and say what follows from it."""
+        task, rows = result["task"], result["data"]["rows"]
+        inputs = f"{rows} input{'s' * (rows > 1)} of {result['data']['name']}"
+        of_batch = f" of {self._batch} inputs" if self._batch > 1 else ""
+        meanings = {
+            "seconds": f"seconds: median of the forward passes{of_batch}. speed-up: over exact attention in passes "
+            "before and after, median.",
+            "peak_memory_mib": "MiB: peak of PyTorch's memory in a pass, without model and inputs.",
+            "error": "error: relative operator norm of the error of a layer's attention, averaged over heads and "
+            "layers.",
+            "output_error": "output: relative error of the model's last hidden states (Frobenius norm), through all "
+            "layers.",
+            "perplexity": f"perplexity: {_PERPLEXITY.get(task)}.",
+            "agreement": f"{result['agreement'].removeprefix('perplexity_')}: {_AGREEMENT[task]}, over {inputs}.",
+            "tokens_per_second": "first tok: seconds to the first generated token. tok/s: tokens per second after it, "
+            f"with a cache{of_batch and ', all inputs together'}. The new tokens are the last ones of the length.",
+        }
+        typer.echo()
+        for *_, key, _ in self._columns:
+            if key in meanings:
+                typer.echo(meanings[key])
         typer.echo()
         for sentence in [*result["notes"], *result["summary"], result["recommendation"]]:
             if sentence is not None:
                 typer.echo(sentence)
-
-
-def _number(value: float | None, form: str) -> str | None:
-    return None if value is None else format(value, form)

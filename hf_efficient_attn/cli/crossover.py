@@ -45,23 +45,22 @@ def crossover(
     seconds, and stored in $HEA_CACHE, or else in hf_efficient_attn in $XDG_CACHE_HOME or ~/.cache. Models never
     measure anything themselves: until this command has run, they use built-in lengths.
     """
-    from hf_efficient_attn.evaluation import crossover_file as files
-    from hf_efficient_attn.evaluation.crossover import default_method, measure_crossover
+    from hf_efficient_attn.evaluation import crossover as measured
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.methods import crossover as lengths
     from hf_efficient_attn.methods import method_info
 
-    method = default_method() if method is None else method
+    method = measured.default_method() if method is None else method
     method_info(method)  # refuses unknown names
     where = parse_device(device)
     with use_threads(threads):
-        path, machine = files.cache_file(), files.machine_name(where)
-        found = None if renew else files.measured_table(method, where)
+        path, machine = measured.cache_file(), measured.machine_name(where)
+        found = None if renew else measured.measured_table(method, where)
         is_new = found is None
         if found is None:
             path.parent.mkdir(parents=True, exist_ok=True)  # fails before the work
-            found = measure_crossover(method, where, progress=not as_json)
-            files.store_crossover(method, where, found)
+            found = measured.measure_crossover(method, where, progress=not as_json)
+            measured.store_crossover(method, where, found)
     if as_json:
         rows = {name: one._asdict() for name, one in found.items()}
         print_json({"method": method, "machine": machine, "file": str(path), "measured_now": is_new, "lengths": rows})

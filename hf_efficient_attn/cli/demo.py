@@ -63,7 +63,9 @@ def demo(
     It is the `benchmark` command for this model, on one text of each length.
     """
     from hf_efficient_attn.evaluation import demo
+    from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
     from hf_efficient_attn.evaluation.charts import draw
+    from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.defaults import default_methods
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_picture
@@ -71,19 +73,26 @@ def demo(
     methods, lengths = parse_methods(method or default_methods(purpose="demo"), setting), parse_lengths(length)
     if not methods or (length and not lengths):
         raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
+    for tokens in lengths:
+        demo.check_length(tokens)
     if plot is not None:
         check_picture(plot)
+    procedure = Procedure(rounds=2, memory=False, rows=1, device=parse_device(device))
     report = Report(is_silent=as_json, with_memory=False)
-    place, execution = parse_device(device), report.execution(minutes)
+    execution = report.execution(minutes)
     with use_threads(threads):
-        result, status = until_interrupted(lambda: demo.run_demo(methods, lengths or demo.LENGTHS, place, execution))
+        result, status = until_interrupted(
+            lambda: benchmark_checkpoint(
+                demo.minilm_folder(), methods, lengths or demo.LENGTHS, procedure=procedure, execution=execution
+            )
+        )
     if plot is not None:
         draw(result, plot)
     if as_json:
         print_json(result)
-        raise typer.Exit(status)
-    report.conclude(result)
-    typer.echo(_PURPOSE)
-    if plot is not None:
-        typer.echo(f"Written: {plot}")
+    else:
+        report.conclude(result)
+        typer.echo(_PURPOSE)
+        if plot is not None:
+            typer.echo(f"Written: {plot}")
     raise typer.Exit(status)

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
-from hf_efficient_attn.evaluation.charts import draw
 from hf_efficient_attn.evaluation.comparison import (
     AGREEMENT,
     DEFAULT_PROCEDURE,
@@ -39,22 +38,18 @@ from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, PassTimes, Step, Steps, partial_result, plan_of, total
-from hf_efficient_attn.evaluation.recommendation import pays_from, recommend_method, summarise
+from hf_efficient_attn.evaluation.recommendation import pays_from, recommend_method, summarise, timing_of
 from hf_efficient_attn.evaluation.speech import takes_speech
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
-from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
-from hf_efficient_attn.io.json import read_json_object
-from hf_efficient_attn.io.writing import check_folder, write_results
 from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
-FILES = ("benchmark.json", "benchmark.png")
 # Default numbers of texts, or excerpts of recordings, and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 # A limit of time does not reduce the number of pictures further.
@@ -67,10 +62,6 @@ _SECONDS = 60.0
 # Larger numbers overflow where tensors are created, or end in nobody's lifetime.
 _MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
 NOTE_ON_DOCUMENTATION = "No data are given: the texts are Python's own documentation (pydoc_data.topics)."
-_NOTE_ON_ENCODER = (
-    "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
-)
-_NOTE_ON_SPEECH_ENCODER = "The methods are in the encoder. The decoder stays exact."
 
 
 def benchmark_checkpoint(
@@ -135,28 +126,20 @@ def benchmark_checkpoint(
             source, methods, lengths, data=data, procedure=procedure, execution=execution, allow_pickle=allow_pickle
         )
         execution.on_begin(benchmark.result())
-        with partial_result(benchmark.partial_result), Steps(benchmark.plan, execution) as steps:
+        with (
+            partial_result(lambda: benchmark.result() if benchmark.measurements else None),
+            Steps(benchmark.plan, execution) as steps,
+        ):
             for step in steps:
                 execution.on_row(benchmark.measure(step, steps.advance))
     return benchmark.result()
 
 
 class Benchmark:
-    """A benchmark of one model, step by step.
-
-    Args:
-        source: as the other arguments, see `benchmark_checkpoint`.
-        methods: label -> method, or None.
-        lengths: numbers of tokens, or None.
-        data: text, pictures or recordings, or None.
-        procedure: how the methods are measured.
-        execution: the time limit, which determines the default lengths.
-        allow_pickle: whether weights in a .bin file may be read.
+    """A benchmark of one model, step by step; the arguments are those of `benchmark_checkpoint`.
 
     Attributes:
-        folder: of the checkpoint.
         variants: label -> the model with a method, exact attention first.
-        times: estimated durations of passes.
         plan: the measurements in their order.
         measurements: the results of those that are done.
     """
@@ -172,101 +155,96 @@ class Benchmark:
         execution: Execution,
         allow_pickle: bool = False,
     ) -> None:
-        _check_sizes(lengths, procedure)
+        if lengths and max(lengths) > _MAX_LENGTH:
+            raise UnsupportedAttentionError(f"a length of {max(lengths)} tokens is more than any machine can hold")
+        if procedure.rounds > _MAX_ROUNDS:
+            raise UnsupportedAttentionError(f"{procedure.rounds} rounds: give at most {_MAX_ROUNDS}")
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         self._model = model = load_model(checked).eval()
-        self.folder, self._source, self._task = checked.folder, name_of(checked), task_of(model)
-        own = own_settings(model)
+        self._source, self._task, self._procedure = name_of(checked), task_of(model), procedure
+        own, is_pair = own_settings(model), is_encoder_decoder(model)
         settings = _settings(methods, own, model)
+        self._labels = list(settings)
         check_methods(
             (entry.config for one in settings.values() for entry in one.entries),
-            is_decoder(model) and not is_encoder_decoder(model),  # there the conversion checks each layer
+            is_decoder(model) and not is_pair,  # there the conversion checks each layer
             model=f"the {type(model).__name__}",
             allow_learned=True,
         )
         is_image, is_speech = takes_pictures(model), takes_speech(model)
+        is_text = not is_image and not is_speech
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
-        rows = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        is_chunked = self._task == "embedding" and not (is_image or is_speech or is_encoder_decoder(model))
-        self._chunk = max_positions(model) if is_chunked else None  # before the positions are extended
-        self._notes = [allow_length(model, longest) if lengths and not is_image and not is_speech else None]
-        if is_encoder_decoder(model) and own is None:
-            self._notes.append(_NOTE_ON_SPEECH_ENCODER if is_speech else _NOTE_ON_ENCODER)
+        # The model's own number, before its positions are extended.
+        self._chunk = max_positions(model) if self._task == "embedding" and is_text and not is_pair else None
+        self._notes = [allow_length(model, longest) if lengths and is_text else None]
+        if is_pair and own is None:
+            decoder = "The decoder" if is_speech else "The decoder, which gets the beginning of the same text,"
+            self._notes.append(f"The methods are in the encoder. {decoder} stays exact.")
         self._data = ModelData(
             model,
             checked.folder,
             None if data is None else pathlib.Path(data),
             longest=longest,
-            rows=rows,
+            rows=max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
             shorter=lengths is None,
         )
-        self._procedure, self._labels = procedure, list(settings)
         chosen = self._choose_lengths(lengths, execution)
+        self.plan = self._make_plan(chosen)
         self.variants = make_variants(model, settings, own if methods is None else None, max(chosen), self._chunk)
         self.measurements: list[dict[str, Any]] = []
         self._comparison: tuple[int, LengthComparison] | None = None
 
+    def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
+        return plan_of(self._times, lengths, self._labels, self._procedure, self._data, self._chunk)
+
+    def _seconds(self, *lengths: int) -> float:
+        return total(self._make_plan(lengths))
+
     def _choose_lengths(self, lengths: Sequence[int] | None, execution: Execution) -> list[int]:
-        """Choose the lengths, and make the plan; with a limit of time, the greatest length that fits comes first."""
+        """The lengths in their order, and to keep the limit of time fewer rounds, then fewer inputs."""
         proposed = lengths or _default_lengths(self._model, self._data)
-        chosen = list(dict.fromkeys(sorted(map(self._data.tokens_for, proposed))))
+        chosen = sorted(set(map(self._data.tokens_for, proposed)))
         for length in chosen:
             self._data.check_length(length)
         with use_device(self._model.device):
-            self.times = PassTimes(exact_copy(self._model), self._data, chosen[0], self._procedure.batch)
-        left = execution.seconds_left()
-        is_limited = execution.minutes is not None
+            self._times = PassTimes(exact_copy(self._model), self._data, chosen[0], self._procedure.batch)
+        left, is_limited = execution.seconds_left(), execution.minutes is not None
         if lengths is None:
             dropped: list[str] = []
             limit = left if is_limited else _SECONDS
-            while len(chosen) > 1 and total(self._make_plan(chosen[-1:] if is_limited else chosen)) > limit:
+            while len(chosen) > 1 and self._seconds(*(chosen[-1:] if is_limited else chosen)) > limit:
                 dropped.insert(0, str(chosen.pop()))
             if dropped:
                 left_out = ", ".join(dropped)
                 self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
             if self._data.is_text:
                 self._notes.append(allow_length(self._model, chosen[-1]))
-        self.plan = self._make_plan(chosen)
-        if total(self.plan) > left and self._procedure.rounds > _FEWEST_ROUNDS:
+        if self._seconds(*chosen) > left and self._procedure.rounds > _FEWEST_ROUNDS:
             self._procedure = self._procedure._replace(rounds=_FEWEST_ROUNDS)
-            self.plan = self._make_plan(chosen)
             self._notes.append("To keep the time limit, each pass is measured twice.")
-        if self._procedure.rows is None and self._data.is_real:
-            self._reduce_rows(chosen, left)
-        if is_limited:
-            # A stable sort: the lengths that fit from the greatest on, then the others from the smallest on.
-            fits = {length: total(self._make_plan([length])) <= left for length in chosen}
-            chosen.sort(key=lambda length: (not fits[length], -length if fits[length] else length))
-            self.plan = self._make_plan(chosen)
-        return chosen
-
-    def _reduce_rows(self, lengths: Sequence[int], seconds: float) -> None:
-        """Measure the agreement on fewer inputs if the plan takes longer than `seconds`."""
         # A share of one picture says nothing.
         fewest = max(self._procedure.batch, _FEWEST_IMAGES if self._data.is_image else 1)
         before = self._data.rows
-        while total(self.plan) > seconds and self._data.rows > fewest:
+        is_free = self._procedure.rows is None and self._data.is_real
+        while is_free and self._data.rows > fewest and self._seconds(*chosen) > left:
             self._data.keep(max(fewest, self._data.rows // 2))
-            self.plan = self._make_plan(lengths)
         if self._data.rows < before:
             kind = "pictures" if self._data.is_image else "texts" if self._data.is_text else "excerpts"
             self._notes.append(
                 f"To keep the time limit, the agreement is measured on {self._data.rows} of {before} {kind}; --rows N "
                 "sets their number."
             )
-
-    def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
-        return plan_of(self.times, lengths, self._labels, self._procedure, self._data, self._chunk)
+        if is_limited:  # those that fit from the greatest on, then the others from the smallest on
+            chosen.sort(key=lambda length: (0, -length) if self._seconds(length) <= left else (1, length))
+        return chosen
 
     def measure(self, step: Step, advance: Callable[[float], None]) -> dict[str, Any]:
         """Carry out the next step of the plan; returns a row of "measurements".
 
-        Args:
-            step: of the plan.
-            advance: called with the share of the step that is done.
+        `advance` is called with the share of the step that is done.
         """
         length, label = step.key
         if self._comparison is None or self._comparison[0] != length:
@@ -281,6 +259,7 @@ class Benchmark:
         rows = self.measurements
         left_out = [step.name for step in self.plan[len(rows) :]]
         measured = {row["attention"] for row in rows}
+        missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
         result = {
             "format": FORMAT,
             "source": self._source,
@@ -294,31 +273,41 @@ class Benchmark:
             "pays_from": {label: pays_from(rows, label) for label in self._labels if label in measured},
             "complete": not left_out,
             "left_out": left_out,
-            "notes": [note for note in [*self._notes, *self._notes_on(rows), note_on_missing(left_out)] if note],
+            "notes": [note for note in [*self._notes, *self._notes_on(rows), missing] if note],
         }
         compared = [row for row in rows if row["attention"] in self._labels]
         return {**result, "summary": summarise(result), **recommend_method(compared)}
 
     def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        unsteady = any(row["speed_up_max"] > 1.5 * row["speed_up_min"] for row in rows)
-        lengths = sorted({row["length"] for row in rows})
-        notes = [
-            _note_on_pictures(self._data, lengths),
-            None if self._data.speech is None else self._data.speech.note,
-            _note_on_data(self._data),
-            UNSTEADY if unsteady else None,
-        ]
-        return [self._note_on_exactness(rows), *notes, self._note_on_chunks(rows)]
-
-    def _note_on_chunks(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
-        """What embeddings of pieces are for, if they were measured."""
-        if self._chunk is None or all(row["attention"] != chunk_label(self._chunk) for row in rows):
-            return None
-        return (
-            f"{chunk_label(self._chunk)}: exact attention within pieces as long as the model's positions, and the mean "
-            "of their embeddings. If the task can be split like this, split it: a search finds more so, and long "
-            "attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
-        )
+        data, notes = self._data, [self._note_on_exactness(rows)]
+        if data.is_image:
+            native = f"{data.native} x {data.native} pixels"
+            sizes = {
+                n: f"{data.pixels_for(n)} x {data.pixels_for(n)} pixels" for n in sorted({r["length"] for r in rows})
+            }
+            resized = ", ".join(f"{size} for {n} tokens" for n, size in sizes.items())
+            notes.append(
+                f"Pictures are resized: {resized}. The model was trained with {native}."
+                if set(sizes.values()) - {native}
+                else f"Pictures are resized to {native}, with which the model was trained."
+            )
+        if data.speech is not None:
+            notes.append(data.speech.note)
+        if data.name == DOCUMENTATION:
+            notes.append(NOTE_ON_DOCUMENTATION)
+        if not data.is_real:
+            kind = "token ids, since the checkpoint contains no tokenizer" if data.is_text else "features of speech"
+            kind = "pixels" if data.is_image else kind
+            notes.append(f"The data are generated: random {kind}. Time and memory are measured, but no errors.")
+        if any(timing_of(row).unsteady for row in rows):
+            notes.append(UNSTEADY)
+        if self._chunk is not None and any(row["attention"] == chunk_label(self._chunk) for row in rows):
+            notes.append(
+                f"{chunk_label(self._chunk)}: exact attention within pieces as long as the model's positions, and the "
+                "mean of their embeddings. If the task can be split like this, split it: a search finds more so, and "
+                "long attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
+            )
+        return notes
 
     def _note_on_exactness(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
         """A sentence about methods that were only measured where they compute exact attention."""
@@ -335,18 +324,6 @@ class Benchmark:
         if self._data.speech is not None:
             return f"At this length {computed} with smaller budgets: give them by --methods and --set."
         return f"At these lengths {computed} at greater ones: give --lengths."
-
-    def partial_result(self) -> dict[str, Any] | None:
-        """The result, or None if nothing is measured yet."""
-        return self.result() if self.measurements else None
-
-
-def _check_sizes(lengths: Sequence[int] | None, procedure: Procedure) -> None:
-    """Refuse numbers that no model and no machine can deal with."""
-    if lengths and max(lengths) > _MAX_LENGTH:
-        raise UnsupportedAttentionError(f"a length of {max(lengths)} tokens is more than any machine can hold")
-    if procedure.rounds > _MAX_ROUNDS:
-        raise UnsupportedAttentionError(f"{procedure.rounds} rounds: give at most {_MAX_ROUNDS}")
 
 
 def _native_length(model: PreTrainedModel) -> int:
@@ -399,74 +376,3 @@ def _default_lengths(model: PreTrainedModel, data: ModelData) -> list[int]:
     while 2 * proposed[-1] <= 4 * native:
         proposed.append(2 * proposed[-1])
     return [length for length in proposed if length <= data.longest] or [data.longest]
-
-
-def _note_on_pictures(data: ModelData, lengths: Sequence[int]) -> str | None:
-    if not data.is_image:
-        return None
-    sizes = {n: data.pixels_for(n) for n in lengths}
-    if set(sizes.values()) <= {data.native}:
-        return f"Pictures are resized to {data.native} x {data.native} pixels, with which the model was trained."
-    resized = ", ".join(f"{pixels} x {pixels} pixels for {n} tokens" for n, pixels in sizes.items())
-    return f"Pictures are resized: {resized}. The model was trained with {data.native} x {data.native} pixels."
-
-
-def _note_on_data(data: ModelData) -> str | None:
-    if not data.is_real:
-        kind = "token ids, since the checkpoint contains no tokenizer" if data.is_text else "features of speech"
-        kind = "pixels" if data.is_image else kind
-        return f"The data are generated: random {kind}. Time and memory are measured, but no errors."
-    if data.name == DOCUMENTATION:
-        return NOTE_ON_DOCUMENTATION
-    return None
-
-
-def note_on_missing(left_out: Sequence[str]) -> str | None:
-    """A sentence about the measurements that are missing; None if there are none."""
-    return f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
-
-
-def output_folder(
-    source: "str | pathlib.Path", output: pathlib.Path | None, *, card: bool = False, force: bool = False
-) -> pathlib.Path | None:
-    """The folder for benchmark.json and benchmark.png, checked before the measurements; None if none is requested.
-
-    Args:
-        source: the checkpoint.
-        output: the folder that the user names.
-        card: whether to write into `source` and update its model card.
-        force: whether to overwrite existing files.
-
-    Raises:
-        UnsupportedAttentionError: the files cannot be written, or they exist and `force` is False; with `card`, an
-            `output` is given or `source` is not the folder of a converted checkpoint.
-    """
-    if card:
-        if output is not None:
-            raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
-        output = pathlib.Path(source)
-        config = output / "config.json"
-        if not config.is_file() or "efficient_attention" not in read_json_object(config):
-            raise UnsupportedAttentionError(
-                f"--card: {str(source)!r} is not the folder of a converted checkpoint: make one with hf-efficient-attn "
-                "convert"
-            )
-    if output is not None:
-        check_folder(output, FILES, force=force)
-    return output
-
-
-def write_benchmark(
-    result: Mapping[str, Any], folder: pathlib.Path, *, card: bool = False, force: bool = True
-) -> list[pathlib.Path]:
-    """Write benchmark.json and benchmark.png into a folder, and with `card` update the model card there.
-
-    Without `force`, files that have appeared since `output_folder` stay, and the results get other names.
-
-    Returns:
-        the paths of the files.
-    """
-    if card:  # the files are published, and should not name the folder around the checkpoint
-        result = {**result, "source": str(result["source"]).rpartition("/")[2]}
-    written = write_results(result, folder, "benchmark", draw, force=force)
-    return [*written, write_card(folder)] if card else written

@@ -1,96 +1,123 @@
-"""The picture of a benchmark: speed-up and error against length, with a name at the end of every line."""
+"""The files of a benchmark: its result as JSON, and a picture of speed-up and error against length."""
 
 import itertools
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import describe
+from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.io.json import read_json_object
+from hf_efficient_attn.io.writing import check_folder, replacing, write_results
+
+_FILES = ("benchmark.json", "benchmark.png")
 
 # Distinct for readers who do not see all colours (Okabe and Ito); markers tell the lines apart as well.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#8c6d31")
 _MARKERS = "osD^vP*X"
 # Errors from here on are drawn at the edge: the output has nothing to do with the exact one.
 _LARGEST_ERROR = 1.5
+# Key of the rows -> title, label of the axis, value of exact attention, largest value that is drawn.
+_PANELS = {
+    "speed_up": ("Speed-up: higher is better", "times as fast as exact attention", 1.0, float("inf")),
+    "error": ("Error of a layer: lower is better", "relative error (operator norm)", 0.0, _LARGEST_ERROR),
+}
 
 
-class _Panel(NamedTuple):
-    """A panel: the key in the rows, the title, the label of the axis, and the value of exact attention."""
+def output_folder(
+    source: "str | pathlib.Path", output: pathlib.Path | None, *, card: bool = False, force: bool = False
+) -> pathlib.Path | None:
+    """The folder for benchmark.json and benchmark.png, checked before the measurements; None if none is requested.
 
-    key: str
-    title: str
-    what: str
-    exact: float
+    With `card` it is `source`, the folder of the checkpoint, and otherwise `output`, which the user names.
+
+    Raises:
+        UnsupportedAttentionError: the files cannot be written, or they exist and `force` is False; with `card`, an
+            `output` is given or `source` is not the folder of a converted checkpoint.
+    """
+    if card:
+        if output is not None:
+            raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
+        output = pathlib.Path(source)
+        config = output / "config.json"
+        if not config.is_file() or "efficient_attention" not in read_json_object(config):
+            raise UnsupportedAttentionError(
+                f"--card: {str(source)!r} is not the folder of a converted checkpoint: make one with hf-efficient-attn "
+                "convert"
+            )
+    if output is not None:
+        check_folder(output, _FILES, force=force)
+    return output
+
+
+def write_benchmark(
+    result: Mapping[str, Any], folder: pathlib.Path, *, card: bool = False, force: bool = True
+) -> list[pathlib.Path]:
+    """Write benchmark.json and benchmark.png into a folder, and with `card` update the model card there.
+
+    Without `force`, files that have appeared since `output_folder` stay, and the results get other names.
+
+    Returns:
+        the paths of the files.
+    """
+    if card:  # the files are published, and should not name the folder around the checkpoint
+        result = {**result, "source": str(result["source"]).rpartition("/")[2]}
+    written = write_results(result, folder, "benchmark", draw, force=force)
+    return [*written, write_card(folder)] if card else written
 
 
 def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw speed-up and error against length.
-
-    Args:
-        result: of `benchmark_checkpoint`.
-        path: where to write; matplotlib determines the format from the name.
-    """
+    """Draw speed-up and error of a result of `benchmark_checkpoint`; the name of the file determines the format."""
     from matplotlib.figure import Figure  # an optional dependency
 
-    rows = [row for row in result["measurements"] if row["method"] != EXACT]
-    panels = [_Panel("speed_up", "Speed-up: higher is better", "times as fast as exact attention", 1.0)]
-    if any(row["error"] is not None for row in rows):
-        panels.append(_Panel("error", "Error of a layer: lower is better", "relative error (operator norm)", 0.0))
-    lengths = sorted({row["length"] for row in result["measurements"]})
-    figure = Figure(figsize=(6.2 * len(panels), 4.6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_panel(axes, panel, rows, lengths)
+    has_errors = any(row["error"] is not None for row in result["measurements"] if row["method"] != EXACT)
+    keys = ["speed_up", "error"][: 1 + has_errors]
+    figure = Figure(figsize=(6.2 * len(keys), 4.6), layout="constrained")
+    for axes, key in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
+        _draw_panel(axes, key, result)
     title = f"{result['source']} on {result['data']['name']}\n{describe(result['machine'])}"
     figure.suptitle(title, fontsize="medium")
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150)
 
 
-def _draw_panel(axes: Any, panel: _Panel, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> None:
-    ends: list[tuple[float, float, str, str]] = []  # x and y of the last point, text, colour
-    for number, label in enumerate(dict.fromkeys(row["attention"] for row in rows)):
-        points = [(row["length"], row[panel.key]) for row in rows if row["attention"] == label]
-        points = [(length, value) for length, value in points if value is not None]
-        if not points:
-            continue
-        color, (last, value) = _COLORS[number % len(_COLORS)], points[-1]
-        x, y = zip(*((length, _within(panel, value)) for length, value in points), strict=True)
-        axes.plot(x, y, color=color, marker=_MARKERS[number % len(_MARKERS)], markersize=5, clip_on=False, zorder=3)
-        text = label if _within(panel, value) == value else f"{label}: {value:.1f}"
-        ends.append((last, y[-1], text, color))
-    axes.axhline(panel.exact, color="0.3", linewidth=1.2, linestyle="--", zorder=2)
-    ends.append((lengths[-1], panel.exact, "exact attention", "0.3"))
+def _draw_panel(axes: Any, key: str, result: Mapping[str, Any]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    title, what, exact, largest = _PANELS[key]
+    lengths = sorted({row["length"] for row in result["measurements"]})
+    ends = [(lengths[-1], exact, "exact attention", "0.3")]  # x and y of the last point, text, colour
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in result["measurements"]:
+        if row["method"] != EXACT:
+            points = lines.setdefault(row["attention"], [])
+            points += [(row["length"], row[key])] if row[key] is not None else []
+    for number, (label, points) in enumerate(lines.items()):
+        color, marker = (styles[number % len(styles)] for styles in (_COLORS, _MARKERS))
+        if points:
+            x, y = zip(*((length, min(value, largest)) for length, value in points), strict=True)
+            axes.plot(x, y, color=color, marker=marker, markersize=5, clip_on=False, zorder=3)
+            value = points[-1][1]
+            ends.append((x[-1], y[-1], label if value <= largest else f"{label}: {value:.1f}", color))
+    axes.axhline(exact, color="0.3", linewidth=1.2, linestyle="--", zorder=2)
+    values = [value for points in lines.values() for _, value in points]
     axes.set_xscale("log")
-    values = [row[panel.key] for row in rows if row[panel.key] is not None]
-    if panel.key == "speed_up":
-        low, high = min([0.9, *values]) / 1.1, max([1.2, *values]) * 1.1
-        axes.set_yscale("log")
-        axes.set_ylim(low, high)
-        axes.set_yticks(ticks := _ticks(low, high), [f"{tick:g}x" for tick in ticks])
-        axes.tick_params(axis="y", which="minor", left=False, labelleft=False)
-    else:
-        axes.set_ylim(0, min(_LARGEST_ERROR, 1.1 * max([0.1, *values])))
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    axes.set_title(panel.title, loc="left", fontweight="bold", fontsize="medium")
-    axes.set(xlabel="tokens", ylabel=panel.what)
+    if key == "speed_up":
+        low, high = min([0.9, *values]) / 1.1, max([1.2, *values]) * 1.1
+        axes.set(yscale="log", ylim=(low, high))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    else:
+        axes.set_ylim(0, min(largest, 1.1 * max([0.1, *values])))
+    axes.minorticks_off()
+    axes.set_title(title, loc="left", fontweight="bold", fontsize="medium")
+    axes.set(xlabel="tokens", ylabel=what)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     label_ends(axes, ends)
-
-
-def _within(panel: _Panel, value: float) -> float:
-    """The value at which a point is drawn."""
-    return min(value, _LARGEST_ERROR) if panel.key == "error" else value
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers on a logarithmic axis: 0.5, 1, 2, ..., or closer ones if the axis is short."""
-    mantissas = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)
-    ticks = [mantissa * 10.0**exponent for exponent in range(-4, 5) for mantissa in mantissas]
-    return [tick for tick in ticks if low <= tick <= high]
 
 
 def label_ends(axes: Any, ends: Iterable[tuple[float, float, str, str]], distance: float = 0.055) -> None:
@@ -109,9 +136,8 @@ def label_ends(axes: Any, ends: Iterable[tuple[float, float, str, str]], distanc
         if all(overlap < 1e-3 for overlap in overlaps):
             break
         for index, overlap in enumerate(overlaps):
-            if overlap > 0:
-                heights[index] -= overlap / 2
-                heights[index + 1] += overlap / 2
+            heights[index] -= max(0.0, overlap) / 2
+            heights[index + 1] += max(0.0, overlap) / 2
         heights[0], heights[-1] = max(0.0, heights[0]), min(1.0, heights[-1])
     line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
     for height, (_, x, y, text, color) in zip(heights, placed, strict=True):

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 from torch.utils.benchmark import timer
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
-from hf_efficient_attn.evaluation.generation import Generation, prompt_length, time_generation
-from hf_efficient_attn.evaluation.timing import LONG_SECONDS, Timing, calls_to_time, peak_of, summary, time_calls
+from hf_efficient_attn.evaluation.generation import Generation, time_generation
+from hf_efficient_attn.evaluation.timing import LONG_SECONDS, calls_to_time, peak_of, summary, time_calls
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, make_config
+from hf_efficient_attn.methods import make_config
 
 # task -> how the outputs of a method are compared with those of exact attention, which needs no labels.
 AGREEMENT = {
@@ -44,14 +44,12 @@ class Variant(NamedTuple):
     Attributes:
         model: shares its weights with the other variants.
         settings: None for exact attention.
-        modules: the attention modules by their names in the model.
         chunk: the tokens of each piece if a text is embedded as the mean of the embeddings of its pieces; None if it is
             not divided.
     """
 
     model: PreTrainedModel
-    settings: EfficientAttentionConfig | None
-    modules: Mapping[str, nn.Module]
+    settings: EfficientAttentionConfig | None = None
     chunk: int | None = None
 
 
@@ -62,23 +60,16 @@ def make_variants(
     longest: int,
     chunk: int | None = None,
 ) -> dict[str, Variant]:
-    """Make copies of a model that share its weights, with exact attention and with each method.
+    """Copies of a model that share its weights: exact attention, then `settings` (label -> method), then chunks.
 
-    Args:
-        model: the model.
-        settings: label -> method.
-        own: the one of `settings` that `model` has already: this variant is `model` itself.
-        longest: largest number of tokens of an input.
-        chunk: see `Variant`; None for no such variant.
-
-    Returns:
-        label -> variant, exact attention first and chunks last.
+    `own` is the one of `settings` that `model` has already: this variant is `model` itself. Inputs have at most
+    `longest` tokens. For `chunk` see `Variant`; None for no such variant.
     """
     exact = exact_copy(model)
-    variants = {EXACT: _variant(exact, None)}
+    variants = {EXACT: Variant(exact)}
     for label, wanted in settings.items():
         if wanted is own:
-            variants[label] = _variant(model, wanted)
+            variants[label] = Variant(model, wanted)
             continue
         if takes_pictures(exact) and len(wanted.entries) == 1:
             # Without a length, learned tables have the number of tokens of the pictures that the model was made for.
@@ -87,19 +78,15 @@ def make_variants(
                 wanted = EfficientAttentionConfig(make_config(entry.config, max_length=longest), None, entry.layers)
         converted = copy_with_shared_weights(exact)
         convert(converted, wanted)
-        variants[label] = _variant(converted.eval(), wanted)
+        variants[label] = Variant(converted.eval(), wanted)
     if chunk is not None:
-        variants[chunk_label(chunk)] = variants[EXACT]._replace(chunk=chunk)
+        variants[chunk_label(chunk)] = Variant(exact, chunk=chunk)
     return variants
 
 
 def chunk_label(chunk: int) -> str:
     """The label of exact attention on pieces of `chunk` tokens."""
     return f"{EXACT}, chunks of {chunk}"
-
-
-def _variant(model: PreTrainedModel, settings: EfficientAttentionConfig | None) -> Variant:
-    return Variant(model, settings, {location.name: module for module, location, *_ in attention_modules(model)})
 
 
 def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -164,12 +151,7 @@ class LengthComparison:
 
     Every forward pass serves two purposes: it is timed, and its answers are compared with those of exact attention. The
     passes of a method run between passes of exact attention, so that slow changes in the load of the machine cancel.
-
-    Args:
-        variants: label -> variant, on the device that computes.
-        data: the inputs.
-        length: number of tokens.
-        procedure: how to measure.
+    The models of the variants are on the device that computes.
     """
 
     def __init__(self, variants: Mapping[str, Variant], data: ModelData, length: int, procedure: Procedure) -> None:
@@ -182,31 +164,25 @@ class LengthComparison:
 
     @torch.no_grad()
     def measure(self, label: str, advance: Callable[[float], None]) -> dict[str, Any]:
-        """Measure a variant. Exact attention has to be the first one.
+        """Measure the variant with a label, exact attention first; returns a row of the benchmark's "measurements".
 
-        Args:
-            label: of the variant.
-            advance: called with the share of the work that is done.
-
-        Returns:
-            a dictionary for JSON: a row of the benchmark's "measurements".
+        `advance` is called with the share of the work that is done.
         """
-        rounds, chunk, exact = self._procedure.rounds, self._variants[label].chunk, self._pass(EXACT, 0)
-        work, begin = self._pass(label, 0), timer()
-        peak = None
+        model, settings, chunk = self._variants[label]
+        rounds, exact = self._procedure.rounds, self._pass(EXACT, 0)
+        work, begin, peak = self._pass(label, 0), timer(), None
+        inputs = work.inputs
         if self._procedure.memory:
-            peak = peak_of(work, work.model.device)
+            peak = peak_of(work, model.device)
         else:
             work()
         first = timer() - begin
         calls = calls_to_time(work, first)
         # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
-        is_timed = first > LONG_SECONDS and peak is None and work.model.device.type == "cpu"
+        is_timed = first > LONG_SECONDS and peak is None and model.device.type == "cpu"
         # Long passes of exact attention are timed again after those of each method, and what chunks gain is clear.
         is_once = first > LONG_SECONDS and (label == EXACT or chunk is not None)
         passes = max(1 if is_once else rounds, self._batches)
-        if label == EXACT:
-            self._exact_calls = calls
         pairs: list[tuple[float, float]] = []  # seconds of a call, and of exact attention
         waiting: list[float] = []  # seconds of calls after which exact attention has not been timed yet
         answers: list[Answer] = []
@@ -217,64 +193,81 @@ class LengthComparison:
                 waiting.append(first if is_timed and not index else time_calls(work, calls))
             elif work.output is None:
                 work()
-            if index < self._batches and (answer := self._answer(label, work, index)) is not None:
+            if index < self._batches and (answer := self._answer(chunk, work, index)) is not None:
                 answers.append(answer)
             work.output = work.states = None
             if label == EXACT:
-                self._exact_seconds = waiting[-1]
+                self._exact_seconds, self._exact_calls = waiting[-1], calls
             elif waiting and (self._exact_seconds < LONG_SECONDS or index + 1 == passes):
                 # Nothing follows the chunks.
-                after = self._exact_seconds if chunk is not None else time_calls(exact, self._exact_calls)
-                pairs += zip(waiting, _between(self._exact_seconds, after, len(waiting)), strict=True)
+                before = after = self._exact_seconds
+                if chunk is None:
+                    after = time_calls(exact, self._exact_calls)
+                # The load of the machine changes between the two times, at a steady pace as far as is known.
+                steps = ((number + 0.5) / len(waiting) for number in range(len(waiting)))
+                pairs += [(one, before + (after - before) * step) for one, step in zip(waiting, steps, strict=True)]
                 self._exact_seconds, waiting = after, []
             advance((index + 1) / (passes + 1))
         if label == EXACT:
             pairs, self._references = [(seconds, seconds) for seconds in waiting], answers
             if self._data.is_real:
                 self._errors = self._layer_errors()
+        timing, layers = summary(pairs), self._errors.get(label, [])
+        values = {} if settings is None else settings.to_dict()
+        losses = [answer.losses for answer in answers if answer.losses is not None]
         return {
-            **self._row(label, summary(pairs), peak),
-            "output_error": _for_json(self._output_error(answers)),
-            "agreement": _for_json(self._agreement(answers)),
-            "perplexity": _for_json(_perplexity(answers)),
-            **self._generation(label),
+            "attention": label,
+            "method": values.pop("method", EXACT),
+            "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
+            "length": inputs.tokens,
+            "pixels": inputs.pixels,
+            "batch": min(self._procedure.batch, self._data.rows),
+            "seconds": timing.seconds,
+            "speed_up": timing.ratio,
+            "speed_up_min": timing.ratio_min,
+            "speed_up_max": timing.ratio_max,
+            "peak_memory_mib": None if peak is None else peak / 2**20,
+            "error": _mean(torch.tensor(layers, dtype=torch.float64)),
+            "layer_errors": [error if math.isfinite(error) else None for error in layers],
+            "output_error": self._output_error(answers),
+            "agreement": self._agreement(answers),
+            "perplexity": _mean(*losses, is_log=True),
+            **self._generation(model, inputs),
         }
 
-    def _generation(self, label: str) -> dict[str, Any]:
+    def _generation(self, model: PreTrainedModel, inputs: Inputs) -> dict[str, Any]:
         """The speed of generation; None for other models than causal language models, and for very short lengths."""
-        inputs, new_tokens = self._pass(label, 0).inputs, self._procedure.new_tokens
-        length = prompt_length(inputs.tokens, new_tokens)
-        if self._data.task != "causal-lm" or new_tokens < 2 or length < 1:
+        new_tokens = self._procedure.new_tokens
+        if self._data.task != "causal-lm" or new_tokens < 2 or inputs.tokens <= new_tokens:
             return dict.fromkeys(Generation._fields)
-        ids = inputs.values["input_ids"][:, :length]
-        return time_generation(self._variants[label].model, ids, new_tokens, self._procedure.rounds)._asdict()
+        prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
+        return time_generation(model, prompts, new_tokens, self._procedure.rounds)._asdict()
 
     def _pass(self, label: str, index: int) -> "_Pass":
         batch, number = self._procedure.batch, index % max(1, self._batches)
-        model, chunk = self._variants[label].model, self._variants[label].chunk
+        model, _, chunk = self._variants[label]
         inputs = self._data.inputs(self._length, number * batch, batch, chunk)
         return _Pass(self._data.task, model, inputs.to(model.device))
 
-    def _answer(self, label: str, work: "_Pass", index: int) -> Answer | None:
+    def _answer(self, chunk: int | None, work: "_Pass", index: int) -> Answer | None:
         """What is kept of a pass on the batch with this index."""
         answer = answer_of(self._data.task, work.output, work.inputs)
-        if answer is not None and self._variants[label].chunk is not None:
+        if answer is not None and chunk is not None:
             chunks = answer.compared.unflatten(0, (len(self._references[index].compared), -1))
-            return Answer(torch.nn.functional.normalize(chunks.mean(1), dim=1))
+            return Answer(normalize(chunks.mean(1), dim=1))
         if answer is None or index * self._procedure.batch >= ERROR_INPUTS:
             return answer
         return answer._replace(states=work.states)
 
     def _output_error(self, answers: Sequence[Answer]) -> float | None:
         """|S - E| / |E| of the last hidden states (Frobenius norm) over `ERROR_INPUTS` inputs; None without any."""
-        pairs = zip(answers, self._references, strict=True)
         norm = functools.partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float64)
         errors = [
             norm(one.states - exact.states) / norm(exact.states)
-            for one, exact in pairs
+            for one, exact in zip(answers, self._references, strict=True)
             if one.states is not None and exact.states is not None and exact.states.ndim == 3
         ]
-        return torch.cat(errors).mean().item() if errors else None
+        return _mean(*errors)
 
     def _layer_errors(self) -> dict[str, list[float]]:
         """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact.
@@ -282,19 +275,23 @@ class LengthComparison:
         In an encoder-decoder, layers that are exact with every method, such as those of the decoder, are left out.
         """
         variants = {label: one for label, one in self._variants.items() if one.chunk is None}
+        modules = {
+            label: {location.name: module for module, location, *_ in attention_modules(one.model)}
+            for label, one in variants.items()
+        }
         errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
 
-        def config_of(call: Call, one: Variant) -> MethodConfig | None:
-            return None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
-
         def visit(call: Call) -> None:
-            if self._data.is_pair and all(config_of(call, one) is None for one in variants.values()):
+            configs = {
+                label: None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
+                for label, one in variants.items()
+            }
+            if self._data.is_pair and all(config is None for config in configs.values()):
                 return
-            for label, one in variants.items():
-                config = config_of(call, one)
+            for label, config in configs.items():
                 error = 0.0
                 if config is not None:
-                    error = call.errors(config, learned_tensors(one.modules[call.name])).mean().item()
+                    error = call.errors(config, learned_tensors(modules[label][call.name])).mean().item()
                 errors[label].setdefault(call.layer, []).append(error)
 
         exact = self._variants[EXACT].model
@@ -307,33 +304,9 @@ class LengthComparison:
 
     def _agreement(self, answers: Sequence[Answer]) -> float | None:
         """Agreement with exact attention over all inputs; None if there are no answers."""
-        task = self._data.task
-        if not answers:
-            return None
-        pairs = zip(answers, self._references, strict=True)
+        task, pairs = self._data.task, zip(answers, self._references, strict=True)
         compared = [compare(task, answer.compared, reference.compared) for answer, reference in pairs]
-        mean = torch.cat(compared).double().mean().item()
-        return _exp(mean) if task == "causal-lm" else mean
-
-    def _row(self, label: str, timing: Timing, peak: int | None) -> dict[str, Any]:
-        first, settings = self._pass(label, 0).inputs, self._variants[label].settings
-        values = {} if settings is None else settings.to_dict()
-        layers = self._errors.get(label, [])
-        return {
-            "attention": label,
-            "method": values.pop("method", EXACT),
-            "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
-            "length": first.tokens,
-            "pixels": first.pixels,
-            "batch": min(self._procedure.batch, self._data.rows),
-            "seconds": timing.seconds,
-            "speed_up": timing.ratio,
-            "speed_up_min": timing.ratio_min,
-            "speed_up_max": timing.ratio_max,
-            "peak_memory_mib": None if peak is None else peak / 2**20,
-            "error": _for_json(statistics.fmean(layers)) if layers else None,
-            "layer_errors": [_for_json(error) for error in layers],
-        }
+        return _mean(*compared, is_log=task == "causal-lm")
 
 
 class _Pass:
@@ -358,30 +331,12 @@ class _Pass:
         self.states = getattr(output, "last_hidden_state", getattr(output, "logits", None))
 
 
-def _between(before: float, after: float, count: int) -> list[float]:
-    """The times that calls are compared with: the first with that before, the last with that after, one with the mean.
-
-    If the load of the machine changes the reference, the ratios of the rounds differ.
-    """
-    if count == 1:
-        return [(before + after) / 2]
-    return [before + (after - before) * index / (count - 1) for index in range(count)]
-
-
-def _perplexity(answers: Sequence[Answer]) -> float | None:
-    """The exponential of the mean loss over all inputs; None if there are no losses."""
-    losses = [answer.losses for answer in answers if answer.losses is not None]
-    return _exp(torch.cat(losses).double().mean().item()) if losses else None
-
-
-def _exp(value: float) -> float:
-    """The exponential, or a huge number instead of an overflow."""
-    return math.exp(min(value, 700.0))
-
-
-def _for_json(value: float | None) -> float | None:
-    """The value, or None if it is NaN or infinite, which JSON cannot represent."""
-    return value if value is not None and math.isfinite(value) else None
+def _mean(*values: Tensor, is_log: bool = False) -> float | None:
+    """The mean of all values, or its exponential; None without values, and for NaN and inf, which JSON has not."""
+    mean = torch.cat(values).double().mean().item() if values else math.nan
+    if is_log:
+        mean = math.exp(min(mean, 700.0))  # a huge number instead of an overflow
+    return mean if math.isfinite(mean) else None
 
 
 def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> Any:
@@ -390,19 +345,10 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> Any:
 
 
 def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
-    """What is kept of an output of `run_model`.
-
-    Args:
-        task: see `data.task_of`.
-        output: of the model.
-        inputs: the batch of B inputs that it was computed from.
-
-    Returns:
-        the answer; None for a masked language model without a mask token.
-    """
+    """What is kept of an output of `run_model` for `inputs`; None for a masked language model without a mask token."""
     if task == "embedding":
         hidden_states: Tensor = output.last_hidden_state
-        return Answer(torch.nn.functional.normalize(hidden_states.float().mean(1), dim=1))
+        return Answer(normalize(hidden_states.float().mean(1), dim=1))
     logits: Tensor = output.logits
     if task == "masked-lm":
         if inputs.masked is None or inputs.targets is None:

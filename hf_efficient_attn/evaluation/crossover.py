@@ -1,11 +1,14 @@
-"""Measures from which length on a method is faster than exact attention on this machine.
+"""Measures from which length on methods are faster than exact attention on this machine, and keeps that in a file.
 
 `hf_efficient_attn.methods._shared.crossover` describes what the lengths depend on, and looks them up.
-`evaluation.crossover_file` stores them.
 """
 
+import functools
 import math
+import os
+import pathlib
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import Work, time_calls, use_device
+from hf_efficient_attn.evaluation.timing import Work, processor_name, time_calls, use_device
+from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import (
     MethodConfig,
     attention,
@@ -24,6 +29,7 @@ from hf_efficient_attn.methods import (
     make_config,
     method_info,
 )
+from hf_efficient_attn.version import __version__
 
 _HEAD_DIM = 64
 # Lengths between which is searched. The search begins at a length beyond which attention is quadratic for certain.
@@ -37,19 +43,17 @@ _MIN_SECONDS, _MAX_ROUNDS = 0.02, 5
 _MAX_SECONDS = 2.0
 # A ratio that is large enough for a search to stop there; a ratio just above 1 may be due to chance.
 _CLEAR = 1.1
-# The result is interpolated between lengths with at most this ratio, and new lengths are at least the other ratio away.
-_RANGE, _LEAST_STEP = 1.5, 1.15
+_FORMAT = 1
+# The size of a file that is read at most: a damaged one cannot fill the memory.
+_MAX_BYTES = 1 << 20
+_COMMAND = "hf-efficient-attn crossover --renew"
 
 
 def measure_crossover(method: str, device: torch.device, *, progress: bool = False) -> dict[str, crossover.Crossover]:
     """Measure the lengths of a method with its default hyperparameters, which takes some seconds.
 
-    On an otherwise idle machine two measurements of a length differ by up to a tenth.
-
-    Args:
-        method: its name.
-        device: where to measure.
-        progress: whether to show a bar on stderr if that is a terminal.
+    On an otherwise idle machine two measurements of a length differ by up to a tenth. With `progress` there is a bar on
+    stderr if that is a terminal.
 
     Returns:
         row of the table -> lengths, for float32 and bfloat16, and causal if the method has a causal form.
@@ -68,20 +72,21 @@ def measure_crossover(method: str, device: torch.device, *, progress: bool = Fal
             f"{method} has learned parameters and does not approximate exact attention before training, so that it "
             "replaces exact attention at no length: name another method"
         )
-    dims = (crossover.SMALL_DIM, crossover.LARGE_DIM)
     cases = [
         (dtype, causal, dim)
         for dtype in (torch.float32, torch.bfloat16)
         for causal in (False, True)[: 1 + config.causal]
-        for dim in dims
+        for dim in (crossover.SMALL_DIM, crossover.LARGE_DIM)
     ]
     lengths: dict[str, list[int]] = {}
     with torch.no_grad(), use_device(device), tqdm(cases, leave=False, disable=None if progress else True) as bar:
         for dtype, is_causal, dim in bar:
             row, num_heads = crossover.table_key(dtype, is_causal), dim // _HEAD_DIM
             bar.set_description(f"{method}, {row}, {num_heads} heads")
-            ratio = Ratio(config, num_heads, dtype, device, is_causal)
-            lengths.setdefault(row, []).append(find_crossover(ratio, max(_SHORTEST, config.exact_length + 1)))
+            measure = functools.partial(
+                measure_ratio, config=config, num_heads=num_heads, dtype=dtype, device=device, is_causal=is_causal
+            )
+            lengths.setdefault(row, []).append(find_crossover(measure, max(_SHORTEST, config.exact_length + 1)))
     return {row: crossover.Crossover(*found) for row, found in lengths.items()}
 
 
@@ -91,43 +96,21 @@ def default_method() -> str:
     return next(name for name in targets if name)
 
 
-class Ratio:
-    """Time of exact attention divided by that of a method, at any length.
+def measure_ratio(
+    length: int, *, config: MethodConfig, num_heads: int, dtype: torch.dtype, device: torch.device, is_causal: bool
+) -> tuple[float, float]:
+    """Time of exact attention of one sequence divided by that of a method, and the seconds of the method."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 1, num_heads, length, _HEAD_DIM)
+    query, key, value = torch.randn(shape, generator=generator).to(device, dtype)
+    short = min(length, _QUADRATIC)
 
-    Args:
-        config: of the method.
-        num_heads: of one sequence, with head_dim 64.
-        dtype: of the inputs.
-        device: of the inputs.
-        is_causal: whether the attention is causal.
+    def exact() -> None:
+        q, k, v = (x[:, :, :short] for x in (query, key, value))
+        scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
-    Attributes:
-        seconds: time of the method in the last measurement.
-    """
-
-    def __init__(
-        self, config: MethodConfig, num_heads: int, dtype: torch.dtype, device: torch.device, is_causal: bool
-    ) -> None:
-        self._config, self._num_heads, self._is_causal = config, num_heads, is_causal
-        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.seconds = 0.0
-
-    def __call__(self, length: int) -> float:
-        """The median over rounds in which both are measured in turn."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (3, 1, self._num_heads, length, _HEAD_DIM)
-        query, key, value = torch.randn(shape, generator=generator).to(**self._options)
-        short = min(length, _QUADRATIC)
-
-        def exact() -> None:
-            q, k, v = (x[:, :, :short] for x in (query, key, value))
-            scaled_dot_product_attention(q, k, v, is_causal=self._is_causal)
-
-        def method() -> None:
-            attention(self._config, query, key, value, is_causal=self._is_causal)
-
-        ratio, self.seconds = paired_ratio(exact, method)
-        return ratio * (length / short) ** 2
+    ratio, seconds = paired_ratio(exact, lambda: attention(config, query, key, value, is_causal=is_causal))
+    return ratio * (length / short) ** 2, seconds
 
 
 def paired_ratio(first: Work, second: Work) -> tuple[float, float]:
@@ -143,44 +126,132 @@ def paired_ratio(first: Work, second: Work) -> tuple[float, float]:
     return statistics.median(a / b for a, b in pairs), statistics.median(b for _, b in pairs)
 
 
-def find_crossover(ratio: Callable[[int], float], shortest: int) -> int:
+def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int) -> int:
     """The largest length at which a noisy ratio that grows with the length reaches 1.
 
     The search begins at a long sequence and goes by factors of two: up until the ratio is clearly above 1, then down
     until it is below 1. So a method that is fast at lengths that it computes exactly is not taken to be fast in
-    between. The enclosed length is found by taking the logarithm of the ratio as linear in that of the length.
+    between.
 
     Args:
-        ratio: ratio(length); its attribute `seconds` is the duration of a call of the method.
-        shortest: where to end.
-
-    Returns:
-        The length, at least `shortest` and at most `NEVER`.
+        measure: measure(length) returns the ratio, and the seconds of a call of the method.
+        shortest: the smallest length to try; the result is at most `NEVER`.
     """
-    length = max(shortest, _FIRST)
-    measured = {length: ratio(length)}
-    while measured[length] < _CLEAR:
-        if 2 * length > _LONGEST or 2.0 * getattr(ratio, "seconds", 0.0) > _MAX_SECONDS:
-            return min(crossover.NEVER, round(length / measured[length]))
-        length *= 2
-        measured[length] = ratio(length)
-    high = min(measured)
-    while measured[high] >= 1.0 and high > shortest:
-        high = max(shortest, high // 2)
-        measured[high] = ratio(high)
-    if measured[high] >= 1.0:
-        return shortest
-    low = max(length for length, value in measured.items() if value < 1.0)
-    high = min(length for length in measured if length > low)
-    while high > _RANGE * low:
-        # Not near the ends, where a jump of the ratio between them would leave nearly the same range.
-        middle = round(min(max(_between(low, high, measured), low * _LEAST_STEP), high / _LEAST_STEP))
-        measured[middle] = ratio(middle)
-        low, high = (middle, high) if measured[middle] < 1.0 else (low, middle)
-    return _between(low, high, measured)
+    high = max(shortest, _FIRST)
+    ratio, seconds = measure(high)
+    ratios = {high: ratio}
+    while ratio < _CLEAR:
+        if 2 * high > _LONGEST or 2.0 * seconds > _MAX_SECONDS:
+            return min(crossover.NEVER, round(high / ratio))
+        high *= 2
+        ratio, seconds = measure(high)
+        ratios[high] = ratio
+    low = min(ratios)
+    while ratios[low] >= 1.0:
+        if low == shortest:
+            return shortest
+        low = max(shortest, low // 2)
+        ratios[low] = measure(low)[0]
+    low = max(length for length, ratio in ratios.items() if ratio < 1.0)
+    high = min(length for length in ratios if length > low)
+    for _ in range(2):  # to less than 1.2 times `low`; the ratio may jump anywhere in between
+        middle = round(math.sqrt(low * high))
+        ratios[middle] = measure(middle)[0]
+        low, high = (middle, high) if ratios[middle] < 1.0 else (low, middle)
+    # Where the ratio reaches 1, if it is a power of the length.
+    below, above = math.log(ratios[low]), math.log(ratios[high])
+    return round(low * math.pow(high / low, min(1.0, -below / max(1e-9, above - below))))
 
 
-def _between(low: int, high: int, ratios: Mapping[int, float]) -> int:
-    """Where the ratio reaches 1 between two lengths, one with a ratio below 1 and one with a ratio not below 1."""
-    share = -math.log(ratios[low]) / max(1e-9, math.log(ratios[high]) - math.log(ratios[low]))
-    return round(low * math.exp(min(1.0, share) * math.log(high / low)))
+def cache_file() -> pathlib.Path:
+    """Where the lengths are stored.
+
+    `crossover.json` in the folder $HEA_CACHE, or else in `hf_efficient_attn` in $XDG_CACHE_HOME or ~/.cache.
+    """
+    own, general = os.environ.get("HEA_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return pathlib.Path(own) / "crossover.json"
+    return (pathlib.Path(general) if general else pathlib.Path.home() / ".cache") / "hf_efficient_attn/crossover.json"
+
+
+def machine_name(device: torch.device) -> str:
+    """What the measured lengths depend on: processor, device, threads, and the versions of PyTorch and this package."""
+    where = processor_name()
+    if device.type != "cpu":
+        where = f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type} and {where}"
+    threads = torch.get_num_threads()
+    return f"{where}, {threads} thread{'s' * (threads != 1)}, torch {torch.__version__}, version {__version__}"
+
+
+def measured_table(method: str, device: torch.device) -> crossover.Table | None:
+    """The lengths of a method on this machine, None if there are none. The file is read once in a process.
+
+    Warns:
+        UserWarning: the file cannot be read, or is not of this package. Then there are none.
+    """
+    return _read_table(cache_file(), machine_name(device), method)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_table(path: pathlib.Path, machine: str, method: str) -> crossover.Table | None:
+    try:
+        methods = _read(path).get(machine, {})
+        rows = methods.get(method) if isinstance(methods, dict) else methods
+        if rows is None:
+            return None
+        known = crossover.built_in_table("cpu")
+        if not isinstance(rows, dict) or not rows or not all(name in known and _is_pair(x) for name, x in rows.items()):
+            raise ValueError(f"the lengths of {method} are damaged")
+        return {name: crossover.Crossover(*pair) for name, pair in rows.items()}
+    except ValueError as error:
+        warnings.warn(
+            f"{path} holds no lengths that can be used ({error}), so that built-in lengths decide where {method} "
+            f"replaces exact attention. `{_COMMAND}` writes the file again",
+            stacklevel=2,
+        )
+        return None
+
+
+def _is_pair(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) == 2
+    return is_list and all(type(x) is int and 1 <= x <= crossover.NEVER for x in value)
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """The machines in a file: name -> method -> row -> [small, large]. Empty if there is no file."""
+    if not os.path.exists(path):
+        return {}
+    values = read_json_object(path, max_bytes=_MAX_BYTES, name="it")
+    if values.get("format") != _FORMAT or not isinstance(values.get("machines"), dict):
+        raise ValueError("it has another format")
+    return dict(values["machines"])
+
+
+def store_crossover(method: str, device: torch.device, found: Mapping[str, crossover.Crossover]) -> None:
+    """Write the lengths of a method on this machine into the user's cache folder. Those of others are kept.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path, machine = cache_file(), machine_name(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        machines = _read(path)
+    except ValueError:  # `measured_table` has warned of it
+        machines = {}
+    methods = machines[machine] if isinstance(machines.get(machine), dict) else {}
+    machines[machine] = {**methods, method: {name: list(lengths) for name, lengths in found.items()}}
+    with replacing(path) as draft:
+        write_json(draft, {"format": _FORMAT, "machines": machines})
+    forget()
+
+
+def register() -> None:
+    """Let `auto` look its lengths up in the file."""
+    crossover.use_measured(measured_table)
+
+
+def forget() -> None:
+    """Read the file again at the next call."""
+    _read_table.cache_clear()
+    register()

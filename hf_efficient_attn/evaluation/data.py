@@ -4,11 +4,12 @@ Inputs are texts, pictures or recordings of the user, Python's own documentation
 every Python installation, or random numbers.
 """
 
+import importlib.util
 import inspect
 import math
 import pathlib
 import pydoc_data.topics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +36,8 @@ _DECODER_TOKENS = 128
 # Characters of a text that are tokenized per token that is needed: a token has about four.
 _CHARACTERS_PER_TOKEN = 16
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
+    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
 # Largest number of tokens of an image model besides those of patches: class and distillation tokens, registers.
 _MAX_EXTRA_TOKENS = 16
 
@@ -82,14 +78,14 @@ def task_of(model: PreTrainedModel) -> str:
     name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
         return "image-classification" if "ForImageClassification" in name else "embedding"
-    if model.main_input_name == "input_ids":
-        if is_encoder_decoder(model):
-            return "embedding" if model.get_output_embeddings() is None else "text-to-text"
+    is_text = model.main_input_name == "input_ids"
+    if is_encoder_decoder(model) and (is_text or takes_speech(model)):
+        task = "text-to-text" if is_text else "speech-to-text"
+        return "embedding" if model.get_output_embeddings() is None else task
+    if is_text:
         if "ForMaskedLM" in name:
             return "masked-lm"
         return "causal-lm" if "ForCausalLM" in name or "LMHead" in name else "embedding"
-    if takes_speech(model) and is_encoder_decoder(model):
-        return "embedding" if model.get_output_embeddings() is None else "speech-to-text"
     raise UnsupportedAttentionError(
         f"{name} takes {model.main_input_name}. Supported are models of text, encoders of pictures, image "
         "classifiers, and encoder-decoders of speech such as Whisper; for other models call hea.calibrate with "
@@ -149,8 +145,6 @@ class ModelData:
         task: see `task_of`.
         name: of the data; "generated" for random numbers.
         rows: number of inputs of each length.
-        is_pair: whether the model has an encoder and a decoder. The decoder gets the beginning of the encoder's text,
-            or for speech what `speech.Speech` says.
         speech: the inputs of a speech model; None for other models.
 
     Raises:
@@ -175,7 +169,7 @@ class ModelData:
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
         self.mask_token: int | None = None
         self.processor: Any = None
-        self.pictures: Sequence[tuple[str, Callable[[], bytes]]] = ()
+        self.pictures: list[tuple[str, Callable[[], bytes]]] = []
         self.speech: Speech | None = None
         if self.is_image:
             self._open_pictures(model, folder, file)
@@ -238,7 +232,7 @@ class ModelData:
                 f"the config of {type(model).__name__} has no image_size and patch_size, so that the number of "
                 "tokens of a picture is unknown"
             )
-        self.native, self.patch = image, patch
+        self.native, self.patch, self._channels = image, patch, getattr(model.config, "num_channels", 3)
         self.resizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
         noise = torch.zeros(1, self._channels, image, image, dtype=self.dtype)
         max_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
@@ -257,29 +251,20 @@ class ModelData:
                 f"{folder} contains no preprocessor_config.json, which describes how pictures are preprocessed: add "
                 "it, or leave the data out for random pixels"
             )
-        try:
-            import PIL  # noqa: F401
-        except ImportError:
-            raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow") from None
-        load_processor: Any = AutoImageProcessor.from_pretrained
-        self.processor = load_processor(folder, backend="pil")
-        pictures = pictures_of(file)
-        self.pictures = pictures
-        self.keep(min(self.rows, len(pictures)))
+        if importlib.util.find_spec("PIL") is None:
+            raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow")
+        load: Any = AutoImageProcessor.from_pretrained
+        self.processor = load(folder, backend="pil")
+        self.pictures = pictures_of(file)
+        self.keep(min(self.rows, len(self.pictures)))
 
     def keep(self, rows: int) -> None:
         """Reduce the number of inputs to `rows`."""
         self.rows = rows
-        # At regular intervals: if files are sorted by class, the first ones belong to one class.
-        if self.pictures:
-            self.pictures = self.pictures[:: len(self.pictures) // rows][:rows]
-        if self.speech is not None and self.speech.excerpts:
-            excerpts = self.speech.excerpts
-            self.speech.excerpts = excerpts[:: len(excerpts) // rows][:rows]
-
-    @property
-    def _channels(self) -> int:
-        return getattr(self.config, "num_channels", 3)
+        lists: list[list[Any]] = [self.pictures, [] if self.speech is None else self.speech.excerpts]
+        for items in lists:
+            # At regular intervals: if files are sorted by class, the first ones belong to one class.
+            items[:] = items[:: max(1, len(items) // rows)][:rows]
 
     @property
     def native_tokens(self) -> int:
@@ -345,7 +330,7 @@ class ModelData:
             masked = (is_text & (position % _MASK_INTERVAL == offset)).expand_as(ids)
             targets, ids = ids[masked], ids.masked_fill(masked, self.mask_token)
         values = {"input_ids": ids}
-        if self.is_pair:
+        if self.is_pair:  # the decoder gets the beginning of the encoder's text
             known = (getattr(self.config, name, None) for name in ("decoder_start_token_id", "bos_token_id"))
             start = next((token for token in known if token is not None), 0)
             values["decoder_input_ids"] = pad(ids[:, : _DECODER_TOKENS - 1], (1, 0), value=start)

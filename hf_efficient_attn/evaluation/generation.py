@@ -22,42 +22,34 @@ class Generation(NamedTuple):
     tokens_per_second: float
 
 
-def prompt_length(tokens: int, new_tokens: int) -> int:
-    """The length of the prompt, so that prompt and new tokens together are at most `tokens`; 0 if they do not fit."""
-    return max(0, tokens - new_tokens)
-
-
 @torch.no_grad()
 def time_generation(model: PreTrainedModel, input_ids: Tensor, new_tokens: int, rounds: int) -> Generation:
-    """Measure greedy generation with the cache that the model makes itself.
+    """Measure greedy generation of at least 2 tokens after prompts (B, N), with the cache that the model makes itself.
 
-    Args:
-        model: a causal language model, on the device that computes.
-        input_ids: the prompts, (B, N).
-        new_tokens: number of tokens to generate after each prompt, at least 2.
-        rounds: number of measurements.
+    `GenerationMixin.generate` would add its own time, and the penalties and beams of the checkpoint's settings.
     """
     parameters = inspect.signature(model.forward).parameters
     # Earlier versions of Transformers, and models from elsewhere, call the cache `past_key_values`.
     name = "cache" if "cache" in parameters else "past_key_values"
     # Without this, a model computes the logits of all tokens of the prompt, as no generation does.
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def following(ids: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """The most likely next token (B, 1), and the cache."""
+        output = model(ids, use_cache=True, **options)
+        return output.logits[:, -1:].argmax(-1), getattr(output, name)
+
     first, later = [], []
     # What the first call of an operator takes does not count.
-    _, cache = _next(model(input_ids[:, :16], use_cache=True, **last_only), name)
-    model(input_ids[:, :1], use_cache=True, **{name: cache})
+    token, cache = following(input_ids[:, :16], **last_only)
+    following(token, **{name: cache})
     for _ in range(rounds):
         start = timer()
-        token, cache = _next(model(input_ids, use_cache=True, **last_only), name)
+        token, cache = following(input_ids, **last_only)
         first.append(timer() - start)
         start = timer()
         for _ in range(new_tokens - 1):
-            token, cache = _next(model(token, use_cache=True, **{name: cache}), name)
+            token, cache = following(token, **{name: cache})
         later.append(timer() - start)
         del cache  # before the next round fills another one
     return Generation(statistics.median(first), len(input_ids) * (new_tokens - 1) / max(statistics.median(later), 1e-9))
-
-
-def _next(output: Any, name: str) -> tuple[Tensor, Any]:
-    """The most likely next token (B, 1), and the cache."""
-    return output.logits[:, -1:].argmax(-1), getattr(output, name)

@@ -18,15 +18,10 @@ def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
     """Refuse inputs whose activations certainly do not fit in the memory of the model's device.
 
     The estimate is low: the hidden states, queries, keys and values of one layer, and the logits of a language model
-    without an encoder; beside an encoder, the decoder's inputs are short.
-
-    Args:
-        model: the model, on the device that computes.
-        length: number of tokens of an input.
-        batch: number of inputs of a forward pass.
+    without an encoder; beside an encoder, the decoder's inputs are short. The model is on the device that computes.
 
     Raises:
-        UnsupportedAttentionError: they do not fit.
+        UnsupportedAttentionError: a batch of `batch` inputs of `length` tokens does not fit.
     """
     width = 5 * (getattr(model.config, "hidden_size", None) or 1)
     head = model.get_output_embeddings()
@@ -69,11 +64,7 @@ def free_memory(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def memory_errors(advice: str) -> Iterator[None]:
-    """Turn PyTorch's errors about memory within the context into a MemoryError with one sentence.
-
-    Args:
-        advice: what to do instead, for example "give shorter lengths".
-    """
+    """Turn PyTorch's errors about memory into a MemoryError with advice, such as "give shorter lengths"."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError

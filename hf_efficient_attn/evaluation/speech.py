@@ -1,7 +1,7 @@
 """Inputs of speech models with an encoder and a decoder, such as Whisper: features of recordings, or random ones."""
 
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +16,7 @@ _FRAMES_PER_POSITION = 2
 _FRAME_SECONDS = 0.01
 # Tokens of the decoder: a sentence or two.
 _DECODER_TOKENS = 32
-# Up to Transformers 4 a feature extractor had a file of its own; a processor that is saved today contains it.
-_EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
-
 _SIZES = ("max_source_positions", "max_target_positions", "num_mel_bins")
-
-
-class Excerpt(NamedTuple):
-    """A part of a recording: its first sample, and the number of samples."""
-
-    recording: Recording
-    start: int
-    samples: int
 
 
 def takes_speech(model: PreTrainedModel) -> bool:
@@ -56,6 +45,7 @@ class Speech:
         positions: number of positions of the encoder, the only length that it takes.
         seconds: length of an excerpt.
         excerpts: the parts of the recordings; none for random features.
+        note: what a report says about the inputs.
 
     Raises:
         UnsupportedAttentionError: files that cannot be read or have another sampling rate, or a checkpoint without a
@@ -65,30 +55,18 @@ class Speech:
     def __init__(self, model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path | None) -> None:
         self._config, self._dtype = model.config, model.dtype
         self.positions: int = model.config.max_source_positions
-        self.seconds = _FRAMES_PER_POSITION * self.positions * _FRAME_SECONDS
+        self._frames = _FRAMES_PER_POSITION * self.positions
+        self.seconds = self._frames * _FRAME_SECONDS
         self._prompt = _prompt_of(model)
-        self._extractor: Any = None
-        self.excerpts: list[Excerpt] = []
-        if file is not None:
-            self._open(folder, file)
-
-    @property
-    def note(self) -> str:
-        """What a report says about the inputs."""
-        decoder = "The decoder gets the first tokens of every transcript, and random ones after them."
-        if not self.excerpts:
-            return decoder
-        cut = f"Recordings are cut into excerpts of {self.seconds:g} seconds; shorter ones are filled with silence."
-        return f"{cut} {decoder}"
-
-    @property
-    def _frames(self) -> int:
-        return _FRAMES_PER_POSITION * self.positions
-
-    def _open(self, folder: pathlib.Path, file: pathlib.Path) -> None:
-        self._extractor = extractor = self._load_extractor(folder)
-        size, rate = extractor.n_samples, extractor.sampling_rate
+        self.excerpts: list[tuple[Recording, int, int]] = []  # with the first sample, and the number of samples
+        self.note = "The decoder gets the first tokens of every transcript, and random ones after them."
+        if file is None:
+            return
+        self._extractor = self._load_extractor(folder)
+        size, rate = self._extractor.n_samples, self._extractor.sampling_rate
         self.seconds = size / rate
+        cut = f"Recordings are cut into excerpts of {self.seconds:g} seconds; shorter ones are filled with silence."
+        self.note = f"{cut} {self.note}"
         for recording in recordings_of(file):
             if recording.rate != rate:
                 raise UnsupportedAttentionError(
@@ -96,21 +74,19 @@ class Speech:
                     f"{conversion_advice(recording.path.name, rate)}"
                 )
             whole = range(0, recording.samples - size + 1, size)
-            self.excerpts += [Excerpt(recording, start, min(size, recording.samples)) for start in whole or (0,)]
+            self.excerpts += [(recording, start, min(size, recording.samples)) for start in whole or (0,)]
 
     def _load_extractor(self, folder: pathlib.Path) -> Any:
         """The checkpoint's feature extractor, if it makes what the model takes."""
-        if not any((folder / name).is_file() for name in _EXTRACTOR_FILES):
-            raise UnsupportedAttentionError(
-                f"{folder} contains no preprocessor_config.json, which describes how recordings become features: add "
-                "it, or leave the data out for random features"
-            )
         load: Any = AutoFeatureExtractor.from_pretrained
         try:
             extractor = load(folder, trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 (a wrong value of any size raises an error of its own)
             reason = " ".join(str(error).split())
-            raise UnsupportedAttentionError(f"{folder}: its feature extractor cannot be loaded ({reason})") from None
+            raise UnsupportedAttentionError(
+                f"{folder}: its feature extractor cannot be loaded ({reason}): correct its preprocessor_config.json, "
+                "which describes how recordings become features, or leave the data out for random features"
+            ) from None
         made = tuple(getattr(extractor, name, None) for name in ("nb_max_frames", "feature_size"))
         wanted = self._frames, self._config.num_mel_bins
         if made != wanted:
@@ -130,26 +106,19 @@ class Speech:
 
     def values(self, indices: range) -> dict[str, Tensor]:
         """The arguments of the model for the excerpts with these indices."""
-        return {
-            "input_features": torch.stack(list(map(self._features, indices))).to(self._dtype),
-            "decoder_input_ids": torch.stack(list(map(self._decoder_ids, indices))),
-        }
+        features, decoder_ids = zip(*map(self._input, indices), strict=True)
+        return {"input_features": torch.stack(features).to(self._dtype), "decoder_input_ids": torch.stack(decoder_ids)}
 
-    def _features(self, index: int) -> Tensor:
-        """Features (mel bins, frames) of an excerpt."""
-        if not self.excerpts:
-            generator = torch.Generator().manual_seed(index)
-            return torch.randn(self._config.num_mel_bins, self._frames, generator=generator)
-        samples = read_samples(*self.excerpts[index])
-        rate = self._extractor.sampling_rate
-        features: Tensor = self._extractor(samples.numpy(), sampling_rate=rate, return_tensors="pt")["input_features"]
-        return features[0]
-
-    def _decoder_ids(self, index: int) -> Tensor:
-        count = min(_DECODER_TOKENS, self._config.max_target_positions)
+    def _input(self, index: int) -> tuple[Tensor, Tensor]:
+        """Features (mel bins, frames) of an excerpt, and the tokens of the decoder."""
         generator = torch.Generator().manual_seed(index)
+        count = min(_DECODER_TOKENS, self._config.max_target_positions)
         random_ids = torch.randint(self._config.vocab_size, (count,), generator=generator)
-        return torch.cat([torch.tensor(self._prompt, dtype=random_ids.dtype), random_ids])[:count]
+        decoder_ids = torch.cat([torch.tensor(self._prompt, dtype=random_ids.dtype), random_ids])[:count]
+        if not self.excerpts:
+            return torch.randn(self._config.num_mel_bins, self._frames, generator=generator), decoder_ids
+        samples, rate = read_samples(*self.excerpts[index]).numpy(), self._extractor.sampling_rate
+        return self._extractor(samples, sampling_rate=rate, return_tensors="pt")["input_features"][0], decoder_ids
 
 
 def _prompt_of(model: PreTrainedModel) -> list[int]:

@@ -5,10 +5,12 @@ machine cancel. The clock is that of torch.utils.benchmark.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import os
 import pathlib
+import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +21,6 @@ import transformers
 from torch.utils.benchmark import timer
 from tqdm import tqdm
 
-from hf_efficient_attn.evaluation.crossover_file import processor_name
 from hf_efficient_attn.version import __version__
 
 Work = Callable[[], Any]
@@ -73,9 +74,7 @@ def time_calls(work: Work, number: int = 1) -> float:
 def calls_to_time(work: Work, first: float | None = None) -> int:
     """The number of calls that take 0.1 s together.
 
-    Args:
-        work: the function to call.
-        first: seconds of a first call, which fills memory and caches and does not count; None to make it here.
+    `first` is the time of a first call, which fills memory and caches and does not count; None to make it here.
     """
     if first is None:
         first = time_calls(work)
@@ -85,17 +84,7 @@ def calls_to_time(work: Work, first: float | None = None) -> int:
 def paired(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[Timing, dict[str, Timing]]:
-    """Measure the time of a reference, and of every call between two runs of the reference.
-
-    Args:
-        reference: the function that the others are compared with.
-        calls: label -> function to time.
-        rounds: number of measurements of each call.
-        bar: a progress bar that is updated once per round and call.
-
-    Returns:
-        the timing of the reference, and label -> timing of the call.
-    """
+    """The timing of `reference`, and label -> timing of the call; the arguments are those of `paired_seconds`."""
     references, times = paired_seconds(reference, calls, rounds, bar)
     return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
@@ -103,7 +92,13 @@ def paired(
 def paired_seconds(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
-    """The seconds from which `paired` makes its summaries.
+    """Measure the time of a reference, and of every call between two runs of the reference.
+
+    Args:
+        reference: the function that the others are compared with.
+        calls: label -> function to time.
+        rounds: number of measurements of each call.
+        bar: a progress bar that is updated once per round and call.
 
     Returns:
         the seconds of every measurement of the reference, and label -> (seconds of the call, of the reference) of each
@@ -114,14 +109,11 @@ def paired_seconds(
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
     references = []
     for _ in range(rounds):
-        before = time_calls(reference, number)
-        references.append(before)
+        references.append(time_calls(reference, number))
         for label, call in calls.items():
             taken = time_calls(call, numbers[label])
-            after = time_calls(reference, number)
-            references.append(after)
-            times[label].append((taken, (before + after) / 2))
-            before = after
+            references.append(time_calls(reference, number))
+            times[label].append((taken, statistics.fmean(references[-2:])))
             if bar is not None:
                 bar.update()
     return references, times
@@ -177,33 +169,33 @@ def peak_of(work: Work, device: torch.device | None = None) -> int | None:
     allocator keeps, up to 2.5 times as much. The memory that BLAS allocates for itself is not included.
     """
     if device is not None and device.type != "cpu":
-        return _peak_on_accelerator(work, device)
-    before = os.environ.get("KINETO_LOG_LEVEL")
-    # The profiler reads this variable at its first start, which it otherwise reports on stderr.
-    os.environ["KINETO_LOG_LEVEL"] = before or "99"
-    try:
-        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        work()  # libraries allocate their workspaces in a first call
+        try:
+            torch.accelerator.reset_peak_memory_stats(device)
+            before = torch.accelerator.memory_allocated(device)
             work()
-    finally:
-        if before is None:
-            del os.environ["KINETO_LOG_LEVEL"]
+            return torch.accelerator.max_memory_allocated(device) - before
+        except RuntimeError:  # not recorded for this kind of device
+            return None
+    # The profiler reads this variable at its first start, which it otherwise reports on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        work()
     recorded = getattr(profile, "kineto_results", None)
     changes = [] if recorded is None else [e for e in recorded.events() if e.name() == "[memory]"]
-    if not changes:
-        return None
     sizes: list[int] = [e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())]
-    return max(0, *itertools.accumulate(sizes))
+    return max(0, *itertools.accumulate(sizes)) if sizes else None
 
 
-def _peak_on_accelerator(work: Work, device: torch.device) -> int | None:
-    work()  # libraries allocate their workspaces in a first call
-    try:
-        torch.accelerator.reset_peak_memory_stats(device)
-        before = torch.accelerator.memory_allocated(device)
-        work()
-        return torch.accelerator.max_memory_allocated(device) - before
-    except RuntimeError:  # not recorded for this kind of device
-        return None
+@functools.cache
+def processor_name() -> str:
+    """The processor's name according to the operating system."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def machine(model: torch.nn.Module) -> dict[str, Any]:

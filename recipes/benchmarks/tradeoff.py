@@ -35,8 +35,14 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.crossover_file import processor_name
-from hf_efficient_attn.evaluation.timing import UNSTEADY, Timing, describe, paired, use_threads
+from hf_efficient_attn.evaluation.timing import (
+    UNSTEADY,
+    Timing,
+    describe,
+    paired,
+    processor_name,
+    use_threads,
+)
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig

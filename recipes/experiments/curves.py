@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, AutoModelF
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.crossover_file import processor_name
+from hf_efficient_attn.evaluation.timing import processor_name
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing

@@ -1,7 +1,7 @@
 """The length from which on a method is faster than exact attention on this machine.
 
 `hf-efficient-attn crossover` measures it and writes it to a file in the user's cache folder
-(`hf_efficient_attn.evaluation.crossover_file`); until then a built-in table serves. Nothing is measured here.
+(`hf_efficient_attn.evaluation.crossover`); until then a built-in table serves. Nothing is measured here.
 
 In a call with B sequences, H heads and head_dim D, exact attention of N tokens takes a time proportional to N^2 B H D.
 A method takes a + b N B H D: the time a, of its many small operations, does not depend on the size of the call. So
