@@ -4,6 +4,7 @@ A check is a function of an instance that raises `AssertionError` if the promise
 check on every instance, and `attack.py` on random hyperparameters and inputs. `**shape` are arguments of `inputs`.
 """
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -240,8 +241,8 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
     assert torch.equal(first, again), "the same seed gave another output"
     assert instance.random is None or torch.equal(first, other) != instance.random, "another seed"
     if instance.call_seed:
-        configured = hea.attention(instance.config(seed=3), *tensors, is_causal=is_causal)
-        called = hea.attention(instance.config(seed=0), *tensors, is_causal=is_causal, seed=3)
+        seeds = [dataclasses.replace(instance, hyperparameters=instance.hyperparameters | {"seed": s}) for s in (3, 0)]
+        configured, called = seeds[0](*tensors, is_causal=is_causal), seeds[1](*tensors, is_causal=is_causal, seed=3)
         assert torch.equal(configured, called), "the config's seed is not the same as the call's"
 
 
@@ -333,8 +334,10 @@ def check_gradients(
     key_mask[0, -2:] = False
     key_mask[1, :1] = False
 
+    small = dataclasses.replace(instance, hyperparameters={**instance.hyperparameters, **instance.small})
+
     def output(*leaves: Tensor) -> Tensor:
-        out = hea.attention(instance.config(**instance.small), *leaves, attention_mask=key_mask, is_causal=is_causal)
+        out = small(*leaves, key_mask, is_causal=is_causal)
         return out.masked_fill(~key_mask[:, None, :, None], 0.0)
 
     with held_plans():
@@ -345,10 +348,6 @@ def check_gradients(
             raise AssertionError(str(error)) from error
 
 
-def naive(instance: Instance, *tensors: Tensor, is_causal: bool, mask: Tensor | None = None, **options: Any) -> Tensor:
-    return hea.naive_attention(instance.config(), *tensors, attention_mask=mask, is_causal=is_causal, **options)
-
-
 def check_naive(
     instance: Instance, is_causal: bool, padding: str = "none", scale: float | None = None, **shape: Any
 ) -> None:
@@ -356,7 +355,7 @@ def check_naive(
     tensors = inputs(**{"dtype": torch.float64, **shape})
     key_mask = padding_mask(padding, tensors[1].shape[0], tensors[1].shape[2])
     ours = instance(*tensors, key_mask, is_causal=is_causal, scale=scale, seed=3)
-    other = naive(instance, *tensors, mask=key_mask, is_causal=is_causal, scale=scale, seed=3)
+    other = instance.naive(*tensors, key_mask, is_causal=is_causal, scale=scale, seed=3)
     valid = outputs_that_count(key_mask, ours)
     assert_close(ours[valid], other[valid], 1e-9)
 
@@ -367,8 +366,8 @@ def check_naive_gradients(instance: Instance, is_causal: bool, padding: str = "r
     # Every sequence has valid keys: the readable form has no gradient at queries without keys.
     key_mask = padding_mask(padding, tensors[1].shape[0], tensors[1].shape[2])
     grads = []
-    for form in (hea.attention, hea.naive_attention):
-        out = form(instance.config(), *tensors, attention_mask=key_mask, is_causal=is_causal)
+    for form in (instance, instance.naive):
+        out = form(*tensors, key_mask, is_causal=is_causal)
         weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         loss = (out * weight)[outputs_that_count(key_mask, out)].sum()
         grads.append(torch.autograd.grad(loss, tensors, materialize_grads=True))

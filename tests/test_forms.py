@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each_form
 from hf_efficient_attn.ops import attend, tokens
-from instances import Instance, forms, inputs, padding_mask, relative_error
+from instances import Instance, inputs, padding_mask, relative_error
 from promises import (
     check_batch,
     check_finite,
@@ -25,9 +26,6 @@ from promises import (
     outputs_that_count,
 )
 
-each_form = pytest.mark.parametrize(
-    ("instance", "is_causal"), [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
-)
 # An odd length, keys that several heads share, and values of another dimension: no dimension is a multiple of 8.
 ODD = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 83, "head_dim": 12, "value_dim": 7}
 # FlashAttention and its form for the CPU need values of the dimension of the keys.

@@ -127,23 +127,3 @@ def test_the_plan_is_that_of_a_padded_sequence(length, groups):
     ours = dense_log_weights(*masked, len(mask), len(mask))[:, position][..., position]
     expected = dense_log_weights(near, far, length, length)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
-def test_the_samples_are_unbiased(dtype):
-    """Over many samples the mean weight of every key is 1 minus its share of blocks whose near field holds it."""
-    tokens, value = local_and_repeated(96, dtype)[:2], numbers(2, 96, 3, seed=7).to(dtype)
-    total, draws = torch.zeros(2, 8, 96), 400
-    for seed in range(draws):
-        options = SamplingOptions(24, "probe", 8, False, 1.0, seed, batch=1, groups=2)
-        near, far = near_far.make_plan(
-            tokens, tokens, value, None, near_far.NearFieldOptions("auto", 16, 6, 12), options
-        )
-        index, log_weight = far
-        assert (log_weight >= 0).all() and log_weight.dtype == torch.float32
-        assert (index.diff(dim=2) > 0).all()  # no key twice
-        positions = near.key_order.gather(1, index.flatten(1)).view_as(index)
-        total.scatter_add_(2, positions, log_weight.exp())
-    mean = (total / draws).mean(1)
-    assert (mean.mean(1) - 1.0).abs().max() < 0.03
-    assert (mean - 1.0).abs().mean() < 0.1
