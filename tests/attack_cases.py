@@ -228,10 +228,6 @@ def _budget(d: Draw) -> dict[str, Any]:
     return {**d.form(), "length": d.length(smallest), **heads}
 
 
-def _around(d: Draw) -> dict[str, int]:
-    return {name: d.choice(0, 1, d.length(1, 40)) for name in ("before", "after")}
-
-
 def _is_causal(instance: Instance) -> bool:
     return instance.info.causal
 
@@ -240,99 +236,89 @@ def _seeds(d: Draw) -> dict[str, Any]:
     return {**d.form(), **d.shape(dtype=d.dtype(), content=d.any_content())}
 
 
-_SCALES = (None, None, 0.0, -0.5, 1.7)
-_MISTAKES = (None, None, "unknown hyperparameter", "missing layer")
+def _masked_keys(d: Draw) -> dict[str, Any]:
+    return {**_seeds(d), "padding": d.choice(*PADDINGS), "dtype": d.choice("float32", "float64")}
+
+
+def _masked_gradients(d: Draw) -> dict[str, Any]:
+    return {**d.form(), **d.shape(batch=d.choice(1, 2))}
+
+
+def _empty(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}
+
+
+def _holes(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "length": d.length(), **d.heads()}
+
+
+def _padding(d: Draw) -> dict[str, Any]:
+    around = {name: d.choice(0, 1, d.length(1, 40)) for name in ("before", "after")}
+    return {**d.form(), **d.heads(), "length": d.length(1, 70), **around}
+
+
+def _batch(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))}
+
+
+def _sums(d: Draw) -> dict[str, Any]:
+    shape = {"q_len": d.length(), "seed": d.seed(), "num_heads": 1, "spread": 0.05}
+    return {**d.form(), "dtype": d.choice("bfloat16", "float16"), **shape}
+
+
+def _naive(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "padding": d.padding(), "scale": d.choice(None, None, 0.0, -0.5, 1.7), **d.shape()}
+
+
+def _compiles(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "padding": d.choice("none", "left", "holes"), **d.shape(content="normal")}
+
+
+def _refused(d: Draw) -> dict[str, Any]:
+    return {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()}
+
+
+def _memory(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "length": d.rng.randint(400, 600), "num_heads": 1, "content": d.any_content()}
+
+
+def _has_long_tables(instance: Instance) -> bool:
+    return instance.hyperparameters.get("max_length", 2400) >= 2400
+
+
+def _transaction(d: Draw) -> dict[str, Any]:
+    mistake = d.choice(None, None, "unknown hyperparameter", "missing layer")
+    what = {"family": d.choice(*ENCODERS, *DECODERS), "layers": d.choice(None, [0], [1], [0, 1])}
+    return {**what, "mistake": mistake, "length": d.rng.randint(2, 90)}
+
 
 PROMISES: dict[str, Promise] = {
     "shapes": Promise(1, promises.check_shapes, lambda d: {"padding": d.padding(), **_seeds(d)}, 2.0),
     "exact": Promise(1, promises.check_exact, _exact, applies=lambda i: i.budget > 0),
     "arguments": Promise(1, promises.check_arguments, lambda d: {**d.form(), "padding": d.padding(), **d.shape()}),
-    "masked_keys": Promise(
-        2,
-        promises.check_masked_keys,
-        lambda d: {**_seeds(d), "padding": d.choice(*PADDINGS), "dtype": d.choice("float32", "float64")},
-        2.0,
-    ),
-    "masked_gradients": Promise(
-        2, promises.check_masked_gradients, lambda d: {**d.form(), **d.shape(batch=d.choice(1, 2))}
-    ),
-    "empty_queries": Promise(
-        2,
-        promises.check_queries_without_keys,
-        lambda d: {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"},
-    ),
-    "padding": Promise(
-        2, promises.check_padding, lambda d: {**d.form(), "length": d.length(1, 70), **_around(d), **d.heads()}, 2.0
-    ),
-    "holes": Promise(
-        2,
-        promises.check_holes,
-        lambda d: {**d.form(), "length": d.length(), **d.heads()},
-        applies=lambda i: not i.reads_positions,
-    ),
+    "masked_keys": Promise(2, promises.check_masked_keys, _masked_keys, 2.0),
+    "masked_gradients": Promise(2, promises.check_masked_gradients, _masked_gradients),
+    "empty_queries": Promise(2, promises.check_queries_without_keys, _empty),
+    "padding": Promise(2, promises.check_padding, _padding, 2.0),
+    "holes": Promise(2, promises.check_holes, _holes, applies=lambda i: not i.reads_positions),
     "future": Promise(3, promises.check_future, _future, 3.0, _is_causal),
     "length": Promise(3, promises.check_length, _length, 2.0, lambda i: _is_causal(i) and not i.switches),
     "last_queries": Promise(3, promises.check_last_queries, _last_queries, 1.0, _is_causal),
     "state": Promise(3, promises.check_state, _state, 3.0, lambda i: i.info.recurrent),
-    "batch": Promise(
-        4,
-        promises.check_batch,
-        lambda d: {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))},
-        2.0,
-    ),
+    "batch": Promise(4, promises.check_batch, _batch, 2.0),
     "seeds": Promise(5, promises.check_seeds, _seeds),
     "training_seeds": Promise(5, promises.check_global_seed, _seeds),
     "finite": Promise(6, promises.check_finite, _finite, fixed=("dtype",)),
-    "sums": Promise(
-        6,
-        promises.check_sums,
-        lambda d: {
-            **d.form(), "dtype": d.choice("bfloat16", "float16"), "q_len": d.length(), "seed": d.seed(), "num_heads": 1,
-            "spread": 0.05,
-        },
-        1.0,
-        lambda i: i.averages,
-        ("dtype",),
-    ),
+    "sums": Promise(6, promises.check_sums, _sums, 1.0, lambda i: i.averages, ("dtype",)),
     "gradients": Promise(7, promises.check_gradients, _gradients, 0.2),
-    "naive": Promise(
-        7,
-        promises.check_naive,
-        lambda d: {**d.form(), "padding": d.padding(), "scale": d.choice(*_SCALES), **d.shape()},
-        2.0,
-    ),
+    "naive": Promise(7, promises.check_naive, _naive, 2.0),
     "naive_gradients": Promise(7, promises.check_naive_gradients, _naive_gradients),
     "budget": Promise(8, promises.check_whole_budget, _budget, applies=lambda i: i.limit in ("exact", "bounded")),
-    "compiles": Promise(
-        9,
-        promises.check_compiles,
-        lambda d: {**d.form(), "padding": d.choice("none", "left", "holes"), **d.shape(content="normal")},
-        0.004,
-    ),
-    "refused": Promise(
-        10,
-        promises.check_refused,
-        lambda d: {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()},
-    ),
-    "memory": Promise(
-        11,
-        promises.check_largest_tensor,
-        lambda d: {**d.form(), "length": d.rng.randint(400, 600), "num_heads": 1, "content": d.any_content()},
-        0.1,
-        lambda i: i.hyperparameters.get("max_length", 2400) >= 2400,
-        ("length",),
-    ),
-    "transaction": Promise(
-        12,
-        promises.check_transaction,
-        lambda d: {
-            "family": d.choice(*ENCODERS, *DECODERS), "layers": d.choice(None, [0], [1], [0, 1]),
-            "mistake": d.choice(*_MISTAKES), "length": d.rng.randint(2, 90),
-        },
-        0.2,
-        lambda i: i.method in ROWS,
-    ),
-}  # fmt: skip
+    "compiles": Promise(9, promises.check_compiles, _compiles, 0.004),
+    "refused": Promise(10, promises.check_refused, _refused),
+    "memory": Promise(11, promises.check_largest_tensor, _memory, 0.1, _has_long_tables, ("length",)),
+    "transaction": Promise(12, promises.check_transaction, _transaction, 0.2, lambda i: i.method in ROWS),
+}
 
 
 def draw_case(rng: random.Random, rows: dict[str, Instance], names: list[str]) -> Case | None:

@@ -288,8 +288,3 @@ def test_exact_length_is_where_the_first_of_the_two_forms_stops_being_exact(wind
     if (window_size, num_landmarks) != (1, 1):  # two windows of one key, of which each is the other's chunk
         with pytest.raises(AssertionError):
             [promises.check_exact(instance, is_causal, longest + 1) for is_causal in (False, True)]
-
-
-def test_budget():
-    config = hea.EvaConfig(proposal="mean", seed=3).with_budget(101)
-    assert config == hea.EvaConfig(window_size=50, num_landmarks=51, proposal="mean", seed=3)

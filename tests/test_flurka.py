@@ -273,14 +273,6 @@ def test_gradients_of_tables(method):
     assert all(table.grad.isfinite().all() and table.grad.abs().sum() > 0 for table in means)
 
 
-def test_budgets():
-    assert hea.FlurkaLinearConfig().with_budget(100).projection_dim == 100
-    config = hea.FlurkaPerformerConfig(init="gaussian", seed=3).with_budget(101)
-    assert (config.num_features, config.projection_dim, config.init, config.seed) == (50, 51, "gaussian", 3)
-    eva = {"window_size": 16, "num_landmarks": 16, "projection_dim": 68, "proposal": "mean", "seed": 3}
-    assert hea.FlurkaEvaConfig(proposal="mean", seed=3).with_budget(100) == hea.FlurkaEvaConfig(**eva)
-
-
 @each_method
 def test_projections_without_weight_are_left_out(method):
     """A projection whose weights are all 0 in either table is left out. It is not a key of zeros."""

@@ -122,49 +122,6 @@ def test_float32_is_as_accurate_as_float64(content, block_size):
     assert relative_error(nearfar(*(x.float() for x in tensors), **options), nearfar(*tensors, **options)) < 1e-2
 
 
-def check_readable_form(tensors, mask, gradient_tolerance=1e-6, **options):
-    """Outputs at valid queries and their gradients."""
-    leaves, found = [x.detach().requires_grad_() for x in tensors], []
-    for form in (hea.attention, hea.naive_attention):
-        out = form("nearfar", *leaves, attention_mask=mask, **options)
-        out = out if mask is None or mask.shape[1] != out.shape[2] else out * mask[:, None, :, None]
-        loss = (out * torch.linspace(0, 1, out.shape[2])[:, None]).sum()
-        found.append((out, *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=gradient_tolerance, atol=gradient_tolerance)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(
-    ("content", "options"),
-    [
-        *(
-            ("local", x)
-            for x in ({}, {"block_size": 0}, {"num_probes": 0}, {"num_refinements": 0}, {"near_share": 1.0})
-        ),
-        # With an outlier Nystrom's weights without a fit are not determined by float64.
-        *((content, x) for content in ("outlier", "aligned") for x in ({}, {"block_size": 0}, {"num_refinements": 0})),
-        *(("normal", x) for x in ({}, {"q_len": 20}, {"num_probes": 0}, {"num_refinements": 0}, {"scale": -0.4})),
-        ("short", {}),
-    ],
-    ids=str,
-)
-def test_the_form_is_the_readable_form(padded, content, options):
-    """Also with very large scores in a sequence with fewer keys than landmarks."""
-    mask, options = torch.arange(150)[None] % 5 > 0, {"num_samples": 20, "block_size": 8, **options}
-    tensors = inputs(num_heads=2, q_len=150, head_dim=6, dtype=torch.float64)
-    if content == "local":
-        tensors = [torch.cat((a.double(), b), 1) for a, b in zip(_local(150), tensors, strict=True)]
-    elif content == "short":
-        tensors = [x * y for x, y in zip(tensors, (4.0, 4.0, 1.0), strict=True)]
-        mask = (torch.arange(150) < 9 + 3 * padded)[None]
-    elif content != "normal":
-        tensors = inputs(num_heads=2, q_len=150, head_dim=6, content=content, dtype=torch.float64)
-    query = tensors[0][:, :, : options.pop("q_len", 150)]
-    tolerance = 1e-6 if content in ("normal", "short") else 1e-3
-    check_readable_form((query, *tensors[1:]), mask if padded or content == "short" else None, tolerance, **options)
-
-
 def test_sequences_with_fewer_keys_than_landmarks_are_exact():
     """In a batch whose other sequences are longer, or have no key at all."""
     tensors = inputs(batch=3, num_heads=2, q_len=100, head_dim=6, dtype=torch.float64)

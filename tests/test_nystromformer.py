@@ -100,6 +100,7 @@ def test_iteration_with_zeros():
     close(ours, torch.linalg.pinv(matrix), 1e-8)
     close(ours[:, :4, :5], iterative_pinv(matrix[:, :5, :4], 30), 1e-12)
     assert torch.equal(ours[:, 4:], torch.zeros_like(ours[:, 4:]))
+    assert torch.autograd.gradcheck(lambda x: iterative_pinv(x, 4), numbers(3, 4, 6).abs().requires_grad_())
     leaf = torch.zeros(1, 3, 3, dtype=torch.float64, requires_grad=True)
     iterative_pinv(leaf, 6).sum().backward()
     assert leaf.grad.isfinite().all()

@@ -387,19 +387,3 @@ def test_a_sequence_keeps_its_features_in_training(family):
     cache = model(ids[:, :-2], use_cache=True).past_key_values
     last = model(ids[:, -2:], past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(last, whole[:, -2:], atol=1e-4, rtol=1e-3)
-
-
-@each_method
-def test_trained_gpt2(data, method):
-    folder = data / "models" / "gpt2-char-shakespeare"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=method)
-    torch.manual_seed(0)
-    ids = torch.randint(0, 65, (2, 150))
-    mask = torch.ones_like(ids)
-    mask[1, :40] = 0
-    batch = {"input_ids": ids, "attention_mask": mask}
-    expected = generate(model, batch, new=60, use_cache=False)
-    assert torch.equal(generate(model, batch, new=60), expected)
-    assert torch.equal(generate(model, {"input_ids": ids[1:, 40:]}, new=60), expected[1:])
-    half = model.to(torch.bfloat16)
-    assert generate(half, batch, new=10).shape == (2, 10)

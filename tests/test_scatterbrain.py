@@ -147,9 +147,3 @@ def test_sums_of_other_blocks(blocks, earlier_only):
             changed = FeatureState(*(torch.cat((x[:, :cut], 9.0 * x[:, cut:].flip(1)), 1) for x in state))
             ours = others(changed, earlier_only=True)
             assert all(torch.equal(x[:, : cut + 1], y[:, : cut + 1]) for x, y in zip(ours, whole, strict=True))
-
-
-def test_budget():
-    config = hea.ScatterbrainConfig(near_field="lsh", num_hashes=5, seed=3).with_budget(101)
-    expected = {"block_size": 50, "num_features": 51, "near_field": "lsh", "num_hashes": 5, "seed": 3}
-    assert config == hea.ScatterbrainConfig(**expected)

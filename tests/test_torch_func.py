@@ -5,11 +5,11 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import hf_efficient_attn as hea
-from each import each_form
+from each import each_first_form, each_form
 from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.tokens import normal
 from instances import inputs, padding_mask
-from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
+from tiny_models import METHODS, tiny_batch, tiny_model
 
 LENGTH = 90
 
@@ -59,13 +59,10 @@ def test_grad_vjp_and_vmap(instance, is_causal):
     assert_same([shared], [torch.stack([call(tensors[0][0], row[1], row[2], None) for row in rows], 1)])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_is_refused(method, is_causal):
+@each_first_form
+def test_what_is_refused(instance, is_causal):
     """Forward mode and gradients of gradients are refused, and a call after that gives what a call before it gave."""
-    instance, tensors = FIRST[method], tensors_of(batch=1)
-    if is_causal and not instance.info.causal:
-        pytest.skip("no causal form")
+    tensors, method = tensors_of(batch=1), instance.method
 
     def loss(*tensors):
         return instance(*tensors, is_causal=is_causal).sum()

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import coreset as coreset_ops
 from hf_efficient_attn.ops.thinning import choose_pivots
-from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
+from instances import CONTENTS, inputs, numbers, relative_error
 
 wildcat = hea.functional.wildcat_attention
 
@@ -107,16 +107,6 @@ def gradients(form, tensors, mask, num_samples, num_candidates):
 def check_readable_form(tensors, mask, *sizes):
     for x, y in zip(*(gradients(f, tensors, mask, *sizes) for f in (hea.attention, hea.naive_attention)), strict=True):
         assert relative_error(x, y) < 1e-9
-
-
-@pytest.mark.parametrize("content", ["normal", "large", "smooth"])
-@pytest.mark.parametrize("shape", [{}, {"head_dim": 12, "value_dim": 7}, {"q_len": 128, "kv_len": 90}])
-def test_the_form_is_the_readable_form(shape, content):
-    """All candidates at one distance and not, and with fewer keys than a coreset has."""
-    tensors = inputs(**{"batch": 2, "num_heads": 3, "q_len": 90} | shape, content=content, dtype=torch.float64)
-    for padding in ("none", "holes", "left", "empty"):
-        for sizes in ((16, 45), (16, 64), (70, 80)):
-            check_readable_form(tensors, padding_mask(padding, 2, 90), *sizes)
 
 
 def test_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
