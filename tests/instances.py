@@ -328,7 +328,7 @@ def _convolution(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
 
 def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple:
     """The sum of query and key is the query that is also the key, so that the checks can vary both."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     both = query + (key if mask is None else key.masked_fill(~mask[:, None, :, None], 0.0))
     return (both, both, value), {}
 

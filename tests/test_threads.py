@@ -17,7 +17,7 @@ from instances import inputs, padding_mask
 from test_heads import HEADS, KV_HEADS, parameters_of
 from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
 
-THREADS, ROUNDS = 4, 5
+THREADS, ROUNDS = 4, 3
 
 
 def in_threads(calls):
