@@ -65,9 +65,10 @@ def test_dropout_keeps_the_mean_and_draws_from_the_global_generator(instance, is
         outs.append(instance(*tensors, mask, is_causal=is_causal, dropout_p=0.2))
     assert torch.equal(*outs) and differs(outs[0], without, 0.05)
     # Every sequence of a batch has a dropout of its own.
-    many = [x.expand(400, *x.shape[1:]) for x in tensors]
-    mean = instance(*many, mask.expand(400, -1), is_causal=is_causal, dropout_p=0.2).mean(0, keepdim=True)
-    assert not differs(mean, without, 0.06)
+    count, limit = (100, 0.12) if instance.data_dependent else (400, 0.06)  # which compute one head at a time
+    many = [x.expand(count, *x.shape[1:]) for x in tensors]
+    mean = instance(*many, mask.expand(count, -1), is_causal=is_causal, dropout_p=0.2).mean(0, keepdim=True)
+    assert not differs(mean, without, limit)
     leaves = [x.requires_grad_() for x in tensors]
     instance(*leaves, mask, is_causal=is_causal, dropout_p=0.5).sum().backward()
     assert all(x.grad.isfinite().all() and x.grad.abs().sum() > 0 for x in leaves)
