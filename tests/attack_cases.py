@@ -48,7 +48,10 @@ class Case:
 
     def run(self, row: Instance | None = None) -> None:
         """Run the check. `row` describes a method that has no row in `instances.py`."""
-        instance = (row or ROWS[self.method]).vary(self.hyperparameters)
+        self.check((row or ROWS[self.method]).vary(self.hyperparameters))
+
+    def check(self, instance: Instance) -> None:
+        """Run the check on an instance that has the hyperparameters."""
         arguments = dict(self.arguments)
         if "dtype" in arguments:
             arguments["dtype"] = getattr(torch, arguments["dtype"])
@@ -58,9 +61,9 @@ class Case:
 class Draw:
     """Draws the parts of a case for one instance."""
 
-    def __init__(self, rng: random.Random, instance: Instance) -> None:
+    def __init__(self, rng: random.Random, instance: Instance, is_causal: bool | None = None) -> None:
         self.rng, self.instance = rng, instance
-        self.is_causal = rng.choice(instance.forms)
+        self.is_causal = rng.choice(instance.forms) if is_causal is None else is_causal
 
     def choice(self, *values: Any) -> Any:
         return self.rng.choice(values)
@@ -89,7 +92,7 @@ class Draw:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "value_dim": self.choice(head_dim, head_dim, 1, 5),
-            "seed": self.rng.randrange(10_000),
+            "seed": self.seed(),
             "content": "normal" if self.chance(0.5) else self.choice(*GENERIC),
         }
 
@@ -106,6 +109,9 @@ class Draw:
 
     def padding(self) -> str:
         return self.choice("none", *PADDINGS)
+
+    def seed(self) -> int:
+        return self.rng.randrange(10_000)
 
     def dtype(self) -> str:
         return self.choice("float32", "float32", "float64", "bfloat16", "float16")
@@ -145,147 +151,6 @@ def draw_hyperparameters(rng: random.Random, row: Instance) -> dict[str, Any]:
         return values
 
 
-# What is drawn for each promise: the arguments of its check.
-
-
-def _shapes(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), "padding": draw.padding(), **draw.shape(dtype=draw.dtype(), content=draw.any_content())}
-
-
-def _exact(draw: Draw) -> dict[str, Any]:
-    length = draw.choice(1, draw.instance.budget, draw.rng.randint(1, draw.instance.budget))
-    rest = draw.shape(content=draw.any_content(), q_len=length, kv_len=length)
-    return {**draw.form(), "length": length, "padding": draw.padding(), **rest}
-
-
-def _arguments(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), "padding": draw.padding(), **draw.shape()}
-
-
-def _masked_keys(draw: Draw) -> dict[str, Any]:
-    shape = draw.shape(dtype=draw.choice("float32", "float64"), content=draw.any_content())
-    return {**draw.form(), "padding": draw.choice(*PADDINGS), **shape}
-
-
-def _masked_gradients(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), **draw.shape(batch=draw.choice(1, 2))}
-
-
-def _empty(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), "length": draw.length(2), **draw.heads(), "content": "normal"}
-
-
-def _padding(draw: Draw) -> dict[str, Any]:
-    before, after = (draw.choice(0, 1, draw.length(1, 40)) for _ in range(2))
-    return {**draw.form(), "length": draw.length(1, 70), "before": before, "after": after, **draw.heads()}
-
-
-def _holes(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), "length": draw.length(), **draw.heads()}
-
-
-def _future(draw: Draw) -> dict[str, Any]:
-    length = draw.length(2)
-    cut = min(draw.length(), length - 1)
-    return {"length": length, "cut": cut, "padding": draw.padding(), **draw.heads(), "content": draw.any_content()}
-
-
-def _length(draw: Draw) -> dict[str, Any]:
-    length = draw.length(2)
-    return {"length": length, "cut": min(draw.length(), length - 1), **draw.heads()}
-
-
-def _last_queries(draw: Draw) -> dict[str, Any]:
-    length = draw.length(2)
-    # More than 128 new queries are not decoded, but computed like a whole sequence.
-    most = min(length - 1, 128) if draw.instance.exact_steps else length - 1
-    last = min(draw.choice(1, 1, 2, draw.length()), most)
-    return {"last": last, "padding": draw.padding(), **draw.heads(), "batch": draw.choice(1, 2), "q_len": length}
-
-
-def _state(draw: Draw) -> dict[str, Any]:
-    length = draw.length()
-    cuts = {draw.rng.randint(0, length) for _ in range(draw.choice(1, 2, 5, 20))}
-    cuts = range(length) if length < 30 and draw.chance(0.3) else sorted(cuts)
-    return {"cuts": list(cuts), "padding": draw.padding(), "q_len": length, **draw.heads()}
-
-
-def _batch(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), "padding": draw.padding(), **draw.shape(batch=draw.choice(2, 3, 4))}
-
-
-def _seeds(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), **draw.shape(dtype=draw.dtype(), content=draw.any_content())}
-
-
-def _finite(draw: Draw) -> dict[str, Any]:
-    dtype = draw.choice("float32", "bfloat16", "float16")
-    return {
-        **draw.form(),
-        "dtype": dtype,
-        "logit": draw.choice(0.0, 1.0, 30.0, 100.0, 1e3, 1e4),
-        "autocast": dtype != "float32" and draw.chance(0.5),
-        "length": draw.length(),
-        "head_dim": draw.choice(1, 4, 16, 64),
-        "seed": draw.rng.randrange(10_000),
-    }
-
-
-def _sums(draw: Draw) -> dict[str, Any]:
-    shape = {"q_len": draw.length(), "seed": draw.rng.randrange(10_000), "num_heads": 1}
-    return {**draw.form(), "dtype": draw.choice("bfloat16", "float16"), **shape, "spread": 0.05}
-
-
-def _gradients(draw: Draw) -> dict[str, Any]:
-    length = draw.length(5, 20)
-    return {
-        **draw.form(),
-        "length": length,
-        "value_dim": draw.choice(1, 2, 3),
-        "fast_mode": length > 8 or draw.chance(0.7),
-        "seed": draw.rng.randrange(10_000),
-    }
-
-
-def _naive(draw: Draw) -> dict[str, Any]:
-    scale = draw.choice(None, None, 0.0, -0.5, 1.7)
-    return {**draw.form(), "padding": draw.padding(), "scale": scale, **draw.shape()}
-
-
-def _naive_gradients(draw: Draw) -> dict[str, Any]:
-    # In the readable form queries without a key have no gradient, and in a window such are queries far in the padding.
-    padding = "none" if draw.instance.reads_positions else draw.choice("none", "right")
-    return {**draw.form(), "padding": padding, **draw.shape(batch=draw.choice(1, 2))}
-
-
-def _budget(draw: Draw) -> dict[str, Any]:
-    heads = {key: value for key, value in draw.heads().items() if key not in ("num_heads", "num_kv_heads")}
-    # The global tokens are a part of the budget.
-    smallest = draw.instance.hyperparameters.get("global_tokens", 0) // 2 + 1
-    return {**draw.form(), "length": draw.length(smallest), **heads}
-
-
-def _compiles(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), "padding": draw.choice("none", "left", "holes"), **draw.shape(content="normal")}
-
-
-def _refused(draw: Draw) -> dict[str, Any]:
-    return {"what": draw.choice(*promises.REFUSED), "q_len": draw.length(2), "seed": draw.rng.randrange(10_000)}
-
-
-def _memory(draw: Draw) -> dict[str, Any]:
-    return {**draw.form(), "length": draw.rng.randint(400, 600), "num_heads": 1, "content": draw.any_content()}
-
-
-def _transaction(draw: Draw) -> dict[str, Any]:
-    return {
-        "family": draw.choice(*ENCODERS, *DECODERS),
-        "layers": draw.choice(None, [0], [1], [0, 1]),
-        "mistake": draw.choice(None, None, "unknown hyperparameter", "missing layer"),
-        "length": draw.rng.randint(2, 90),
-    }
-
-
 class Promise(NamedTuple):
     """How random cases of a promise are made.
 
@@ -306,18 +171,131 @@ class Promise(NamedTuple):
     fixed: tuple[str, ...] = ()
 
 
+def _exact(d: Draw) -> dict[str, Any]:
+    length = d.choice(1, d.instance.budget, d.rng.randint(1, d.instance.budget))
+    rest = d.shape(content=d.any_content(), q_len=length, kv_len=length)
+    return {**d.form(), "length": length, "padding": d.padding(), **rest}
+
+
+def _future(d: Draw) -> dict[str, Any]:
+    length = d.length(2)
+    cut = min(d.length(), length - 1)
+    return {"length": length, "cut": cut, "padding": d.padding(), **d.heads(), "content": d.any_content()}
+
+
+def _length(d: Draw) -> dict[str, Any]:
+    length = d.length(2)
+    return {"length": length, "cut": min(d.length(), length - 1), **d.heads()}
+
+
+def _last_queries(d: Draw) -> dict[str, Any]:
+    length = d.length(2)
+    # More than 128 new queries are not decoded, but computed like a whole sequence.
+    most = min(length - 1, 128) if d.instance.exact_steps else length - 1
+    last = min(d.choice(1, 1, 2, d.length()), most)
+    return {"last": last, "padding": d.padding(), **d.heads(), "batch": d.choice(1, 2), "q_len": length}
+
+
+def _state(d: Draw) -> dict[str, Any]:
+    length = d.length()
+    cuts = {d.rng.randint(0, length) for _ in range(d.choice(1, 2, 5, 20))}
+    cuts = range(length) if length < 30 and d.chance(0.3) else sorted(cuts)
+    return {"cuts": list(cuts), "padding": d.padding(), "q_len": length, **d.heads()}
+
+
+def _finite(d: Draw) -> dict[str, Any]:
+    dtype, logit = d.choice("float32", "bfloat16", "float16"), d.choice(0.0, 1.0, 30.0, 100.0, 1e3, 1e4)
+    sizes = {"length": d.length(), "head_dim": d.choice(1, 4, 16, 64), "seed": d.seed()}
+    return {**d.form(), "dtype": dtype, "logit": logit, "autocast": dtype != "float32" and d.chance(0.5), **sizes}
+
+
+def _gradients(d: Draw) -> dict[str, Any]:
+    length = d.length(5, 20)
+    sizes = {"length": length, "value_dim": d.choice(1, 2, 3), "seed": d.seed()}
+    return {**d.form(), **sizes, "fast_mode": length > 8 or d.chance(0.7)}
+
+
+def _naive_gradients(d: Draw) -> dict[str, Any]:
+    # In the readable form queries without a key have no gradient, and in a window such are queries far in the padding.
+    padding = "none" if d.instance.reads_positions else d.choice("none", "right")
+    return {**d.form(), "padding": padding, **d.shape(batch=d.choice(1, 2))}
+
+
+def _budget(d: Draw) -> dict[str, Any]:
+    heads = {key: value for key, value in d.heads().items() if key not in ("num_heads", "num_kv_heads")}
+    # The global tokens are a part of the budget.
+    smallest = d.instance.hyperparameters.get("global_tokens", 0) // 2 + 1
+    return {**d.form(), "length": d.length(smallest), **heads}
+
+
 def _is_causal(instance: Instance) -> bool:
     return instance.info.causal
 
 
-def _is_long_enough(instance: Instance) -> bool:
+def _seeds(d: Draw) -> dict[str, Any]:
+    return {**d.form(), **d.shape(dtype=d.dtype(), content=d.any_content())}
+
+
+def _masked_keys(d: Draw) -> dict[str, Any]:
+    return {**_seeds(d), "padding": d.choice(*PADDINGS), "dtype": d.choice("float32", "float64")}
+
+
+def _masked_gradients(d: Draw) -> dict[str, Any]:
+    return {**d.form(), **d.shape(batch=d.choice(1, 2))}
+
+
+def _empty(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}
+
+
+def _holes(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "length": d.length(), **d.heads()}
+
+
+def _padding(d: Draw) -> dict[str, Any]:
+    around = {name: d.choice(0, 1, d.length(1, 40)) for name in ("before", "after")}
+    return {**d.form(), **d.heads(), "length": d.length(1, 70), **around}
+
+
+def _batch(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))}
+
+
+def _sums(d: Draw) -> dict[str, Any]:
+    shape = {"q_len": d.length(), "seed": d.seed(), "num_heads": 1, "spread": 0.05}
+    return {**d.form(), "dtype": d.choice("bfloat16", "float16"), **shape}
+
+
+def _naive(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "padding": d.padding(), "scale": d.choice(None, None, 0.0, -0.5, 1.7), **d.shape()}
+
+
+def _compiles(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "padding": d.choice("none", "left", "holes"), **d.shape(content="normal")}
+
+
+def _refused(d: Draw) -> dict[str, Any]:
+    return {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()}
+
+
+def _memory(d: Draw) -> dict[str, Any]:
+    return {**d.form(), "length": d.rng.randint(400, 600), "num_heads": 1, "content": d.any_content()}
+
+
+def _has_long_tables(instance: Instance) -> bool:
     return instance.hyperparameters.get("max_length", 2400) >= 2400
 
 
+def _transaction(d: Draw) -> dict[str, Any]:
+    mistake = d.choice(None, None, "unknown hyperparameter", "missing layer")
+    what = {"family": d.choice(*ENCODERS, *DECODERS), "layers": d.choice(None, [0], [1], [0, 1])}
+    return {**what, "mistake": mistake, "length": d.rng.randint(2, 90)}
+
+
 PROMISES: dict[str, Promise] = {
-    "shapes": Promise(1, promises.check_shapes, _shapes, 2.0),
+    "shapes": Promise(1, promises.check_shapes, lambda d: {"padding": d.padding(), **_seeds(d)}, 2.0),
     "exact": Promise(1, promises.check_exact, _exact, applies=lambda i: i.budget > 0),
-    "arguments": Promise(1, promises.check_arguments, _arguments),
+    "arguments": Promise(1, promises.check_arguments, lambda d: {**d.form(), "padding": d.padding(), **d.shape()}),
     "masked_keys": Promise(2, promises.check_masked_keys, _masked_keys, 2.0),
     "masked_gradients": Promise(2, promises.check_masked_gradients, _masked_gradients),
     "empty_queries": Promise(2, promises.check_queries_without_keys, _empty),
@@ -338,7 +316,7 @@ PROMISES: dict[str, Promise] = {
     "budget": Promise(8, promises.check_whole_budget, _budget, applies=lambda i: i.limit in ("exact", "bounded")),
     "compiles": Promise(9, promises.check_compiles, _compiles, 0.004),
     "refused": Promise(10, promises.check_refused, _refused),
-    "memory": Promise(11, promises.check_largest_tensor, _memory, 0.1, _is_long_enough, ("length",)),
+    "memory": Promise(11, promises.check_largest_tensor, _memory, 0.1, _has_long_tables, ("length",)),
     "transaction": Promise(12, promises.check_transaction, _transaction, 0.2, lambda i: i.method in ROWS),
 }
 

@@ -1,6 +1,6 @@
 """Methods that each break one promise on purpose, to show that the check of that promise fails for them.
 
-Each is a small change of the same correct dense attention. `broken(form)` registers one for the duration of a test.
+Each is a small change of the same correct dense attention. `broken(name)` registers one for the duration of a test.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,214 +33,164 @@ class BrokenConfig(MethodConfig):
         return dataclasses.replace(self, columns=columns)
 
 
-def _scores(query, key, mask, is_causal, scale) -> Tensor:
-    scores = query @ key.transpose(2, 3) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
-    return scores
+class Call(NamedTuple):
+    """The arguments of a call: query (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv), mask bool (B, Nk)."""
+
+    config: BrokenConfig
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    seed: int
+
+    def scores(self) -> Tensor:
+        scores = self.query @ self.key.mT * self.scale
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask[:, None, None], -torch.inf)
+        if self.is_causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+        return scores
+
+    def dense(self, **changes) -> Tensor:
+        """Correct dense attention, from which all methods of this file are derived."""
+        call = self._replace(**changes)
+        dtype = torch.promote_types(call.query.dtype, torch.float32)
+        scores = call._replace(query=call.query.to(dtype), key=call.key.to(dtype)).scores()
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        return (weights @ call.value.to(dtype)).to(call.value.dtype)
+
+    def turned(self, generator: torch.Generator | None, *shape: int) -> Tensor:
+        """Dense attention of queries whose features have random factors."""
+        return self.dense(query=self.query * torch.randn(*shape, generator=generator).to(self.query.dtype))
 
 
-def _dense(query, key, value, mask, is_causal, scale) -> Tensor:
-    """Correct dense attention, from which all methods of this file are derived."""
-    acc_dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = _scores(query.to(acc_dtype), key.to(acc_dtype), mask, is_causal, scale)
-    empty = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return (weights @ value.to(acc_dtype)).to(value.dtype)
+def centred_on_all_keys(c: Call) -> Tensor:
+    mean = c.value.mean(2, keepdim=True)  # of masked keys as well
+    return c.dense(value=c.value - mean) + 2 * mean
 
 
-def correct(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _dense(query, key, value, mask, is_causal, scale)
-
-
-def centred_on_all_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The mean that is subtracted from the values includes masked keys."""
-    mean = value.mean(2, keepdim=True)
-    return _dense(query, key, value - mean, mask, is_causal, scale) + 2 * mean
-
-
-def counts_masked_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Masked keys are zero and add nothing to the numerator, but they count in the denominator."""
-    return _dense(query, key, value, None, is_causal, scale)
-
-
-def reads_masked_queries(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Subtracts from the queries their mean over all positions, including padding."""
-    return _dense(query - query.mean(2, keepdim=True), key, value, mask, is_causal, scale)
-
-
-def divides_by_the_norm_of_all_queries(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The temperature is the norm of all queries, including those of padding."""
-    return _dense(query / query.norm(), key, value, mask, is_causal, scale)
-
-
-def maximum_over_the_sequence(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def maximum_over_the_sequence(c: Call) -> Tensor:
     """The stabiliser of FAVOR+ as published: one maximum over all keys, and an epsilon that does not scale with it."""
-    scores = _scores(query, key, mask, False, scale)
+    scores = c._replace(is_causal=False).scores()
     weights = (scores - scores.amax((-2, -1), keepdim=True)).exp() + 1e-3
-    if is_causal:
-        weights = weights.tril()
-    return weights / weights.sum(-1, keepdim=True) @ value
+    weights = weights.tril() if c.is_causal else weights
+    return weights / weights.sum(-1, keepdim=True) @ c.value
 
 
-def sorts_the_sequence(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def sorts_the_sequence(c: Call) -> Tensor:
     """Causal attention within blocks of a sort over the whole sequence, so later tokens determine the blocks."""
-    rank = query[..., 0].argsort(-1).argsort(-1) // config.columns
-    scores = _scores(query, key, mask, is_causal, scale)
-    scores = scores.masked_fill(rank[..., :, None] != rank[..., None, :], -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0) @ value
+    rank = c.query[..., 0].argsort(-1).argsort(-1) // c.config.columns
+    scores = c.scores().masked_fill(rank[..., :, None] != rank[..., None, :], -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ c.value
 
 
-def ignores_causality(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _dense(query, key, value, mask, False, scale)
-
-
-def depends_on_the_length(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _dense(query, key, value, mask, is_causal, scale) * (1 + 1 / query.shape[2])
-
-
-def mixes_the_batch(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _dense(query, key - key.mean(0, keepdim=True), value, mask, is_causal, scale)
-
-
-def draws_by_batch_index(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Each sequence of a batch has its own random directions, so a sequence alone gets those of the first."""
-    generator = torch.Generator().manual_seed(int(seed))
-    turn = torch.randn(query.shape[0], 1, 1, query.shape[3], generator=generator)
-    return _dense(query * turn.to(query.dtype), key, value, mask, is_causal, scale)
-
-
-def draws_from_the_global_state(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _dense(query * torch.randn(query.shape[3]).to(query.dtype), key, value, mask, is_causal, scale)
-
-
-def draws_without_a_seed(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def draws_without_a_seed(c: Call) -> Tensor:
     generator = torch.Generator()
     generator.seed()
-    turn = torch.randn(query.shape[3], generator=generator).to(query.dtype)
-    return _dense(query * turn, key, value, mask, is_causal, scale)
+    return c.turned(generator, c.query.shape[3])
 
 
-def ignores_the_seed(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    turn = torch.randn(query.shape[3], generator=generator).to(query.dtype)
-    return _dense(query * turn, key, value, mask, is_causal, scale)
-
-
-def accumulates_in_half(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """q . k before scaling exceeds 65504, the largest float16 number."""
-    scores = _scores(query, key, mask, is_causal, scale)
-    return scores.softmax(-1) @ value
-
-
-def sums_in_half(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def sums_in_half(c: Call) -> Tensor:
     """A running sum of the weights in the input dtype. In bfloat16 it stops growing at 256."""
-    weights = _scores(query.float(), key.float(), mask, is_causal, scale)
-    weights = (weights - weights.amax(-1, keepdim=True)).exp().to(query.dtype)
+    weights = c._replace(query=c.query.float(), key=c.key.float()).scores()
+    weights = (weights - weights.amax(-1, keepdim=True)).exp().to(c.query.dtype)
     total = torch.zeros_like(weights[..., :1])
     for j in range(weights.shape[-1]):
         total = total + weights[..., j : j + 1]
-    return (weights.float() @ value.float() / total.float()).to(value.dtype)
+    return (weights.float() @ c.value.float() / total.float()).to(c.value.dtype)
 
 
-def never_subtracts_the_maximum(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    weights = _scores(query, key, mask, is_causal, scale).exp()
-    return weights / weights.sum(-1, keepdim=True) @ value
+def never_subtracts_the_maximum(c: Call) -> Tensor:
+    weights = c.scores().exp()
+    return weights / weights.sum(-1, keepdim=True) @ c.value
 
 
-def detaches_the_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _dense(query, key.detach(), value, mask, is_causal, scale)
-
-
-def forgets_the_denominator(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def forgets_the_denominator(c: Call) -> Tensor:
     """The denominator has no gradient. Only the gradient of the values is right."""
-    weights = (_scores(query, key, mask, is_causal, scale) - 3.0).exp()
+    weights = (c.scores() - 3.0).exp()
     total = weights.sum(-1, keepdim=True).detach()
-    return weights / total.masked_fill(total == 0, 1.0) @ value
+    return weights / total.masked_fill(total == 0, 1.0) @ c.value
 
 
-def never_converges(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The budget has no effect."""
-    return _dense(query * 0.5, key, value, mask, is_causal, scale)
-
-
-def stops_short(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The error decreases with the budget, but not to 0."""
-    return _dense(query * (0.9 - 0.5 / config.columns), key, value, mask, is_causal, scale)
-
-
-def builds_all_pairs(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
+def builds_all_pairs(c: Call) -> Tensor:
     """Builds a (q_len, kv_len) tensor with one byte per pair. The output does not depend on it."""
-    pairs = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
-    return torch.zeros_like(value[:, :, :1]).expand(-1, -1, query.shape[2], -1) + pairs[:1, :1]
+    pairs = torch.ones(c.query.shape[2], c.key.shape[2], dtype=torch.bool)
+    return torch.zeros_like(c.value[:, :, :1]).expand(-1, -1, c.query.shape[2], -1) + pairs[:1, :1]
+
+
+def queries_without_keys_have_no_gradient(c: Call) -> Tensor:
+    """The output of a query with no key is 0, but the gradient of its softmax is NaN for every key."""
+    bias = c._replace(query=torch.zeros_like(c.query), key=torch.zeros_like(c.key)).scores().detach()
+    return (c.query @ c.key.mT * c.scale + bias).softmax(-1).nan_to_num(0.0) @ c.value
+
+
+def writes_to_its_inputs(c: Call) -> Tensor:
+    out = c.dense()
+    c.query.mul_(0.5)
+    return out
 
 
 _CALLS = itertools.count()
 
+METHODS: dict[str, Callable[[Call], Tensor]] = {
+    "correct": lambda c: c.dense(),
+    # Masked keys are zero and add nothing to the numerator, but they count in the denominator.
+    "counts_masked_keys": lambda c: c.dense(mask=None),
+    # The mean of the queries, or their norm, includes padding.
+    "reads_masked_queries": lambda c: c.dense(query=c.query - c.query.mean(2, keepdim=True)),
+    "divides_by_the_norm_of_all_queries": lambda c: c.dense(query=c.query / c.query.norm()),
+    "ignores_causality": lambda c: c.dense(is_causal=False),
+    "depends_on_the_length": lambda c: c.dense() * (1 + 1 / c.query.shape[2]),
+    "mixes_the_batch": lambda c: c.dense(key=c.key - c.key.mean(0, keepdim=True)),
+    # Each sequence of a batch has its own random directions, so a sequence alone gets those of the first.
+    "draws_by_batch_index": lambda c: c.turned(
+        torch.Generator().manual_seed(int(c.seed)), c.query.shape[0], 1, 1, c.query.shape[3]
+    ),
+    "draws_from_the_global_state": lambda c: c.turned(None, c.query.shape[3]),
+    "ignores_the_seed": lambda c: c.turned(torch.Generator().manual_seed(5), c.query.shape[3]),
+    # q . k before scaling exceeds 65504, the largest float16 number.
+    "accumulates_in_half": lambda c: c.scores().softmax(-1) @ c.value,
+    "detaches_the_keys": lambda c: c.dense(key=c.key.detach()),
+    # The budget has no effect, or the error decreases with it, but not to 0.
+    "never_converges": lambda c: c.dense(query=c.query * 0.5),
+    "stops_short": lambda c: c.dense(query=c.query * (0.9 - 0.5 / c.config.columns)),
+    "counts_its_calls": lambda c: c.dense(scale=c.scale * (1.0 + 0.01 * next(_CALLS))),
+    "queries_without_keys_give_nan": lambda c: c.scores().softmax(-1) @ c.value,
+    # Masks with a large negative number, so a query whose keys are all masked attends to all of them.
+    "queries_without_keys_give_means": lambda c: c.scores().clamp(min=-1e9).softmax(-1) @ (c.value + 1.0),
+    "needs_even_lengths": lambda c: c.dense(query=c.query.unflatten(2, (-1, 2)).flatten(2, 3)),
+    "returns_the_dimension_of_keys": lambda c: torch.zeros_like(c.query) + c.dense().sum(),
+}
+METHODS |= {
+    form.__name__: form
+    for form in (
+        centred_on_all_keys, maximum_over_the_sequence, sorts_the_sequence, draws_without_a_seed, sums_in_half,
+        never_subtracts_the_maximum, forgets_the_denominator, builds_all_pairs, queries_without_keys_have_no_gradient,
+        writes_to_its_inputs,
+    )
+}  # fmt: skip
 
-def counts_its_calls(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _dense(query, key, value, mask, is_causal, scale * (1.0 + 0.01 * next(_CALLS)))
 
+def form_of(name: str) -> Callable[..., Tensor]:
+    """The function that computes a method, as `register_method` wants it."""
 
-def queries_without_keys_give_nan(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return _scores(query, key, mask, is_causal, scale).softmax(-1) @ value
+    def forward(config, query, key, value, options):
+        call = Call(config, query, key, value, options.key_mask, options.is_causal, options.scale, options.seed)
+        return METHODS[name](call)
 
-
-def queries_without_keys_have_no_gradient(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """The output of a query with no key is 0, but the gradient of its softmax is NaN for every key."""
-    bias = _scores(torch.zeros_like(query), torch.zeros_like(key), mask, is_causal, scale).detach()
-    return (query @ key.transpose(2, 3) * scale + bias).softmax(-1).nan_to_num(0.0) @ value
-
-
-def queries_without_keys_give_means(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    """Masks with a large negative number, so a query whose keys are all masked attends to all of them."""
-    scores = _scores(query, key, mask, is_causal, scale).clamp(min=-1e9)
-    return scores.softmax(-1) @ (value + 1.0)
-
-
-def writes_to_its_inputs(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    out = _dense(query, key, value, mask, is_causal, scale)
-    query.mul_(0.5)
-    return out
-
-
-def needs_even_lengths(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    query = query.unflatten(2, (-1, 2)).flatten(2, 3)
-    return _dense(query, key, value, mask, is_causal, scale)
-
-
-def returns_the_dimension_of_keys(config, query, key, value, mask, is_causal, scale, seed) -> Tensor:
-    return torch.zeros_like(query) + _dense(query, key, value, mask, is_causal, scale).sum()
+    return forward
 
 
 @contextmanager
-def broken(
-    form: Callable, *, naive: Callable | None = None, causal: bool = True, rectangular: bool = True, **promised
-) -> Iterator[Instance]:
-    """Register `form` as a method of the same name, and yield its `Instance` with the properties in `promised`.
-
-    The readable form is `naive`, or `form` itself.
-    """
-
-    def calling(form):
-        def forward(config, query, key, value, options):
-            return form(config, query, key, value, options.key_mask, options.is_causal, options.scale, options.seed)
-
-        return forward
-
-    name = form.__name__
-    facts = {
-        "method": name,
-        "title": name,
-        "paper": "none",
-        "year": 2026,
-        "causal": causal,
-        "rectangular": rectangular,
-        "summary": (form.__doc__ or name).splitlines()[0],
-    }
-    register_method(type("Config", (BrokenConfig,), facts), forward=calling(form), naive=calling(naive or form))
+def broken(name: str, *, naive: str | None = None, causal: bool = True, **promised) -> Iterator[Instance]:
+    """Register a method, and yield its `Instance` with the properties in `promised`. `naive` is its readable form."""
+    facts = {"method": name, "title": name, "paper": "none", "year": 2026, "summary": name}
+    facts |= {"causal": causal, "rectangular": True}
+    config_class = type("Config", (BrokenConfig,), facts)
+    register_method(config_class, forward=form_of(name), naive=form_of(naive or name))
     try:
         yield Instance(name, small={"columns": 4}, **promised)
     finally:

@@ -55,6 +55,7 @@ class Instance:
         core: whether the core suite has the row although it is not the first of its method.
         cost: hyperparameter -> how many keys one unit of it costs a query, for those that `with_budget` sets.
         facts: config -> those of the values above that depend on hyperparameters, for `vary`.
+        adapt: (query, key, value, mask) -> the tensors and options of the call, for `VARIANTS`.
     """
 
     method: str
@@ -75,6 +76,7 @@ class Instance:
     core: bool = False
     cost: dict[str, int] = field(default_factory=lambda: dict(_COST))
     facts: Callable[[Any], dict[str, Any]] = lambda config: {}
+    adapt: Callable[..., tuple] = lambda query, key, value, mask: ((query, key, value), {})
 
     def __str__(self) -> str:
         values = ",".join(str(v) for v in self.hyperparameters.values())
@@ -104,18 +106,29 @@ class Instance:
         return dataclasses.replace(self, hyperparameters=hyperparameters, small={}, **facts)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
-        return hea.attention(self.config(), query, key, value, attention_mask=mask, **options)
+        return self._run(hea.attention, query, key, value, mask, **options)
+
+    def naive(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
+        return self._run(hea.naive_attention, query, key, value, mask, **options)
+
+    def _run(self, form, query, key, value, mask, **options) -> Tensor:
+        tensors, more = self.adapt(query, key, value, mask)
+        return form(self.config(), *tensors, attention_mask=mask, **more, **options)
+
+
+def _row(method: str, budget: int, small: dict[str, Any], hyperparameters: dict[str, Any], **facts) -> Instance:
+    """A method that draws something, and that is exact within its budget and with the budget of the whole sequence."""
+    defaults = {"limit": "exact", "random": True}
+    return Instance(method, hyperparameters, budget=budget, small=small, **{**defaults, **facts})
 
 
 def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
     """The default near field, "auto", means "window" in the causal form and a choice by head otherwise."""
-    return Instance(
+    return _row(
         method,
+        40,
+        {"block_size": 4, "num_samples": 5},
         {"block_size": 16, "num_samples": 24, **options},
-        budget=40,
-        small={"block_size": 4, "num_samples": 5},
-        limit="exact",
-        random=True,
         exact_steps=True,
         data_dependent=data_dependent,
         facts=lambda c: {"data_dependent": c.column_scores == "kde"},
@@ -124,17 +137,17 @@ def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
 
 def _auto(**options) -> Instance:
     """Without `crossover` it would be exact at the lengths of the tests."""
-    return Instance(
+    bounded = options["max_error"] > 0
+    return _row(
         "auto",
+        24,
+        {"columns": 5, "crossover": 5},
         {"columns": 24, "crossover": 24, **options},
-        budget=24,
-        small={"columns": 5, "crossover": 5},
-        limit="bounded" if options["max_error"] > 0 else "exact",
-        random=True,
+        limit="bounded" if bounded else "exact",
         exact_steps=True,
         averages=False,
-        data_dependent=options["max_error"] > 0,
-        core=options["max_error"] > 0,
+        data_dependent=bounded,
+        core=bounded,
         splits_scale=True,
         cost={"columns": 1},
         facts=lambda c: {
@@ -145,35 +158,26 @@ def _auto(**options) -> Instance:
     )
 
 
-def _eva(**options) -> Instance:
-    return Instance(
-        "eva",
-        {"window_size": 8, "num_landmarks": 8, **options},
-        budget=options.get("window_size", 8),
-        small={"window_size": 4, "num_landmarks": 2},
-        limit="exact",
-        random=options.get("proposal") != "mean",
-        exact_steps=True,
-        skips_masked_queries=True,
-        splits_scale=True,
-    )
+def _eva(window_size: int = 8, num_landmarks: int = 8, **options) -> Instance:
+    hyperparameters = {"window_size": window_size, "num_landmarks": num_landmarks, **options}
+    facts = {"random": options.get("proposal") != "mean", "exact_steps": True, "skips_masked_queries": True}
+    return _row("eva", window_size, {"window_size": 4, "num_landmarks": 2}, hyperparameters, splits_scale=True, **facts)
 
 
-def _scatterbrain(**options) -> Instance:
-    hyperparameters = {"block_size": 16, "num_features": 24, **options}
-    return Instance(
-        "scatterbrain",
-        hyperparameters,
-        budget=hyperparameters["block_size"],
-        small={"block_size": 4, "num_features": 5},
-        limit="exact",
-        random=True,
-        splits_scale=True,
-    )
+def _scatterbrain(block_size: int = 16, num_features: int = 24, **options) -> Instance:
+    hyperparameters = {"block_size": block_size, "num_features": num_features, **options}
+    return _row("scatterbrain", block_size, {"block_size": 4, "num_features": 5}, hyperparameters, splits_scale=True)
+
+
+def _longformer(**options) -> Instance:
+    small = {"window_size": 2} | ({"global_tokens": 2} if options else {})
+    facts = {"random": False, "reads_positions": True, "cost": _COST | {"window_size": 2}}
+    return _row("longformer", 9, small, {"window_size": 8, **options}, **facts)
 
 
 # About ten tokens for each projection, and tables as long as most of the sequences of the tests.
 _TABLES = {"projection_dim": 240, "max_length": 2400}
+_SMALL_TABLES = {"projection_dim": 100, "max_length": 300}
 
 
 def _learns_features(config) -> bool:
@@ -188,22 +192,17 @@ def _projection_facts(config) -> dict[str, Any]:
 
 
 def _flurka(method: str, **options) -> Instance:
-    small = {"projection_dim": 100, "max_length": 300}
-    small |= {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
-    sizes, learned = {**_TABLES, **options}, "feature_map" in options
-    random = None if learned else bool(options) and options.get("proposal") != "mean"
-    splits_scale = method != "flurka_linear" and not learned
-    cost = _COST if method == "flurka_performer" else {**_COST, "num_features": 0}
-    facts = _projection_facts
+    sizes = {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
+    learned = "feature_map" in options
     return Instance(
         method,
-        sizes,
-        small=small,
-        random=random,
+        {**_TABLES, **options},
+        small=_SMALL_TABLES | sizes,
+        random=None if learned else bool(options) and options.get("proposal") != "mean",
         call_seed=not learned,
-        splits_scale=splits_scale,
-        cost=cost,
-        facts=facts,
+        splits_scale=method != "flurka_linear" and not learned,
+        cost=_COST if method == "flurka_performer" else {**_COST, "num_features": 0},
+        facts=_projection_facts,
     )
 
 
@@ -232,24 +231,33 @@ def _window(**options) -> Instance:
     return dataclasses.replace(row, budget=budget, small=small, cost=cost, reads_positions=True, square=True)
 
 
-def _reformer_facts(config) -> dict[str, Any]:
+def _nystromformer(pinv: str) -> Instance:
+    facts = {"random": False, "averages": False, "cost": _COST | {"num_landmarks": 2}}
+    hyperparameters = {"num_landmarks": 16, "pinv": pinv}
+    square = lambda c: {"square": c.conv_kernel_size > 0}  # noqa: E731
+    return _row("nystromformer", 16, {"num_landmarks": 4}, hyperparameters, facts=square, **facts)
+
+
+def _nearfar(small: dict[str, Any], **options) -> Instance:
+    cost = _COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0}
+    facts = {"exact_steps": True, "averages": False, "splits_scale": True}
+    return _row("nearfar", 24, small, {"num_probes": 9, **options}, cost=cost, **facts)
+
+
+def _reformer(budget: int, small: dict[str, Any], **options) -> Instance:
     """Shared queries and keys are another attention."""
-    return {"limit": "none", "square": True} if config.shared_query_key else {}
+    another = {"limit": "none", "square": True}
+    return _row("reformer", budget, small, options, facts=lambda c: another if c.shared_query_key else {})
+
+
+def _wildcat(small: dict[str, Any], **options) -> Instance:
+    return _row("wildcat", 24, small, {"num_samples": 24, **options}, cost=_COST | {"num_candidates": 0})
 
 
 INSTANCES = [
     _auto(max_error=0.0),
     _auto(max_error=0.5),
-    Instance(
-        "approx_kmv",
-        {"num_samples": 24},
-        budget=24,
-        small={"num_samples": 5},
-        limit="exact",
-        random=True,
-        data_dependent=True,
-        splits_scale=True,
-    ),
+    _row("approx_kmv", 24, {"num_samples": 5}, {"num_samples": 24}, data_dependent=True, splits_scale=True),
     _flurka("flurka_eva", window_size=3, num_landmarks=4),
     _flurka("flurka_eva", window_size=2, num_landmarks=7, proposal="mean"),
     _flurka("flurka_linear"),
@@ -270,52 +278,19 @@ INSTANCES = [
     _eva(),
     _eva(proposal="mean"),
     _eva(proposal="learned"),
-    _eva(window_size=6, num_landmarks=5),
-    Instance(
-        "longformer",
-        {"window_size": 8},
-        budget=9,
-        small={"window_size": 2},
-        limit="exact",
-        reads_positions=True,
-        cost=_COST | {"window_size": 2},
-    ),
-    Instance(
-        "longformer",
-        {"window_size": 8, "global_tokens": 3},
-        budget=9,
-        small={"window_size": 2, "global_tokens": 2},
-        limit="exact",
-        reads_positions=True,
-        cost=_COST | {"window_size": 2},
-    ),
+    _eva(6, 5),
+    _longformer(),
+    _longformer(global_tokens=3),
     Instance("linear", cost={}, facts=_linear_facts),
-    *(
-        _learned("linear", feature_map=name, num_features=size)
-        for name, size in (("hedgehog", 20), ("t2r", 9), ("exp", 16))
-    ),
+    _learned("linear", feature_map="hedgehog", num_features=20),
+    _learned("linear", feature_map="t2r", num_features=9),
+    _learned("linear", feature_map="exp", num_features=16),
     _window(window_size=12),
     _window(window_size=8, feature_map="hedgehog", num_features=20),
     _window(window_size=5, feature_map="exp", num_features=9),
-    Instance(
-        "linformer",
-        _TABLES,
-        small={"projection_dim": 100, "max_length": 300},
-        facts=_projection_facts,
-    ),
-    *(
-        Instance(
-            "nystromformer",
-            {"num_landmarks": 16, "pinv": pinv},
-            budget=16,
-            small={"num_landmarks": 4},
-            limit="exact",
-            averages=False,
-            cost=_COST | {"num_landmarks": 2},
-            facts=lambda c: {"square": c.conv_kernel_size > 0},
-        )
-        for pinv in ("iterative", "solve")
-    ),
+    Instance("linformer", _TABLES, small=_SMALL_TABLES, facts=_projection_facts),
+    _nystromformer("iterative"),
+    _nystromformer("solve"),
     Instance(
         "performer",
         {"num_features": 32},
@@ -328,76 +303,53 @@ INSTANCES = [
     _learned("performer", feature_map="hedgehog", num_features=20),
     _scatterbrain(),
     _scatterbrain(near_field="lsh"),
-    _scatterbrain(block_size=17, num_features=9),
-    Instance(
-        "nearfar",
-        {"num_samples": 18, "block_size": 6, "num_probes": 9, "near_share": 0.11},
-        budget=24,
-        small={"num_samples": 3, "block_size": 2, "num_probes": 4},
-        limit="exact",
-        exact_steps=True,
-        random=True,
-        averages=False,
-        splits_scale=True,
-        cost=_COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0},
+    _scatterbrain(17, 9),
+    _nearfar({"num_samples": 3, "block_size": 2, "num_probes": 4}, num_samples=18, block_size=6, near_share=0.11),
+    _nearfar(
+        {"num_samples": 4, "block_size": 0, "num_probes": 0, "num_candidates": 6},
+        num_samples=20,
+        block_size=4,
+        near_share=0.0,
+        num_candidates=30,
     ),
+    _reformer(32, {"block_size": 2}, block_size=8),
+    _reformer(30, {"block_size": 1, "num_hashes": 3}, block_size=5, num_hashes=3),
+    _row("thinformer", 24, {"num_samples": 5}, {"num_samples": 24}, splits_scale=True),
+    _wildcat({"num_samples": 5}),
+    _wildcat({"num_samples": 4, "num_candidates": 6}, num_candidates=30),
+]
+
+
+def _convolution(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple:
+    """Kernels that are not 0, as those of the start are."""
+    kernel = torch.linspace(-1.0, 1.5, 5 * query.shape[1], dtype=query.dtype).view(-1, 5)
+    return (query, key, value), {"conv_weight": kernel}
+
+
+def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple:
+    """The sum of query and key is the query that is also the key, so that the checks can vary both."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    both = query + (key if mask is None else key.masked_fill(~mask[:, None, :, None], 0.0))
+    return (both, both, value), {}
+
+
+def _gaussian(method: str, **options) -> Instance:
+    """Random tables, whose weights have both signs."""
+    hyperparameters = {"projection_dim": 16, "init": "gaussian", "share": "none", "max_length": 300, **options}
+    small = {"projection_dim": 4} | {name: value // 2 for name, value in options.items()}
+    return Instance(method, hyperparameters, small=small, random=None, call_seed=False, averages=False)
+
+
+# What needs other tensors, parameters or initial values than the functional form has. Only the promises run on these.
+VARIANTS = [
+    _gaussian("linformer"),
+    _gaussian("flurka_linear"),
+    _gaussian("flurka_performer", num_features=24),
+    _gaussian("flurka_eva", window_size=3, num_landmarks=5),
     Instance(
-        "nearfar",
-        {"num_samples": 20, "block_size": 4, "num_probes": 9, "near_share": 0.0, "num_candidates": 30},
-        budget=24,
-        small={"num_samples": 4, "block_size": 0, "num_probes": 0, "num_candidates": 6},
-        limit="exact",
-        exact_steps=True,
-        random=True,
-        averages=False,
-        splits_scale=True,
-        cost=_COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0},
+        "nystromformer", {"num_landmarks": 16, "conv_kernel_size": 5}, averages=False, square=True, adapt=_convolution
     ),
-    Instance(
-        "reformer",
-        {"block_size": 8},
-        budget=32,
-        small={"block_size": 2},
-        limit="exact",
-        random=True,
-        facts=_reformer_facts,
-    ),
-    Instance(
-        "reformer",
-        {"block_size": 5, "num_hashes": 3},
-        budget=30,
-        small={"block_size": 1, "num_hashes": 3},
-        limit="exact",
-        random=True,
-        facts=_reformer_facts,
-    ),
-    Instance(
-        "thinformer",
-        {"num_samples": 24},
-        budget=24,
-        small={"num_samples": 5},
-        limit="exact",
-        random=True,
-        splits_scale=True,
-    ),
-    Instance(
-        "wildcat",
-        {"num_samples": 24},
-        budget=24,
-        small={"num_samples": 5},
-        limit="exact",
-        random=True,
-        cost=_COST | {"num_candidates": 0},
-    ),
-    Instance(
-        "wildcat",
-        {"num_samples": 24, "num_candidates": 30},
-        budget=24,
-        small={"num_samples": 4, "num_candidates": 6},
-        limit="exact",
-        random=True,
-        cost=_COST | {"num_candidates": 0},
-    ),
+    Instance("reformer", {"block_size": 8, "shared_query_key": True}, random=True, square=True, adapt=_shared),
 ]
 
 # One instance per method, with the default hyperparameters.
@@ -413,12 +365,7 @@ AT_LENGTH = {"approx_kmv": {"num_samples": 256}}
 def forms() -> list[tuple[Instance, bool]]:
     """Every instance with every supported value of `is_causal`, without those that equal another instance."""
     # The causal form with a window is that of the default.
-    return [
-        (instance, is_causal)
-        for instance in INSTANCES
-        for is_causal in instance.forms
-        if not is_causal or instance.hyperparameters.get("near_field") != "window"
-    ]
+    return [(i, c) for i in INSTANCES for c in i.forms if not c or i.hyperparameters.get("near_field") != "window"]
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -106,10 +106,3 @@ def test_no_query_exceeds_the_budget(num_samples):
     for part in parts_of(hea.ApproxKMVConfig(num_samples=num_samples), clustered()):
         assert ((part.bias > -torch.inf).sum(1) <= num_samples).all()
         assert part.keys.shape[0] == len(part.queries)
-
-
-def test_no_causal_form():
-    with pytest.raises(
-        hea.UnsupportedAttentionError, match=r"approx_kmv: it has no causal form\. Methods that have one"
-    ):
-        hea.functional.approx_kmv_attention(*inputs(q_len=20), is_causal=True)

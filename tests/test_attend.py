@@ -1,4 +1,4 @@
-"""`attend` against its readable form, with gradients; what the kernels of accelerators get; slices."""
+"""`attend` and windows against their readable form, with gradients; what the kernels of accelerators get; slices."""
 
 import itertools
 
@@ -10,7 +10,8 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import tokens
 from hf_efficient_attn.ops.attend import attend
-from instances import inputs
+from hf_efficient_attn.ops.exact import mask_bias, window_partial
+from instances import inputs, numbers
 from naive import attend_naive
 from promises import LargestTensor
 
@@ -18,10 +19,6 @@ BIASES = {
     "none": None, "of keys": (3, 4, 1, 33), "of shared keys": (3, 1, 1, 33), "of all heads": (1, 1, 1, 33),
     "of pairs": (1, 1, 7, 33), "of pairs of blocks": (1, 4, 7, 33),
 }  # fmt: skip
-
-
-def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def windows(x: Tensor) -> Tensor:
@@ -76,6 +73,63 @@ def test_queries_without_a_key():
     for x in torch.autograd.grad(out.sum() + lse[1].sum(), (query, key, value, bias)):
         assert (x[0] == 0).all()
         assert x.isfinite().all()
+
+
+def test_no_keys_no_queries_and_transposed_memory():
+    query, key, value = (numbers(1, 2, n, 8, seed=n) for n in (3, 9, 9))
+    part = attend(query, key[:, :, :0], value[:, :, :0], scale=1.0)
+    assert not part.out.any() and (part.lse == -torch.inf).all() and part.out.shape == (1, 2, 3, 8)
+    assert attend(query[:, :, :0], key, value, scale=1.0).out.shape == (1, 2, 0, 8)
+    turned = [x.float().mT.contiguous().mT for x in (query, key, value)]
+    for ours, other in zip(attend(*turned, scale=0.3), attend_naive(query, key, value, scale=0.3), strict=True):
+        torch.testing.assert_close(ours.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_keeps_the_mean_and_has_the_gradients_of_the_remaining_weights():
+    query, key, value = (numbers(2, 3, n, 6, seed=n) for n in (5, 7, 7))
+
+    def dropped(query, key, value):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return attend(query, key, value, scale=0.7, dropout_p=0.4).out
+
+    assert torch.autograd.gradcheck(dropped, [x.requires_grad_() for x in (query, key, value)])
+    query, key, value = (x.detach() for x in (query, key, value))
+    many = attend(*(x.repeat(1000, 1, 1, 1) for x in (query, key, value)), scale=0.7, dropout_p=0.3)
+    without = attend(query, key, value, scale=0.7)
+    assert (many.out.unflatten(0, (1000, 2)).mean(0) - without.out).abs().max() < 0.15
+    torch.testing.assert_close(many.lse[:2], without.lse)
+    assert not torch.equal(many.out[:2], many.out[2:4])
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(
+    ("length", "left", "right", "skip", "masked"),
+    [
+        (700, 64, 64, 0, False), (300, 20, 5, 3, True), (513, 256, 256, 0, True), (5, 10, 10, 0, False),
+        (1, 0, 0, 0, False), (600, 100, 300, 40, True), (700, 101, 98, 7, False), (300, 0, 0, 0, True),
+        (900, 200, 0, 0, False),
+    ],
+)  # fmt: skip
+def test_windows_and_their_gradients(length, left, right, skip, masked, with_lse):
+    leaves = [numbers(3, length, 8, seed=s).requires_grad_() for s in range(3)]
+    mask = numbers(1, length, seed=4) > -0.5 if masked else None
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    pairs = (distance >= -left) & (distance <= right) & (torch.arange(length) >= skip)
+    pairs = pairs if mask is None else pairs & mask
+    ours = window_partial(*leaves, mask, left=left, right=right, skip=skip, scale=0.4)
+    naive = attend_naive(*leaves, mask_bias(pairs, torch.float64), scale=0.4)
+    torch.testing.assert_close(ours.out, naive.out.nan_to_num())
+    torch.testing.assert_close(ours.lse, naive.lse)
+    found, has_key = [], pairs.any(1)
+    for out, lse in (ours, naive):
+        loss = (out * numbers(*out.shape, seed=9))[:, has_key].sum()
+        # The naive gradient of an lse of -inf is NaN.
+        if with_lse and has_key.all():
+            loss = loss + (lse * numbers(*lse.shape, seed=10)).sum()
+        found.append(torch.autograd.grad(loss, leaves))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y.nan_to_num(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-3, 30.0])

@@ -69,19 +69,13 @@ def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
     assert all(1e-4 < error <= 0.1 for error in errors)
 
 
-def test_heads_that_need_exact_attention_cost_next_to_no_attempts(attempts):
-    query, key, value = _mixed(1200)
-    tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]  # 2 sequences of 8 heads
+def test_heads_that_need_exact_attention_cost_next_to_no_attempts(monkeypatch, attempts):
+    tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in _mixed(1200)]  # 2 sequences of 8 heads
     assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
     assert not attempts  # the copies tell
-
-
-def test_without_a_copy_few_heads_are_attempted_before_the_others_become_exact(monkeypatch, attempts):
     monkeypatch.setattr(
         row_error, "screening_error", lambda query, *rest, **options: query.new_full(query.shape[:1], 0.1)
     )
-    query, key, value = _mixed(1200)
-    tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in (query, key, value)]
     assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
     assert 2 <= sum(heads for heads, _ in attempts) <= 6  # of 16
 
@@ -94,18 +88,6 @@ def test_an_approximation_that_saves_little_is_attempted_only_where_it_is_certai
     assert not attempts
     auto(*tensors, crossover=64, **options)
     assert attempts
-
-
-def test_up_to_the_crossover_every_sequence_is_exact():
-    tensors = inputs(batch=2, num_heads=2, q_len=200, head_dim=8)
-    key_mask = torch.ones(2, 200, dtype=torch.bool)
-    key_mask[1, 90:] = False
-    exact = scaled_dot_product_attention(*tensors, attn_mask=key_mask[:, None, None])
-    options = {"attention_mask": key_mask, "columns": 20, "max_error": 0.0}
-    torch.testing.assert_close(auto(*tensors, crossover=200, **options), exact)
-    ours = auto(*tensors, crossover=100, **options)
-    assert not torch.allclose(ours[0], exact[0], atol=1e-3)
-    torch.testing.assert_close(ours[1, :, :90], exact[1, :, :90])
 
 
 def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
@@ -129,15 +111,23 @@ def test_the_built_in_crossover_decides_before_the_machine_is_measured():
     assert 0.9 * length < config.exact_length < dataclasses.replace(config, max_error=0.0).exact_length < 1.5 * length
 
 
-def test_with_a_gradient_every_head_has_the_same_columns():
-    tensors = _mixed()
-    plain = hea.attention(module._approximation(hea.method_info("auto").config_class(), 64), *tensors)
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain, rtol=2e-4, atol=2e-4)
+def test_up_to_the_crossover_every_sequence_is_exact():
+    tensors = inputs(batch=2, num_heads=2, q_len=200, head_dim=8)
+    key_mask = torch.ones(2, 200, dtype=torch.bool)
+    key_mask[1, 90:] = False
+    exact = scaled_dot_product_attention(*tensors, attn_mask=key_mask[:, None, None])
+    options = {"attention_mask": key_mask, "columns": 20, "max_error": 0.0}
+    torch.testing.assert_close(auto(*tensors, crossover=200, **options), exact)
+    ours = auto(*tensors, crossover=100, **options)
+    assert not torch.allclose(ours[0], exact[0], atol=1e-3)
+    torch.testing.assert_close(ours[1, :, :90], exact[1, :, :90])
+    for value in (-0.1, float("nan"), float("inf"), "0.1", True, None):
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"max_error=.* must be (a number|at least 0)"):
+            hea.method_info("auto").config_class(max_error=value)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_drawn_seed_means_training(compiled):
+def test_with_a_gradient_or_a_drawn_seed_every_head_has_the_same_columns(compiled):
     """Reentrant checkpointing computes without a gradient first, and repeats the call for its gradients."""
     tensors = _mixed()
     attend = torch.compile(auto) if compiled else auto
@@ -148,9 +138,11 @@ def test_a_drawn_seed_means_training(compiled):
         outs.append(attend(*leaves, columns=64, crossover=100, seed=None).detach())
     torch.testing.assert_close(*outs)
     assert not torch.allclose(outs[0], auto(*tensors, columns=64, crossover=100), atol=1e-3)
+    plain = hea.attention(module._approximation(hea.method_info("auto").config_class(), 64), *tensors)
+    torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain, rtol=2e-4, atol=2e-4)
 
 
-def test_the_static_form(monkeypatch):
+def test_the_static_form():
     """In training and in the causal form; the data decide in all other calls."""
     tensors = _mixed()
     leaves = [x.clone().requires_grad_() for x in tensors]
@@ -163,12 +155,6 @@ def test_the_static_form(monkeypatch):
     with torch.no_grad():
         unbounded = auto(*tensors, **{**options, "max_error": 0.0})
     torch.testing.assert_close(unbounded, auto(*tensors, columns=64, crossover=100, max_error=0.0))
-
-
-@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), "0.1", True, None])
-def test_a_bound_that_is_no_number_is_refused(value):
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"max_error=.* must be (a number|at least 0)"):
-        hea.method_info("auto").config_class(max_error=value)
 
 
 def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():

@@ -1,14 +1,12 @@
 """Methods that a graph of `torch.compile` calls as one operator."""
 
-import pytest
 import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from each import each_form
 from hf_efficient_attn.methods import get_method
-from instances import INSTANCES, Instance, inputs, padding_mask
-
-FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i in INSTANCES for c in i.forms]
+from instances import Instance, inputs, padding_mask
 
 
 class Graphs:
@@ -34,9 +32,12 @@ def compiled(graphs: Graphs):
     return torch.compile(attend, fullgraph=True, backend=graphs)
 
 
-@pytest.mark.parametrize(("instance", "is_causal"), FORMS)
+@each_form
 def test_the_graph_calls_the_eager_form(instance: Instance, is_causal):
-    """Bit for bit, for shared keys, a mask and another seed, also for methods whose work depends on the data."""
+    """Bit for bit, for shared keys, a mask and another seed, also for methods whose work depends on the data.
+
+    So are the gradients, also where the form depends on whether a gradient is wanted.
+    """
     graphs = Graphs()
     form, config = compiled(graphs), instance.config()
     tensors = inputs(2, 4, 130, 16, num_kv_heads=2, value_dim=12)
@@ -44,6 +45,14 @@ def test_the_graph_calls_the_eager_form(instance: Instance, is_causal):
         options = {"is_causal": is_causal, "seed": seed, "scale": 0.3}
         assert torch.equal(form(config, tensors, mask, **options), attend(config, tensors, mask, **options))
     assert graphs.calls() == len(graphs.operators) > 0
+    found = []
+    for call in (form, attend):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = call(config, leaves, padding_mask("right", 2, 130), is_causal=is_causal, scale=0.3)
+        out.square().sum().backward()
+        found.append((out, *(x.grad for x in leaves)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert graphs.calls() == len(graphs.operators)
 
 
 def test_other_hyperparameters_are_another_graph():
@@ -61,20 +70,6 @@ def test_under_autocast_the_products_of_the_method_are_in_its_own_dtype():
         ours, eager = (f(config, tensors, None) for f in (form, attend))
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, eager)
-
-
-@pytest.mark.parametrize(("instance", "is_causal"), FORMS)
-def test_gradients_are_those_of_the_eager_form(instance: Instance, is_causal):
-    """Of queries, keys and values; also where the form depends on whether a gradient is wanted."""
-    graphs = Graphs()
-    form, config, found = compiled(graphs), instance.config(), []
-    for call in (form, attend):
-        tensors = [x.requires_grad_() for x in inputs(2, 4, 130, 16, num_kv_heads=2, value_dim=12)]
-        out = call(config, tensors, padding_mask("right", 2, 130), is_causal=is_causal, scale=0.3)
-        out.square().sum().backward()
-        found.append((out, *(x.grad for x in tensors)))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-    assert graphs.calls() == 1
 
 
 def test_learned_parameters_have_gradients():

@@ -87,31 +87,26 @@ def test_pivots_in_float32_are_different_and_valid(content, factor):
         assert_different_valid(choose_pivots(points, valid, 37, seed=0, batch=1, block=16), valid, 37)
 
 
-def test_heads_processed_at_a_time_do_not_matter(monkeypatch):
-    points = points_of("normal")
-    whole = choose_pivots(points, VALID, 20, seed=1, batch=2)
-    monkeypatch.setattr(tokens, "CPU_NUMEL", 1)
-    assert all(map(torch.equal, choose_pivots(points, VALID, 20, seed=1, batch=2), whole))
+def test_pivots_depend_on_neither_the_batch_nor_padding(monkeypatch):
+    """Sequences with the same keys get the same pivots, and its heads and other seeds different ones."""
+    points = points_of("constant").add_(1e-3 * points_of("normal", 1)).requires_grad_()  # the six heads are equal
 
+    def chosen(points, valid=None, *, batch=1, seed=0):
+        pivots = choose_pivots(points, valid, 20, seed=seed, batch=batch)
+        assert not any(x.requires_grad for x in pivots)
+        return pivots.candidate
 
-def test_pivots_depend_on_neither_the_batch_nor_padding():
-    """Sequences with the same keys get the same pivots, and its heads different ones."""
-    points = points_of("constant").add_(1e-3 * points_of("normal", 1))  # the six heads are equal
-    both = choose_pivots(points, None, 20, seed=0, batch=2)
-    assert torch.equal(both.candidate[:3], both.candidate[3:])
-    assert not torch.equal(both.candidate[0], both.candidate[1])
-    alone = choose_pivots(points[:3], None, 20, seed=0, batch=1)
-    assert torch.equal(alone.candidate, both.candidate[:3])
+    both = chosen(points, batch=2)
+    assert torch.equal(both[:3], both[3:])
+    assert not torch.equal(both[0], both[1])
+    alone = chosen(points[:3])
+    assert torch.equal(alone, both[:3])
+    assert torch.equal(chosen(points, seed=torch.tensor(4)), chosen(points, seed=4))
+    assert not torch.equal(chosen(points, seed=4), chosen(points, seed=5))
     padded = torch.nn.functional.pad(points[:3], (0, 0, 0, 13), value=5.0)
-    valid = (torch.arange(63) < 50).expand(3, -1)
-    assert torch.equal(choose_pivots(padded, valid, 20, seed=0, batch=1).candidate, alone.candidate)
-
-
-def test_seeds():
-    points = points_of("normal")
-    first, again, other = (choose_pivots(points, None, 20, seed=s, batch=1) for s in (4, torch.tensor(4), 5))
-    assert torch.equal(first.candidate, again.candidate)
-    assert not torch.equal(first.candidate, other.candidate)
+    assert torch.equal(chosen(padded, (torch.arange(63) < 50).expand(3, -1)), alone)
+    monkeypatch.setattr(tokens, "CPU_NUMEL", 1)  # one head at a time
+    assert torch.equal(chosen(points, batch=2), both)
 
 
 def test_first_pivot_has_the_probability_of_its_diagonal():
@@ -140,11 +135,6 @@ def test_duplicates_come_last():
         for row in index:
             first = list(dict.fromkeys(row.tolist()))
             assert len(first) == 25 and row[:20].unique().numel() >= 19
-
-
-def test_choice_has_no_gradient():
-    points = points_of("normal").requires_grad_()
-    assert not any(x.requires_grad for x in choose_pivots(points, VALID, 20, seed=2, batch=1))
 
 
 def unit_kernel(points: torch.Tensor) -> torch.Tensor:
@@ -179,15 +169,12 @@ def test_regularized_solve_of_an_indefinite_matrix(needs_grad):
         assert kernel.grad.isfinite().all()
 
 
-def test_candidates_without_a_mask():
+def test_candidates_are_spread_over_the_valid_keys():
     for length, limit in ((10, 20), (20, 20), (41, 20)):
         position, valid = candidate_positions(None, length, limit, torch.device("cpu"))
         assert valid is None and position.shape == (1, min(length, limit))
         gaps = position[0].diff()
         assert position[0, 0] == 0 and gaps.min() >= length // limit and gaps.max() <= -(-length // limit)
-
-
-def test_candidates_are_spread_over_the_valid_keys():
     mask = torch.rand(5, 60, generator=torch.Generator().manual_seed(0)) < torch.tensor([[0.9], [0.5], [0.2], [0], [2]])
     position, valid = candidate_positions(mask, 60, 20, torch.device("cpu"))
     for b in range(5):
@@ -196,6 +183,8 @@ def test_candidates_are_spread_over_the_valid_keys():
         assert valid[b].sum() == min(20, len(keys))
         assert torch.equal(position[b][valid[b]], keys[own[0]])
         assert valid[b].int().diff().max() <= 0  # the ones that exist come first
+    points, landmarks = numbers(3, 40, 5).float(), numbers(3, 9, 5, seed=1).float()
+    assert torch.equal(nearest(points, landmarks), torch.cdist(points, landmarks).argmin(2))
 
 
 def test_a_draw_apart_does_not_repeat_a_cluster():
@@ -221,8 +210,3 @@ def test_a_draw_apart_of_fewer_is_the_beginning():
     alone = draw_apart(points[1:], 0.5, gumbel_numbers(96, 256, 1, points), 96)
     assert torch.equal(alone[0], index[1])
     assert not torch.equal(draw_apart(points, 0.5, gumbel_numbers(96, 256, 2, points), 96), index)
-
-
-def test_nearest_landmark():
-    points, landmarks = numbers(3, 40, 5).float(), numbers(3, 9, 5, seed=1).float()
-    assert torch.equal(nearest(points, landmarks), torch.cdist(points, landmarks).argmin(2))

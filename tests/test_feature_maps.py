@@ -5,27 +5,26 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import hf_efficient_attn as hea
+from each import differs
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.ops.features import LEARNED, count_features, start_map
+from instances import inputs
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import load
 from tiny_models import DECODERS, tiny_batch, tiny_model
 
 METHODS = ("linear", "performer")
-SIZES = (2, 4, 45, 8)  # B, H, N, D
+HEAD_DIM = 8
 
 
-def inputs(num_kv_heads: int = 4, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    batch, num_heads, length, head_dim = SIZES
-    heads = (num_heads, num_kv_heads, num_kv_heads)
-    return [torch.randn(batch, h, length, head_dim, generator=generator) for h in heads]
+def tensors_of(num_kv_heads: int = 4) -> tuple[torch.Tensor, ...]:
+    return inputs(2, 4, 45, HEAD_DIM, num_kv_heads=num_kv_heads)
 
 
 def random_maps(feature_map: str, num_heads: int = 4, num_features: int = 12) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    shape = (num_heads, SIZES[3] + (feature_map == "t2r"), num_features)
+    shape = (num_heads, HEAD_DIM + (feature_map == "t2r"), num_features)
     return {name: torch.randn(shape, generator=generator) for name in ("query_map", "key_map")}
 
 
@@ -42,7 +41,7 @@ def features(x: torch.Tensor, weight: torch.Tensor, feature_map: str) -> torch.T
 @pytest.mark.parametrize("feature_map", LEARNED)
 @pytest.mark.parametrize("method", METHODS)
 def test_attention_is_that_of_the_formulas(method, feature_map, is_causal):
-    (query, key, value), maps = inputs(), random_maps(feature_map)
+    (query, key, value), maps = tensors_of(), random_maps(feature_map)
     weights = features(query, maps["query_map"], feature_map) @ features(key, maps["key_map"], feature_map).mT
     weights = weights.tril() if is_causal else weights
     if feature_map == "t2r":
@@ -57,7 +56,7 @@ def test_attention_is_that_of_the_formulas(method, feature_map, is_causal):
 
 @pytest.mark.parametrize("feature_map", LEARNED)
 def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
-    (query, key, value), maps = inputs(num_kv_heads=2), random_maps(feature_map, num_heads=2)
+    (query, key, value), maps = tensors_of(2), random_maps(feature_map, num_heads=2)
     options = {"feature_map": feature_map, "num_features": 12, "is_causal": True}
     found = hea.attention("linear", query, key, value, **options, **maps)
     repeated = {name: x.repeat_interleave(2, 0) for name, x in maps.items()}
@@ -83,21 +82,16 @@ def test_start(feature_map):
     torch.testing.assert_close(columns.T @ columns, torch.eye(8), rtol=1e-5, atol=1e-5)
     assert not torch.equal(start, start_map(feature_map, 3, 8, 20, seed=1, is_query=False))
     assert count_features(feature_map, 20) == (20 if feature_map == "t2r" else 40)
+    budget = hea.LinearConfig(feature_map=feature_map).with_budget(64)
+    assert count_features(feature_map, budget.num_features) == 64
     narrow = start_map(feature_map, 1, 8, 4, seed=0, is_query=False)[0, :8] / factors[1]
     torch.testing.assert_close(narrow.T @ narrow, 2 * torch.eye(4), rtol=1e-5, atol=1e-5)
     with torch.device("meta"):
         assert start_map(feature_map, 1, 8, 12, seed=0, is_query=True).device.type == "cpu"
 
 
-@pytest.mark.parametrize("feature_map", LEARNED)
-def test_with_budget_counts_features(feature_map):
-    config = hea.LinearConfig(feature_map=feature_map).with_budget(64)
-    assert config.num_features == (64 if feature_map == "t2r" else 32)
-    assert hea.LinearConfig().with_budget(64) == hea.LinearConfig()
-
-
 def test_refusals():
-    query, key, value = inputs()
+    query, key, value = tensors_of()
     maps = random_maps("hedgehog")
     with pytest.raises(hea.UnsupportedAttentionError, match=r"query_map .*feature_map='elu'.*: give no query_map"):
         hea.attention("linear", query, key, value, **maps)
@@ -123,42 +117,27 @@ def trained(model, seed: int = 3):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoding_from_a_state_uses_the_trained_maps(family, method, feature_map, tmp_path):
+    """Also in the gradients of the maps."""
     model = tiny_model(family, head=True)
     hea.convert(model, method, feature_map=feature_map, num_features=12)
-    batch = tiny_batch(family, length=30)
-    untrained = model(**batch).logits
+    ids = tiny_batch(family, length=30)["input_ids"]
+    untrained = model(ids).logits
     trained(model).save_pretrained(tmp_path)
-    model = type(model).from_pretrained(tmp_path).eval()
-    ids = batch["input_ids"]
-    with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits
-        assert (whole - untrained).norm() > 0.01 * whole.norm()
-        first = model(input_ids=ids[:, :20], use_cache=True)
-        logits, cache = [first.logits], first.past_key_values
-        for start, end in ((20, 25), (25, 26), (26, 30)):
-            step = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
-            logits.append(step.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("feature_map", LEARNED)
-def test_gradients_reach_the_maps_through_a_state(feature_map):
-    model = tiny_model("gpt2", head=True)
-    hea.convert(model, "linear", feature_map=feature_map, num_features=12)
-    trained(model)
-    ids = tiny_batch("gpt2", length=12)["input_ids"]
-    gradients = []
-    for parts in ((12,), (8, 4)):
+    model, found = type(model).from_pretrained(tmp_path).eval(), []
+    for parts in ((30,), (20, 5, 1, 4)):
         model.zero_grad()
         cache, logits = None, []
         for part in ids.split(parts, 1):
             out = model(input_ids=part, past_key_values=cache, use_cache=True)
             cache, logits = out.past_key_values, [*logits, out.logits]
-        torch.cat(logits, 1).square().mean().backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if "learned_parameters" in n})
-    for name, gradient in gradients[0].items():
+        whole = torch.cat(logits, 1)
+        whole.square().mean().backward()
+        found.append([whole, *(p.grad.clone() for n, p in model.named_parameters() if "learned_parameters" in n)])
+    assert differs(whole, untrained)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-3)
+    for gradient, other in zip(found[0][1:], found[1][1:], strict=True):
         assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(other, gradient, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["minilm", "gpt2-books", "deit-tiny-imagenet"])

@@ -1,10 +1,13 @@
 """Attention through features: the causal scan with states, masks and several segments against dense matrices."""
 
+import math
+
 import pytest
 import torch
 
+from hf_efficient_attn import functional
 from hf_efficient_attn.ops import linear
-from hf_efficient_attn.ops.features import Features, elu_map, favor
+from hf_efficient_attn.ops.features import Features, elu_features, elu_map, favor
 from hf_efficient_attn.ops.linear import Tokens, bidirectional, causal, log_weights_naive, query_state, update_state
 from instances import numbers
 
@@ -78,3 +81,30 @@ def test_the_scan_does_not_look_ahead(name, monkeypatch):
         changed = Tokens(*(torch.cat((x[:, :cut], 30.0 - x[:, cut:]), 1) for x in own[:3]), None)
         ours = causal(changed, features(name))
         assert all(torch.equal(x[:, :cut], y[:, :cut]) for x, y in zip(ours, whole, strict=True))
+
+
+def test_the_features_of_very_negative_numbers_are_no_zeros():
+    """elu(x) + 1 rounds to 0 below -17, and a query would lose all its keys."""
+    x = torch.tensor([-60.0, -20.0, -1.0, 0.0, 2.0], requires_grad=True)
+    expected = torch.tensor([math.exp(-60.0), math.exp(-20.0), math.exp(-1.0), 1.0, 3.0])
+    (gradient,) = torch.autograd.grad(elu_features(x).sum(), x)
+    for form in (elu_features(x), elu_features(x.detach()), gradient):
+        torch.testing.assert_close(form, expected.clamp(max=1.0) if form is gradient else expected, atol=0.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_is_finite_where_the_weights_nearly_underflow(is_causal, dtype):
+    """The weights of the first query sum to about 1e-42 in float32; those of the second are of normal size."""
+    size = 96.0 if dtype == torch.float32 else 710.0
+    query, key, value = (
+        torch.tensor(x, dtype=dtype).view(1, 1, 2, 1).requires_grad_() for x in ([-size, 1.0], [size, 2.0], [3.0, 5.0])
+    )
+    out = functional.linear_attention(query, key, value, is_causal=is_causal)
+    weights = torch.tensor([size + 1.0, 3.0], dtype=dtype)
+    mean = (weights * value.flatten()).sum() / weights.sum()
+    expected = torch.stack([value[0, 0, 0, 0] if is_causal else mean, mean])
+    torch.testing.assert_close(out.flatten(), expected, rtol=0.05, atol=0.0)
+    gradients = torch.autograd.grad(out.sum(), (query, key, value))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[1].count_nonzero() == 2 and gradients[2].count_nonzero() == 2

@@ -1,7 +1,8 @@
-"""FLuRKA: the formula, its tables, input shorter than the tables, and models that contract their hidden states."""
+"""FLuRKA and the Linformer: formulas, tables, and models that contract their hidden states."""
 
 import copy
 import io
+from itertools import product
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from torch.nn.functional import elu, linear, scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import hf_efficient_attn as hea
-import promises
+from each import close, differs
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features import orthogonal_features
 from hf_efficient_attn.ops.projections import contraction
 from hf_efficient_attn.ops.tokens import normal
-from instances import Instance, inputs, numbers, padding_mask, relative_error
+from instances import inputs, numbers, padding_mask, relative_error
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
 NUM_HEADS, HEAD_DIM, FEATURES, WINDOW, CHUNKS = 3, 8, 24, 3, 5
@@ -25,31 +26,19 @@ KERNELS = {
 }
 METHODS = tuple(KERNELS)
 each_method = pytest.mark.parametrize("method", METHODS)
-GAUSSIAN = [
-    Instance(
-        method,
-        {"projection_dim": 16, "init": "gaussian", **more},
-        small={"projection_dim": 4} | {key: value // 2 for key, value in more.items()},
-        random=bool(more),
-        averages=False,
-    )
-    for method, more in KERNELS.items()
-]
-each_gaussian = pytest.mark.parametrize("instance", GAUSSIAN, ids=str)
-
-
-def close(ours, other, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
+# What holds for any attention to projected keys and values.
+each_projection = pytest.mark.parametrize("method", [*METHODS, "linformer"])
 
 
 def options(method: str, **more) -> dict:
-    return KERNELS[method] | more
+    return KERNELS.get(method, {}) | more
 
 
 def start(method: str, length: int, **more) -> dict:
     """The tables that conversion starts from."""
     sizes = {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, "value_dim": HEAD_DIM, "max_length": length}
-    return get_method(method).initial_parameters(hea.method_info(method).config_class(**more), **sizes)
+    config = hea.method_info(method).config_class(**{"share": "none", **more})
+    return get_method(method).initial_parameters(config, **sizes)
 
 
 def features(method: str, x, seed: int = 0):
@@ -87,7 +76,9 @@ def eva(query, keys, values, seed: int):
 
 
 def formula(method: str, query, keys, values, seed: int = 0, query_mask=None):
-    """phi(q) (phi(k)^T v) / phi(q) sum phi(k) for keys and values that are contracted already."""
+    """phi(q) (phi(k)^T v) / phi(q) sum phi(k) for keys and values that are contracted already, or softmax attention."""
+    if method == "linformer":
+        return scaled_dot_product_attention(query, keys, values)
     if method == "flurka_eva":
         if query.ndim == 4:
             masks = [None] * len(query) if query_mask is None else query_mask
@@ -103,63 +94,50 @@ def formula(method: str, query, keys, values, seed: int = 0, query_mask=None):
     return phi_q @ (phi_k.mT @ values) / (phi_q @ phi_k.sum(-2).unsqueeze(-1))
 
 
-# --- formula ---
-
-
 @pytest.mark.parametrize("share", ["none", "kv"])
-@each_method
+@each_projection
 def test_formula_of_the_paper(method, share):
-    """Eq. 2, for any tables made for the length of the sequence."""
+    """Eq. 2 of FLuRKA and Eq. 7 of the Linformer, for any tables made for the length of the sequence."""
     query, key, value = inputs(batch=2, num_heads=NUM_HEADS, q_len=50, kv_len=70, value_dim=5, dtype=torch.float64)
     first, second = 0.3 * numbers(9, 70, seed=1), 0.3 * numbers(9, 70, seed=2)
     learned = {"key_projection": first} | ({} if share == "kv" else {"value_projection": second})
     ours = hea.attention(method, query, key, value, seed=4, **options(method, projection_dim=9, share=share), **learned)
     expected = formula(method, query, first @ key, (first if share == "kv" else second) @ value, seed=4)
     close(ours, expected)
-    assert relative_error(ours, ours.mean(2, keepdim=True).expand_as(ours)) > 0.01
-
-
-def test_many_features_approach_the_linformer():
-    """phi(q) . phi(k) converges to exp(q . k), so the output converges to softmax attention to the projections."""
-    tensors = inputs(num_heads=NUM_HEADS, q_len=60, dtype=torch.float64, spread=0.4)
-    tables = {"key_projection": 0.2 * numbers(9, 60, seed=1), "value_projection": 0.2 * numbers(9, 60, seed=2)}
-    exact = hea.attention("linformer", *tensors, projection_dim=9, share="none", **tables)
-
-    def error(count: int) -> float:
-        config = hea.FlurkaPerformerConfig(projection_dim=9, num_features=count)
-        return sum(relative_error(hea.attention(config, *tensors, seed=s, **tables), exact) for s in range(10)) / 10
-
-    errors = [error(count) for count in (16, 256, 4096)]
-    assert errors[0] > 1.5 * errors[1] > 3 * errors[2], errors
-    assert errors[2] < 0.1
+    assert differs(ours.mean(2, keepdim=True).expand_as(ours), ours)
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
-def test_window_of_all_projections_is_the_linformer(kind):
-    tensors, mask = inputs(batch=2, num_heads=NUM_HEADS, q_len=60, dtype=torch.float64), padding_mask(kind, 2, 60)
+def test_features_or_a_window_of_all_projections_are_the_linformer(kind):
+    """phi(q) . phi(k) converges to exp(q . k), so the output converges to softmax attention to the projections."""
+    tensors = inputs(batch=2, num_heads=NUM_HEADS, q_len=60, dtype=torch.float64, spread=0.4)
+    mask = padding_mask(kind, 2, 60)
     tables = {"key_projection": 0.2 * numbers(9, 70, seed=1), "value_projection": 0.2 * numbers(9, 70, seed=2)}
-    exact = hea.attention("linformer", *tensors, attention_mask=mask, projection_dim=9, share="none", **tables)
     valid = slice(None) if mask is None else mask[:, None].expand(-1, NUM_HEADS, -1)
-    errors = []
-    for window in (3, 9, 20):
-        config = hea.FlurkaEvaConfig(projection_dim=9, window_size=window, num_landmarks=2)
-        out = hea.attention(config, *tensors, attention_mask=mask, **tables)
-        errors.append(relative_error(out[valid], exact[valid]))
-    assert errors[0] > 0.05
-    assert max(errors[1:]) < 1e-12
+
+    def error(method: str, seed: int = 0, **more) -> float:
+        both = (("linformer", {"share": "none"}), (method, more))
+        exact, out = (
+            hea.attention(m, *tensors, attention_mask=mask, seed=seed, projection_dim=9, **o, **tables) for m, o in both
+        )
+        return relative_error(out[valid], exact[valid])
+
+    errors = [sum(error("flurka_performer", s, num_features=n) for s in range(6)) / 6 for n in (16, 256, 4096)]
+    assert errors[0] > 1.5 * errors[1] > 3 * errors[2] and errors[2] < 0.1, errors
+    errors = [error("flurka_eva", window_size=window, num_landmarks=2) for window in (3, 9, 20)]
+    assert errors[0] > 1e-3 and max(errors[1:]) < 1e-12
 
 
 @each_method
 def test_as_many_projections_as_tokens_give_the_kernels_method(method):
     """Every projection is the mean of one token, so the output is that of the kernel's own method."""
     tensors, mask = inputs(batch=2, q_len=40, dtype=torch.float64), padding_mask("left", 2, 40)
-    kernel = method.removeprefix("flurka_")
     own = options(method)
-    expected = hea.attention(kernel, *tensors, attention_mask=mask, **own)
+    expected = hea.attention(method.removeprefix("flurka_"), *tensors, attention_mask=mask, **own)
     for count in (40, 256):
         close(hea.attention(method, *tensors, attention_mask=mask, projection_dim=count, **own), expected, 1e-6)
     drawn = hea.attention(method, *tensors, attention_mask=mask, projection_dim=256, init="gaussian", **own)
-    assert relative_error(drawn, expected) > 0.1
+    assert differs(drawn, expected, 0.1)
 
 
 # --- contraction of the hidden states, before the projections to keys and values ---
@@ -216,16 +194,22 @@ def test_sums_are_the_projections_of_ones():
 # --- tables ---
 
 
-@each_method
-def test_tables(method):
-    means = start(method, 13, projection_dim=5)
-    assert list(means) == ["key_projection", "value_projection"]
-    assert set(means) <= set(hea.method_info(method).learned_parameters)
-    assert list(start(method, 13, projection_dim=5, share="kv")) == ["key_projection"]
-    x = numbers(13, 2)
-    for table in means.values():
+@pytest.mark.parametrize(("count", "length"), [(1, 5), (4, 12), (5, 13), (8, 3), (6, 6)])
+@each_projection
+def test_tables_of_means(method, count, length):
+    tables = start(method, length, projection_dim=count)
+    assert list(tables) == ["key_projection", "value_projection"]
+    assert set(tables) <= set(hea.method_info(method).learned_parameters)
+    assert list(start(method, length, projection_dim=count, share="kv")) == ["key_projection"]
+    x = numbers(length, 2)
+    parts = [p.mean(0) if len(p) else p.sum(0) for p in x.tensor_split(count)]
+    for table in tables.values():
         assert table.dtype == torch.float32
-        close(table.double() @ x, torch.stack([p.mean(0) for p in x.tensor_split(5)]), 1e-6)
+        close(table.double() @ x, torch.stack(parts), 1e-6)
+
+
+@each_projection
+def test_tables_of_a_gaussian(method):
     drawn = {"projection_dim": 50, "init": "gaussian"}
     first, second = start(method, 4000, **drawn).values()
     for table in (first, second):
@@ -233,43 +217,60 @@ def test_tables(method):
         assert table.mean().abs() < 4 / (50 * 50 * 4000) ** 0.5
         assert table.std().item() == pytest.approx(50**-0.5, rel=0.01)
     assert torch.corrcoef(torch.stack((first.flatten(), second.flatten())))[0, 1].abs() < 0.01
+    # Longer tables begin with the shorter ones. Another seed gives other tables. `max_length` sets their length.
     assert torch.equal(start(method, 30, **drawn)["key_projection"], first[:, :30])
     assert not torch.equal(start(method, 30, **drawn, seed=1)["key_projection"], first[:, :30])
     assert start(method, 30, **drawn, max_length=70)["value_projection"].shape == (50, 70)
-
-
-@each_method
-def test_functional_form_uses_the_initial_parameters(method):
     tensors = inputs(num_heads=NUM_HEADS, q_len=70, dtype=torch.float64)
-    for more in ({}, {"init": "gaussian"}, {"share": "kv", "init": "gaussian", "seed": 2}):
+    for more in ({}, {"init": "gaussian", "share": "none"}, {"share": "kv", "init": "gaussian", "seed": 2}):
         config = hea.method_info(method).config_class(projection_dim=9, **more)
-        given = start(method, 70, projection_dim=9, **more)
+        given = start(method, 70, **{"share": config.share, **more}, projection_dim=9)
         assert torch.equal(hea.attention(config, *tensors), hea.attention(config, *tensors, **given))
 
 
-@each_method
+@each_projection
 def test_refusals(method):
     tensors = inputs(q_len=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: 40 keys are more than the 30 .*length=40 or"):
         hea.attention(method, *tensors, max_length=30)
-    for shape in ((5, 40), (40,), (1, 6, 40)):
-        for name in ("key_projection", "value_projection"):
-            with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: {name} .*not suit projection_dim=6"):
-                hea.attention(method, *tensors, projection_dim=6, **{name: numbers(*shape)})
-    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-        hea.attention(method, *tensors, is_causal=True)
+    for shape, name in product(((5, 40), (40,), (1, 6, 40)), ("key_projection", "value_projection")):
+        with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: {name} .*not suit projection_dim=6"):
+            hea.attention(method, *tensors, projection_dim=6, **{name: numbers(*shape)})
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
-@each_method
+@each_projection
 def test_means_of_segments_that_are_not_full(method, kind):
     """Segments of ten valid tokens, counted from the first valid one. The last segment may have fewer."""
     tensors, mask = inputs(batch=3, q_len=70, dtype=torch.float64), padding_mask(kind, 3, 70, 4)
-    out = hea.attention(method, *tensors, attention_mask=mask, **options(method, projection_dim=20, max_length=200))
+    sizes = options(method, projection_dim=20, max_length=200)
+    out = hea.attention(method, *tensors, attention_mask=mask, **sizes)
     for b in range(3):
         query, key, value = (x[b] for x in tensors)
         means = [torch.stack([p.mean(1) for p in x[:, mask[b]].split(10, 1)], 1) for x in (key, value)]
         close(out[b], formula(method, query, *means, query_mask=mask[b]), 1e-6)
+    # The mean of a constant is the constant, and the weights sum to 1.
+    out = hea.attention(method, *tensors[:2], torch.full_like(tensors[2], 3.0), attention_mask=mask, **sizes)
+    close(out.transpose(1, 2)[mask], torch.full_like(out.transpose(1, 2)[mask], 3.0), 1e-6)
+
+
+@each_projection
+def test_gradients_of_tables(method):
+    """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
+    query, key, value = inputs(batch=2, num_heads=2, q_len=9, head_dim=3, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    leaves = [(0.5 * numbers(4, 12, seed=s)).requires_grad_() for s in (1, 2)]
+    sizes = options(method, projection_dim=4)
+
+    def output(first, second):
+        learned = {"key_projection": first, "value_projection": second}
+        return hea.attention(method, query, key, value, attention_mask=mask, **sizes, **learned)
+
+    assert torch.autograd.gradcheck(output, leaves)
+    assert torch.autograd.grad(output(*leaves).sum(), leaves)[0][:, 9:].abs().max() > 0
+    means = [t.double().requires_grad_() for t in start(method, 12, projection_dim=4).values()]
+    output(*means).square().sum().backward()
+    assert all(table.grad.isfinite().all() and table.grad.abs().sum() > 0 for table in means)
 
 
 @each_method
@@ -282,91 +283,6 @@ def test_projections_without_weight_are_left_out(method):
                          value_projection=second)  # fmt: skip
     left = torch.tensor([0, 1, 3, 5])
     close(ours, formula(method, tensors[0], first[left] @ tensors[1], second[left] @ tensors[2]))
-
-
-@each_method
-def test_gradients_of_tables(method):
-    """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
-    query, key, value = inputs(batch=2, num_heads=2, q_len=9, head_dim=3, dtype=torch.float64)
-    mask = torch.arange(9) < torch.tensor([[9], [5]])
-    leaves = [0.5 * numbers(4, 12, seed=s) for s in (1, 2)]
-
-    def output(first, second):
-        return hea.attention(method, query, key, value, attention_mask=mask, key_projection=first,
-                             value_projection=second, **options(method, projection_dim=4))  # fmt: skip
-
-    assert torch.autograd.gradcheck(output, [x.requires_grad_() for x in leaves])
-    means = [x.requires_grad_() for x in (t.double().clone() for t in start(method, 12, projection_dim=4).values())]
-    output(*means).square().sum().backward()
-    for table in means:
-        assert table.grad.isfinite().all()
-        assert table.grad.abs().sum() > 0
-
-
-def test_budgets():
-    assert hea.FlurkaLinearConfig().with_budget(100).projection_dim == 100
-    config = hea.FlurkaPerformerConfig(init="gaussian", seed=3).with_budget(101)
-    assert (config.num_features, config.projection_dim, config.init, config.seed) == (50, 51, "gaussian", 3)
-    with pytest.raises(hea.UnsupportedAttentionError, match="an integer of 2 or more"):
-        hea.FlurkaPerformerConfig().with_budget(1)
-    config = hea.FlurkaEvaConfig(proposal="mean", seed=3).with_budget(100)
-    assert config == hea.FlurkaEvaConfig(
-        window_size=16, num_landmarks=16, projection_dim=68, proposal="mean", seed=3
-    )  # fmt: skip
-    with pytest.raises(hea.UnsupportedAttentionError, match="an integer of 3 or more"):
-        hea.FlurkaEvaConfig().with_budget(2)
-
-
-def test_constant_values_give_a_constant_output():
-    """The mean of a constant is the constant, and the kernel's weights sum to 1."""
-    query, key, _ = inputs(batch=2, q_len=60, dtype=torch.float64)
-    value, mask = torch.full_like(key, 3.0), padding_mask("left", 2, 60)
-    for method in METHODS:
-        sizes = options(method, projection_dim=7, max_length=100)
-        out = hea.attention(method, query, key, value, attention_mask=mask, **sizes)
-        # EVA returns 0 for masked queries.
-        valid = mask[:, None, :, None] if method == "flurka_eva" else True
-        close(out, value * valid, 1e-6)
-    exact = scaled_dot_product_attention(query, key, value)
-    close(exact, value)
-
-
-# --- promises, with Gaussian tables ---
-
-
-@pytest.mark.parametrize("kind", ["left", "holes", "empty"])
-@each_gaussian
-def test_gaussian_tables_keep_the_promises_of_masks(instance, kind):
-    for length in (1, 7, 60):
-        promises.check_shapes(instance, False, kind, batch=2, q_len=length, value_dim=5)
-        promises.check_masked_keys(instance, False, kind, batch=2, q_len=length)
-        promises.check_batch(instance, False, kind, q_len=length)
-
-
-@pytest.mark.exhaustive
-@each_gaussian
-def test_gaussian_tables_keep_the_other_promises(instance):
-    promises.check_masked_gradients(instance, False)
-    promises.check_queries_without_keys(instance, False)
-    promises.check_gradients(instance, False, 13, 3)
-    promises.check_compiles(instance, False, "eager")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        promises.check_finite(instance, False, dtype, 1e4, False)
-    fixed = Instance(instance.method, {**instance.hyperparameters, "max_length": 300}, averages=False)
-    for length, before, after in ((1, 0, 4), (10, 9, 20), (50, 30, 0), (130, 90, 80)):
-        promises.check_padding(fixed, False, length, before, after)
-    for length in (1, 50, 200):
-        promises.check_holes(fixed, False, length)
-
-
-@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
-@each_gaussian
-def test_gaussian_tables_in_the_readable_form(instance, kind):
-    tensors, mask = inputs(batch=2, q_len=60, value_dim=5, dtype=torch.float64), padding_mask(kind, 2, 60)
-    for more in ({}, {"max_length": 90}, {"share": "kv"}):
-        config = instance.config(**more)
-        expected = hea.naive_attention(config, *tensors, attention_mask=mask)
-        close(hea.attention(config, *tensors, attention_mask=mask), expected)
 
 
 # --- models, which contract their hidden states before the projections to keys and values ---
@@ -415,7 +331,8 @@ def at_valid_tokens(family: str, inputs: dict, out):
 @each_method
 @each_encoder
 def test_models_contract_before_the_projections(family, method, padding):
-    model, inputs = converted(family, method).double(), batch_of(family, padding)
+    """Outputs and gradients are those of contraction after the projections, and padding has no influence."""
+    model, inputs = converted(family, method).double().eval(), batch_of(family, padding)
     if family in IMAGES:
         inputs = {"pixel_values": inputs["pixel_values"].double()}
     after, count = projected_first(model)
@@ -424,39 +341,23 @@ def test_models_contract_before_the_projections(family, method, padding):
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("key", "k_lin", "k_proj", "value", "v_lin", "v_proj"):
             module.register_forward_hook(lambda module, args, out: lengths.append(args[0].shape[1]))
-    ours, other = (at_valid_tokens(family, inputs, output(m, inputs)) for m in (model, after))
+    ours, other = (at_valid_tokens(family, inputs, m(**inputs)[0]) for m in (model, after))
     close(ours, other, 1e-8)
     assert set(lengths) == {BUDGET["projection_dim"], 1}
-    exact = at_valid_tokens(family, inputs, output(hea.convert(copy.deepcopy(after), "sdpa"), inputs))
-    assert relative_error(ours, exact) > 1e-3
-
-
-@each_method
-@each_encoder
-def test_padding_does_not_change_the_output_of_models(family, method):
-    if family in IMAGES:
-        pytest.skip("images have no padding")
-    model, inputs = converted(family, method), batch_of(family, "right")
-    other = dict(inputs, input_ids=torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], 7))
-    assert torch.equal(*(at_valid_tokens(family, x, output(model, x)) for x in (inputs, other)))
-
-
-@each_method
-@each_encoder
-def test_gradients_of_contracted_models(family, method):
-    model, inputs = converted(family, method).double().eval(), batch_of(family, "right")
-    if family in IMAGES:
-        inputs = {"pixel_values": inputs["pixel_values"].double()}
-    after, _ = projected_first(model)
-    for m in (model, after):
-        at_valid_tokens(family, inputs, m(**inputs)[0]).square().sum().backward()
-    for (name, ours), other in zip(model.named_parameters(), after.parameters(), strict=True):
+    for out in (ours, other):
+        out.square().sum().backward()
+    for (name, mine), theirs in zip(model.named_parameters(), after.named_parameters(), strict=True):
         if "pooler" not in name:
-            close(ours.grad, other.grad, 1e-6)
-            assert "_projection" not in name or ours.grad.abs().sum() > 0
+            close(mine.grad, theirs[1].grad, 1e-6)
+            assert "_projection" not in name or mine.grad.abs().sum() > 0
+    exact = at_valid_tokens(family, inputs, output(hea.convert(copy.deepcopy(after), "sdpa"), inputs))
+    assert differs(ours, exact, 1e-3)
+    if family not in IMAGES and padding != "none":
+        other = dict(inputs, input_ids=torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], 7))
+        assert torch.equal(*(at_valid_tokens(family, x, output(model, x)) for x in (inputs, other)))
 
 
-def test_switching_to_another_method_ends_the_contraction():
+def test_switching_to_another_method_ends_the_contraction(tmp_path):
     """Switching gives every module its own `forward` back. Copies and pickles of the model keep ours."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
     plain, modules = output(model, inputs), [layer.attention.self for layer in model.encoder.layer]
@@ -485,22 +386,10 @@ def test_switching_to_another_method_ends_the_contraction():
         assert other != "sdpa" or torch.equal(output(model, inputs), plain)
     hea.convert(model, "flurka_linear", layers=[1], **BUDGET)
     assert ["forward" in vars(module) for module in modules] == [False, True]
-
-
-def test_training_and_half_precision():
-    model, inputs = converted("bert", "flurka_performer"), tiny_batch("bert", padding="right")
-    outs = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        outs.append(model.train()(**inputs)[0])
-    assert torch.equal(outs[0], outs[1])
-    assert not torch.equal(outs[0], outs[2])
-    full = output(model.eval(), inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert relative_error(output(model, inputs), full) < 0.1
-    half = output(model.to(torch.bfloat16), inputs)
-    assert half.dtype == torch.bfloat16
-    assert relative_error(half, full) < 0.1
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert ["forward" in vars(layer.attention.self) for layer in loaded.encoder.layer] == [False, True]
+    assert torch.equal(output(loaded, inputs), output(model, inputs))
 
 
 def test_adapters():
@@ -514,20 +403,6 @@ def test_adapters():
     ours, other, without = (at_valid_tokens("bert", inputs, output(m, inputs)) for m in (adapted, after, model))
     close(ours, other, 1e-8)
     assert relative_error(ours, without) > 1e-3
-
-
-def test_gradient_checkpointing():
-    model, inputs = converted("bert", "flurka_performer").train(), tiny_batch("bert", padding="left")
-    grads = []
-    for checkpointed in (False, True):
-        if checkpointed:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        torch.manual_seed(0)
-        model(**inputs)[0].square().mean().backward()
-        grads.append([p.grad.clone() for name, p in model.named_parameters() if "pooler" not in name])
-    for plain, again in zip(*grads, strict=True):
-        torch.testing.assert_close(again, plain)
 
 
 def test_unsupported_arguments_of_a_module_are_refused():
@@ -550,14 +425,6 @@ def test_compiling(method):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(output(compiled, inputs), output(model, inputs), rtol=1e-4, atol=1e-4)
-
-
-def test_saved_models_contract(tmp_path):
-    model, inputs = converted("bert", "flurka_linear"), tiny_batch("bert", padding="left")
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert all("forward" in vars(layer.attention.self) for layer in loaded.encoder.layer)
-    assert torch.equal(output(loaded, inputs), output(model, inputs))
 
 
 def operations(model, inputs: dict) -> int:

@@ -8,9 +8,13 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+import hf_efficient_attn as hea
+from each import each_form
 from hf_efficient_attn.ops import attend, tokens
-from instances import Instance, forms, inputs, padding_mask, relative_error
+from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
+from instances import Instance, inputs, padding_mask, relative_error
 from promises import (
     check_batch,
     check_finite,
@@ -25,9 +29,6 @@ from promises import (
     outputs_that_count,
 )
 
-each_form = pytest.mark.parametrize(
-    ("instance", "is_causal"), [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
-)
 # An odd length, keys that several heads share, and values of another dimension: no dimension is a multiple of 8.
 ODD = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 83, "head_dim": 12, "value_dim": 7}
 # FlashAttention and its form for the CPU need values of the dimension of the keys.
@@ -137,3 +138,48 @@ def test_compute_dtype_is_a_call_with_bfloat16(instance, is_causal):
 @each_form
 def test_promises_with_compute_dtype(instance, is_causal):
     check_promises(cast(instance), is_causal, torch.float32)
+
+
+@half_products
+def test_dtype_of_products(monkeypatch):
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    x = torch.ones(2)
+    assert [product_dtype(x.to(t)) for t in (half, torch.float16, single, double)] == [half, single, single, double]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert product_dtype(x) == half
+    finally:
+        torch.set_float32_matmul_precision(before)
+    on_device = x.to("meta", torch.float16)
+    assert product_dtype(on_device) == torch.float16
+    assert sum_dtype(on_device) == single
+    monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", False)
+    assert product_dtype(x.to(half)) == single
+
+
+@half_products
+@pytest.mark.parametrize(
+    ("method", "is_causal"),
+    [
+        ("linear", False),
+        ("linear", True),
+        ("nystromformer", False),
+        ("linformer", False),
+        ("flurka_linear", False),
+    ],
+)
+def test_error_of_bfloat16_products(method, is_causal):
+    """Against float64, at most three times that of exact attention in bfloat16, and not the one of float32 products."""
+    query, key, value = inputs(1, 2, 1500, 64, dtype=torch.bfloat16)
+    double = [x.double() for x in (query, key, value)]
+    config = hea.method_info(method).config_class()
+    with torch.no_grad():
+        exact = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        limit = 3 * relative_error(exact, scaled_dot_product_attention(*double, is_causal=is_causal))
+        reference = hea.attention(config, *double, is_causal=is_causal)
+        out = hea.attention(config, query, key, value, is_causal=is_causal)
+        single = hea.attention(config, *(x.float() for x in (query, key, value)), is_causal=is_causal)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, reference) < limit
+    assert not torch.equal(out, single.bfloat16())

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
+from each import each_form
 from hf_efficient_attn.methods import get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
-from instances import INSTANCES, inputs, padding_mask
+from instances import inputs, padding_mask
 
 HEADS, KV_HEADS = 4, 2
 
@@ -35,12 +36,9 @@ def of_slice(config, query, key, value, first, count, parameters, **options):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+@each_form
 def test_heads_of_a_slice_are_those_of_the_whole(instance, is_causal, count):
     config = instance.config()
-    if is_causal and not config.causal:
-        pytest.skip("no causal form")
     query, key, value = inputs(2, HEADS, 75, 8, seed=5)
     key, value = key[:, :KV_HEADS], value[:, :KV_HEADS]
     options = {"is_causal": is_causal, "attention_mask": padding_mask("right", 2, 75), "seed": 7}

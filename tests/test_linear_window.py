@@ -32,23 +32,6 @@ def parameters(method: hea.LinearConfig, num_kv_heads: int = 2, spread: float = 
     return {name: x.double() + spread * numbers(*x.shape, seed=i) for i, (name, x) in enumerate(start.items())}
 
 
-def test_the_parameters():
-    assert set(parameters(config())) == {"query_map", "key_map", "far_log_weight"}
-    assert set(parameters(config(window_size=0))) == {"query_map", "key_map"}
-    assert parameters(config("elu")) == {}
-    assert parameters(config())["far_log_weight"].shape == (2,)
-
-
-@each_form
-@each_map
-def test_a_window_of_the_whole_sequence_is_exact_attention(feature_map, is_causal):
-    tensors = inputs(**SHAPE)
-    ours = hea.attention(config(feature_map, 89), *tensors, is_causal=is_causal)
-    keys = (x.repeat_interleave(2, 1) for x in tensors[1:])
-    exact = torch.nn.functional.scaled_dot_product_attention(tensors[0], *keys, is_causal=is_causal)
-    torch.testing.assert_close(ours, exact)
-
-
 @each_form
 @each_map
 def test_tokens_of_zeros_count_the_same_in_both_fields(feature_map, is_causal):
@@ -87,33 +70,24 @@ def test_the_log_weight_decides_between_the_fields(feature_map, is_causal):
 
 @each_form
 @each_learned
-def test_the_far_part_alone(feature_map, is_causal):
-    """What was learned with a window is used without it, by all keys. `far_log_weight` has no effect there."""
+def test_parameters(feature_map, is_causal):
+    """Their gradients; what was learned with a window is used without it, where `far_log_weight` has no effect."""
     tensors, method = inputs(**SHAPE), config(feature_map)
-    learned = parameters(method)
-    alone = dataclasses.replace(method, window_size=0)
-    ours = hea.attention(alone, *tensors, is_causal=is_causal, parameters=learned)
-    maps = {name: learned[name] for name in ("query_map", "key_map")}
-    assert torch.equal(ours, hea.attention(alone, *tensors, is_causal=is_causal, parameters=maps))
-    assert torch.equal(ours, hea.attention(alone, *tensors, is_causal=is_causal, **learned))
-    assert not torch.allclose(ours, hea.attention(method, *tensors, is_causal=is_causal, parameters=learned), rtol=0.1)
-
-
-@each_form
-@each_learned
-def test_gradients_of_the_parameters(feature_map, is_causal):
-    tensors, method = inputs(**SHAPE), config(feature_map)
-    mask = padding_mask("right", 2, 90)
-    valid = mask[:, None, :, None]
+    valid = padding_mask("right", 2, 90)
     learned = {name: x.requires_grad_() for name, x in parameters(method).items()}
     grads = []
     for form in (hea.attention, hea.naive_attention):
-        out = form(method, *tensors, attention_mask=mask, is_causal=is_causal, parameters=learned)
-        loss = (out * numbers(*out.shape, seed=9)).masked_fill(~valid, 0.0).sum()
+        out = form(method, *tensors, attention_mask=valid, is_causal=is_causal, parameters=learned)
+        loss = (out * numbers(*out.shape, seed=9)).masked_fill(~valid[:, None, :, None], 0.0).sum()
         grads.append(torch.autograd.grad(loss, list(learned.values())))
     for name, ours, other in zip(learned, *grads, strict=True):
         assert ours.abs().max() > 0, name
         torch.testing.assert_close(ours, other, rtol=1e-8, atol=1e-8, msg=name)
+    alone = dataclasses.replace(method, window_size=0)
+    ours = hea.attention(alone, *tensors, is_causal=is_causal, parameters=learned)
+    maps = {name: learned[name] for name in ("query_map", "key_map")}
+    assert torch.equal(ours, hea.attention(alone, *tensors, is_causal=is_causal, parameters=maps))
+    assert not torch.allclose(ours, hea.attention(method, *tensors, is_causal=is_causal, parameters=learned), rtol=0.1)
 
 
 @each_form
@@ -122,45 +96,29 @@ def test_features_that_underflow(feature_map, is_causal):
     """Queries and keys whose features are all tiny, or overflow without their bounds."""
     query, key, value = inputs(1, 2, 90, 8)
     for size in (-1e3, 1e3, 1e4):
-        leaves = [torch.full_like(query, size), torch.full_like(key, -size), value]
-        leaves = [x.requires_grad_() for x in leaves]
+        leaves = [x.requires_grad_() for x in (torch.full_like(query, size), torch.full_like(key, -size), value)]
         out = hea.attention(config(feature_map), *leaves, is_causal=is_causal, scale=1e-4)
         assert out.isfinite().all() and out.abs().max() <= value.abs().max() * 1.001
         assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
 
 
-@each_form
-def test_dropout(is_causal):
-    query, key, _ = inputs(**SHAPE)
-    value = torch.ones(2, 2, 90, 5, dtype=torch.float64)
-    torch.manual_seed(0)
-    outs = [
-        hea.attention(config(), query, key, value, is_causal=is_causal, dropout_p=0.3, seed=None) for _ in range(50)
-    ]
-    mean = torch.stack(outs).mean(0)
-    assert (mean - 1.0).abs().mean() < 0.1 and mean.std() > 0
-
-
-def test_what_is_refused():
-    tensors = inputs(**SHAPE)
-    learned = parameters(config())
-    for wrong in (None, torch.zeros(3), torch.zeros(2, 1)):
-        given = {**learned, "far_log_weight": wrong} if wrong is not None else dict(list(learned.items())[:2])
-        with pytest.raises(
-            hea.UnsupportedAttentionError, match=r"far_log_weight .*window_size=.* 4 heads .*: give a tensor \(4,\)"
-        ):
-            hea.attention(config(), *tensors, parameters=given)
-    with pytest.raises(
-        hea.UnsupportedAttentionError, match=r"far_log_weight .*feature_map='elu'.*: give no far_log_weight"
+def test_parameters_that_are_refused_and_the_budget():
+    assert set(parameters(config())) == {"query_map", "key_map", "far_log_weight"}
+    assert set(parameters(config(window_size=0))) == {"query_map", "key_map"}
+    assert parameters(config("elu")) == {} and parameters(config())["far_log_weight"].shape == (2,)
+    tensors, learned = inputs(**SHAPE), parameters(config())
+    maps = {name: learned[name] for name in ("query_map", "key_map")}
+    message = r"far_log_weight .*window_size=.* 4 heads .*: give a tensor \(4,\)"
+    for given in (
+        maps,
+        {**learned, "far_log_weight": torch.zeros(3)},
+        {**learned, "far_log_weight": torch.zeros(2, 1)},
     ):
+        with pytest.raises(hea.UnsupportedAttentionError, match=message):
+            hea.attention(config(), *tensors, parameters={**maps, **given})
+    message = r"far_log_weight .*feature_map='elu'.*: give no far_log_weight"
+    with pytest.raises(hea.UnsupportedAttentionError, match=message):
         hea.attention(config("elu"), *tensors, far_log_weight=torch.zeros(2))
-    query, key, value = tensors
-    with pytest.raises(hea.UnsupportedAttentionError, match="as many queries as keys; got 80 and 90"):
-        hea.attention(config(), query[:, :, :80], key, value)
-    assert hea.attention(config(window_size=0), query[:, :, :80], key, value).shape[2] == 80
-
-
-def test_the_budget_is_shared():
     assert config().with_budget(64) == config(window_size=15).with_budget(64)
     assert (config().with_budget(64).window_size, config().with_budget(64).num_features) == (15, 16)
     assert (config("elu").with_budget(64).window_size, config("elu").with_budget(64).num_features) == (31, 9)

@@ -1,18 +1,269 @@
-"""The near field that exact rows choose: `near_field="auto"` of KDEformer and HyperAttention."""
+"""The plans of KDEformer and HyperAttention: near fields, sampled keys, and the near field that exact rows choose."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops import near_far
+from each import close
+from hf_efficient_attn.ops import causal, near_far
+from hf_efficient_attn.ops.causal import dense_causal_log_weights
+from hf_efficient_attn.ops.exact import dense_attention
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
 from hf_efficient_attn.ops.near_far import dense_log_weights
-from hf_efficient_attn.ops.sampling import SamplingOptions
-from tests.instances import numbers
+from hf_efficient_attn.ops.sampling import FarField, SamplingOptions, query_groups, sample_keys, sampled_norm_squared
+from hf_efficient_attn.ops.tokens import ceil_div, inverse, uniform
+from instances import inputs, numbers, relative_error
+
+CPU = torch.device("cpu")
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+# Near and far field.
+
+
+def sampling(**changes) -> SamplingOptions:
+    default = SamplingOptions(20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
+    return default._replace(**changes)
+
+
+def plan(near_field="lsh", q_len=90, mask=None, **changes):
+    """Inputs with 90 keys, two sequences of two heads; the near field and the far field."""
+    row = numbers(4, q_len, 6), numbers(4, 90, 6, seed=1), numbers(4, 90, 5, seed=2)
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    near_options = near_far.NearFieldOptions(near_field, block_size=16, num_hashes=4)
+    near, far = near_far.make_plan(*row, key_mask, near_options, sampling(**changes))
+    return row, near, far
+
+
+def residual(query: Tensor, key: Tensor, near: NearField, key_mask: Tensor | None) -> Tensor:
+    """D^-1 A_res of 90 tokens, with rows of masked queries."""
+    nothing = FarField(torch.zeros(4, 1, 0, dtype=torch.int64), torch.zeros(4, 1, 0))
+    held = dense_log_weights(near, nothing, 90, 90) == 0
+    scores = query @ key.transpose(1, 2) * 0.5
+    scores = scores if key_mask is None else scores.masked_fill(~key_mask[:, None], -torch.inf)
+    return scores.softmax(-1).masked_fill(held, 0.0)
+
+
+MASKED = torch.arange(90) < torch.tensor([[90], [61]])
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("length", [90, 35])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
+def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask, independent):
+    (query, key, value), near, far = plan(near_field, length, mask, independent=independent)
+    weights = dense_log_weights(near, far, length, 90)
+    for a, start in itertools.product(range(4), near.start[0].tolist()):
+        assert 0 <= start <= 90 - 16 or a
+    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else mask.repeat_interleave(2, 0)
+    queries = valid if length == 90 else torch.ones(4, length, dtype=torch.bool)
+    assert (weights[~valid[:, None].expand(-1, length, -1)] == -torch.inf).all()
+    # Every query has a near field of `block_size` keys with weight 1. Sampled keys have a weight of 1 or more.
+    assert ((weights == 0).sum(-1)[queries] >= 16).all()
+    if not independent:
+        assert (weights[weights > -torch.inf] >= 0).all()
+        assert ((weights > -torch.inf).sum(-1)[queries] <= 16 + 20).all()
+    ours = near_far.near_far_attention(query, key, value, near, far, scale=0.5)
+    naive = dense_attention(query, key, value, weights, scale=0.5)
+    close(ours[queries], naive[queries], 1e-6)
+
+
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
+def test_groups_of_blocks_partition_the_queries(near_field, mask):
+    """Group sizes differ by at most one block. Some groups may be empty."""
+    _, near, _ = plan(near_field, mask=mask)
+    for groups in (1, 3, 4, 50):
+        group = query_groups(near, groups).expand(4, -1)
+        for a in (0, 2):
+            num_blocks = -(-(90 if mask is None else int(mask[a // 2].sum())) // near.block_q)
+            held = group[a, :num_blocks].bincount(minlength=groups)
+            assert len(held) == groups and held.max() - held.min() <= 1
+            assert group[a].diff().min() >= 0 and group[a].max() < groups
+
+
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_the_near_field_is_close_by_position_or_by_hash(near_field):
+    (query, key, _), near, far = plan(near_field)
+    nothing = FarField(far.sorted_index[..., :0], far.log_weight[..., :0])
+    held = dense_log_weights(near, nothing, 90, 90) == 0
+    if near_field == "window":
+        assert (torch.arange(90)[:, None] - torch.arange(90)).abs().expand(4, -1, -1)[held].max() <= 16
+    else:
+        similar = torch.nn.functional.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
+        assert similar[held].mean() > similar.mean() + 0.15
+
+
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
+def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
+    """If all queries of a group are probes, the estimate is that of its rows of D^-1 A_res, scaled to all queries.
+
+    In one group these are all queries, so that the estimate is exactly the squared column norms of D^-1 A_res.
+    """
+    (query, key, _), near, _ = plan(near_field, mask=mask)
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    expected = residual(query, key, near, key_mask)
+    for a in (0, 2):
+        total = 90 if mask is None else int(key_mask[a].sum())
+        all_of_them, _ = near_far.probe_norms(query, key, key_mask, near, None, sampling(num_probes=total, groups=1))
+        close(all_of_them[a, 0], (expected[a] if mask is None else expected[a][key_mask[a]]).square().sum(0))
+        own = (query_groups(near, 2).expand(4, -1)[a] == 1).nonzero()[:, 0]
+        index = torch.arange(int(own[0]) * near.block_q, total)
+        ours, _ = near_far.probe_norms(query, key, key_mask, near, None, sampling(num_probes=2 * len(index), groups=2))
+        queries = index if near.query_order is None else near.query_order[a, index]
+        close(ours[a, 1], expected[a, queries].square().sum(0) * total / len(index))
+
+
+def test_each_block_has_its_own_sample_unless_all_share_one():
+    _, near, far = plan("window", scores="uniform")
+    num_blocks = near.start.shape[1]
+    assert far.sorted_index.shape == far.log_weight.shape == (4, num_blocks, 20)
+    # Only nine different samples of 20 of 90 keys have even steps of 4.5.
+    assert all(len(set(map(tuple, queries))) > 3 for queries in far.sorted_index.tolist())
+    for options in ({}, {"independent": True}, {"mask": MASKED}):
+        _, _, far = plan("window", shared=True, **options)
+        assert far.sorted_index.shape == (4, 1, 20)
+
+
+def test_sampling_scores_are_those_of_the_paper():
+    (query, key, value), near, _ = plan()
+
+    def scores(kind):
+        options = sampling(scores=kind, num_probes=90, groups=1)
+        return near_far.sampling_scores(query, key, value, None, near, None, options)[0]
+
+    squares = value.square().sum(-1)
+    close(scores("value_norm")[:, 0], squares.gather(1, near.key_order), 1e-5)
+    assert torch.equal(scores("uniform"), torch.ones(4, 1, 90, dtype=torch.float64))
+    norms = near_far.probe_norms(query, key, None, near, None, sampling(num_probes=90, groups=1))[0]
+    singular = torch.linalg.svdvals(value)
+    gamma = 1.0 / singular.pow(4).sum(1).sqrt()
+    close(sampled_norm_squared(value, None)[:, 0], 1.0 / gamma)
+    # The Frobenius norm of V^T V is not less than the square of the operator norm of V, and equal for rank 1.
+    assert (1.0 / gamma >= singular[:, 0].square()).all()
+    line = value[:, :, :1] * value[:, :1]
+    close(sampled_norm_squared(line, None)[:, 0], torch.linalg.matrix_norm(line, 2).square())
+    # Of more than 767 values, every second is used, every third from 3 * 384 on, and so on.
+    many = numbers(4, 1153, 5)
+    largest = torch.linalg.matrix_norm(many[:, 1::3].mT @ many[:, 1::3]) * (1153 / 384)
+    close(sampled_norm_squared(many, None)[:, 0], largest)
+    ours = scores("probe")[:, 0].gather(1, inverse(near.key_order))
+    close(ours, norms[:, 0] + gamma[:, None] * squares, 1e-5)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
+def test_the_far_field_is_unbiased(scores, independent):
+    """Over many samples the mean weight of every key with a score is 1, as in the residual."""
+    (query, key, value), near, _ = plan("window")
+    options = sampling(scores=scores, groups=1, independent=independent)
+    weights, _ = near_far.sampling_scores(query, key, value, None, near, None, options)
+    total, draws, together = torch.zeros(4, 90), 4000, 40
+    for seed in range(draws // together):
+        turns = uniform((2, together), seed, 12, CPU).repeat(2, 1)
+        far = sample_keys(weights, turns, options._replace(seed=seed))
+        total.scatter_add_(1, far.sorted_index.flatten(1), far.log_weight.flatten(1).exp().float())
+    mean = total / draws
+    assert (mean.mean(1) - 1.0).abs().max() < 0.02
+    # The mean is less certain for keys that are sampled less than once in twenty times.
+    assert (mean - 1.0).abs().max() < 0.5
+    assert (mean - 1.0).abs().mean() < 0.06
+
+
+def test_sampling_by_probes_is_better_than_uniform_sampling_if_a_few_keys_have_most_of_the_weight():
+    query, key, value = inputs(num_heads=4, q_len=512, head_dim=16, dtype=torch.float64)
+    at = torch.randperm(512, generator=torch.Generator().manual_seed(0))[:12]
+    # A dozen keys that all queries attend to have two thirds of the weight.
+    query[..., 0] += 3.0
+    key[:, :, at, 0] += 6.0
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    budget = {"block_size": 16, "num_samples": 32, "near_field": "window"}
+
+    def error(method, **options):
+        outs = [hea.attention(method, query, key, value, seed=s, **budget, **options) for s in range(8)]
+        return sum(relative_error(out, exact) for out in outs) / 8
+
+    probe, uniform = error("kdeformer"), error("hyperattention")
+    assert probe < 0.75 * uniform
+    assert error("kdeformer", draw="independent") > probe
+
+
+# The causal plan.
+
+
+def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
+    row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
+    options = sampling(num_samples=12, scores=scores, num_probes=5, independent=independent, seed=seed)
+    return row, causal.plan_intervals(*row, 8, options, num_hashes)
+
+
+def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
+    (query, key, _), plans = causal_plan(203, num_hashes=3)
+    (_, _, _), without = causal_plan(203)
+    hashed, plain = (dense_causal_log_weights(p, 203, 8, 20, torch.zeros(4)) for p in (plans, without))
+    assert torch.equal(hashed[plain == 0], plain[plain == 0])
+    # A block of hashed keys adds keys similar to the query to the near field. The samples do not change otherwise.
+    added = (hashed == 0) & (plain != 0)
+    similar = torch.nn.functional.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
+    assert similar[added].mean() > similar.mean() + 0.15
+    assert torch.equal(hashed[~added], plain[~added])
+
+
+@quick
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 9))
+def test_group_by_block(query_block, size):
+    """Every query has its own slot in a block with its block of keys."""
+    query_block = torch.tensor([query_block])
+    slot, block = causal.group_by_block(query_block, 5, size)
+    assert block.shape == (1, ceil_div(query_block.shape[1], size) + 4)
+    assert slot.unique().numel() == query_block.shape[1]
+    assert torch.equal(block.gather(1, slot // size), query_block)
+
+
+@pytest.mark.parametrize("scores", ["value_norm", "probe"])
+def test_a_causal_far_field_is_unbiased(scores):
+    total, draws = 0.0, 100
+    for seed in range(draws):
+        _, plans = causal_plan(70, scores, seed=seed)
+        total = total + dense_causal_log_weights(plans, 70, 8, 8, torch.zeros(4)).exp()
+    mean = (total / draws)[:, 8:].sum(-1).mean(0)
+    close(mean, torch.arange(9, 71).double(), 0.05)
+
+
+@pytest.mark.parametrize("num_hashes", [0, 3])
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
+def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_hashes):
+    length, size = 203, 8
+    row, plans = causal_plan(length, scores, independent, num_hashes=num_hashes)
+    assert [p.level for p in plans] == list(range(5))
+    assert all(((p.sample_index >= 0) & (p.sample_index < size << p.level)).all() for p in plans)
+    weights = dense_causal_log_weights(plans, length, size, 20, torch.zeros(4))
+    block, position = torch.arange(length) // size, torch.arange(length)
+    near = (block[:, None] - block <= 1) & (position <= position[:, None])
+    first = (position[:, None] < 20) & (position <= position[:, None])
+    completed = block[:, None] - block >= 2
+    assert (weights[:, near | first] == 0).all()
+    assert (weights[:, ~(near | first | completed)] == -torch.inf).all()
+    # Every completed interval is sampled: the expected total weight of the samples is the number of its keys.
+    far = weights.exp().masked_fill(~(completed & ~first), 0.0).sum((0, 2))[20:] / 4
+    assert torch.equal(far > 0, (completed.sum(1) > 0)[20:])
+    if scores == "uniform" and not num_hashes:
+        close(far, completed.sum(1)[20:].double(), 1e-9)
+    ours = causal.causal_near_far_attention(*row, plans, block_size=size, num_exact=20, scale=0.5)
+    close(ours, dense_attention(*row, weights, scale=0.5), 1e-6)
+
+
+# The near field that exact rows choose.
 
 
 def plans(
@@ -127,23 +378,3 @@ def test_the_plan_is_that_of_a_padded_sequence(length, groups):
     ours = dense_log_weights(*masked, len(mask), len(mask))[:, position][..., position]
     expected = dense_log_weights(near, far, length, length)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
-def test_the_samples_are_unbiased(dtype):
-    """Over many samples the mean weight of every key is 1 minus its share of blocks whose near field holds it."""
-    tokens, value = local_and_repeated(96, dtype)[:2], numbers(2, 96, 3, seed=7).to(dtype)
-    total, draws = torch.zeros(2, 8, 96), 400
-    for seed in range(draws):
-        options = SamplingOptions(24, "probe", 8, False, 1.0, seed, batch=1, groups=2)
-        near, far = near_far.make_plan(
-            tokens, tokens, value, None, near_far.NearFieldOptions("auto", 16, 6, 12), options
-        )
-        index, log_weight = far
-        assert (log_weight >= 0).all() and log_weight.dtype == torch.float32
-        assert (index.diff(dim=2) > 0).all()  # no key twice
-        positions = near.key_order.gather(1, index.flatten(1)).view_as(index)
-        total.scatter_add_(2, positions, log_weight.exp())
-    mean = (total / draws).mean(1)
-    assert (mean.mean(1) - 1.0).abs().max() < 0.03
-    assert (mean - 1.0).abs().mean() < 0.1

@@ -11,7 +11,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops.features import orthogonal_features
-from instances import INSTANCES, inputs, numbers, relative_error
+from instances import inputs, numbers, relative_error
 
 # Longformer of Transformers.
 
@@ -147,27 +147,3 @@ def test_linear_attention_of_performer_pytorch():
     query, key, value = performer_inputs(70)
     theirs = performer_linear_attention(elu(query) + 1.0, elu(key) + 1.0, value)
     torch.testing.assert_close(hea.functional.linear_attention(query, key, value), theirs, rtol=1e-9, atol=1e-9)
-
-
-# Exact attention of PyTorch, with a growing budget.
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
-# With a bound of the error, heads have more than the budget.
-@pytest.mark.parametrize("instance", [i for i in INSTANCES if i.limit == "exact"], ids=str)
-def test_convergence_to_sdpa_with_the_budget(instance, is_causal):
-    if is_causal not in instance.forms:
-        pytest.skip("no causal form")
-    # Means of unrelated tokens cannot represent peaked rows of the attention matrix, whatever their number.
-    spread = 1.0 if instance.method == "nystromformer" else 1.5
-    tensors = inputs(num_heads=4, q_len=300, head_dim=16, spread=spread, dtype=torch.float64)
-    exact = scaled_dot_product_attention(*tensors, is_causal=is_causal)
-
-    def error(budget: int) -> float:
-        config = instance.config().with_budget(budget)
-        outs = [hea.attention(config, *tensors, is_causal=is_causal, seed=seed) for seed in range(3)]
-        return sum(relative_error(out, exact) for out in outs) / 3
-
-    errors = [error(budget) for budget in (30, 100, 190, 601)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 1e-12 < errors[-2]

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
+from each import each_first_form, each_form
 from hf_efficient_attn.methods import parameters_of_slice
 from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.shards import HeadSlice
-from instances import INSTANCES, inputs, padding_mask
+from instances import inputs, padding_mask
 from test_heads import HEADS, KV_HEADS, parameters_of
 from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
 
-THREADS, ROUNDS = 4, 5
+THREADS, ROUNDS = 4, 3
 
 
 def in_threads(calls):
@@ -62,11 +63,8 @@ def calls_of(instance, is_causal, function):
     return [lambda h=h, s=s, g=g: call(h, s, g) for h in slices for s in (7, torch.tensor(8)) for g in (False, True)]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+@each_form
 def test_calls(instance, is_causal):
-    if is_causal and not instance.info.causal:
-        pytest.skip("no causal form")
     tokens_ops._results.clear()  # so that threads make them at the same time
     check(calls_of(instance, is_causal, hea.attention))
 
@@ -75,21 +73,20 @@ def test_calls(instance, is_causal):
 COMPILED = ("kdeformer", "nearfar", "linear", "thinformer")
 
 
-@pytest.mark.parametrize("of_slice", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def compiled_case(instance, is_causal, of_slice):
+    quick = instance.method in COMPILED and not is_causal and not of_slice
+    return pytest.param(instance, is_causal, of_slice, marks=[] if quick else pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(method, marks=[] if method in COMPILED else pytest.mark.exhaustive) for method in METHODS],
+    ("instance", "is_causal", "of_slice"),
+    [compiled_case(i, c, s) for i in FIRST.values() for c in i.forms for s in (False, True)],
 )
-def test_compiled_calls(method, is_causal, of_slice):
+def test_compiled_calls(instance, is_causal, of_slice):
     """All calls have the same shapes, so that each has a graph of its own: another graph may round differently."""
-    instance = FIRST[method]
-    if is_causal and not instance.info.causal:
-        pytest.skip("no causal form")
     torch.compiler.reset()
-    calls = calls_of(
-        instance, is_causal, torch.compile(hea.attention, fullgraph=True, dynamic=False, backend="aot_eager")
-    )
+    compiled = torch.compile(hea.attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    calls = calls_of(instance, is_causal, compiled)
     check(calls[4:6] if of_slice else calls[:2])
 
 
@@ -109,13 +106,9 @@ def test_models(method, mode):
         assert all(out.isfinite().all() for _, (out,) in in_threads([call]))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_another_thread_compiles(method, is_causal, monkeypatch):
+@each_first_form
+def test_another_thread_compiles(instance, is_causal, monkeypatch):
     """`torch.compiler.is_compiling` and `is_exporting` hold for the whole process while a thread compiles."""
-    instance = FIRST[method]
-    if is_causal and not instance.info.causal:
-        pytest.skip("no causal form")
     calls = calls_of(instance, is_causal, hea.attention)
     expected = [call() for call in calls]
     for name in ("_is_compiling_flag", "_is_exporting_flag"):

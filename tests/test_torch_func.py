@@ -5,13 +5,12 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import hf_efficient_attn as hea
+from each import each_first_form, each_form
 from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.tokens import normal
-from instances import INSTANCES, inputs, padding_mask
-from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
+from instances import inputs, padding_mask
+from tiny_models import METHODS, tiny_batch, tiny_model
 
-CASES = [(instance, is_causal) for instance in INSTANCES for is_causal in instance.forms]
-IDS = [f"{instance}{'-causal' if is_causal else ''}" for instance, is_causal in CASES]
 LENGTH = 90
 
 
@@ -29,23 +28,9 @@ def gradients(function, tensors):
     return torch.autograd.grad(function(*leaves), leaves)
 
 
-@pytest.mark.parametrize(("instance", "is_causal"), CASES, ids=IDS)
-def test_gradients(instance, is_causal):
-    """`grad` and `vjp` give what `backward` gives."""
-    tensors, key_mask = tensors_of(num_kv_heads=1), padding_mask("right", 3, LENGTH)
-
-    def loss(*tensors):
-        return instance(*tensors, key_mask, is_causal=is_causal).square().sum()
-
-    expected = gradients(loss, tensors)
-    assert_same(grad(loss, argnums=(0, 1, 2))(*tensors), expected)
-    value, pull_back = vjp(loss, *tensors)
-    assert_same([value, *pull_back(torch.ones_like(value))], [loss(*tensors), *expected])
-
-
-@pytest.mark.parametrize(("instance", "is_causal"), CASES, ids=IDS)
-def test_vmap(instance, is_causal):
-    """`vmap` of calls and of their gradients gives what a loop over them gives."""
+@each_form
+def test_grad_vjp_and_vmap(instance, is_causal):
+    """`grad` and `vjp` give what `backward` gives, and `vmap` of calls and of their gradients what a loop gives."""
     tensors = [x.unsqueeze(1) for x in tensors_of()]
     key_mask = padding_mask("right", 3, LENGTH).unsqueeze(1)
 
@@ -55,6 +40,12 @@ def test_vmap(instance, is_causal):
     def call(query, key, value, mask):
         return instance(query, key, value, mask, is_causal=is_causal)
 
+    whole = tensors_of(num_kv_heads=1)
+    own = padding_mask("right", 3, LENGTH)
+    expected = gradients(lambda *x: loss(*x, own), whole)
+    value, pull_back = vjp(lambda *x: loss(*x, own), *whole)
+    assert_same(grad(lambda *x: loss(*x, own), argnums=(0, 1, 2))(*whole), expected)
+    assert_same([value, *pull_back(torch.ones_like(value))], [loss(*whole, own), *expected])
     rows = list(zip(*tensors, key_mask, strict=True))
     assert_same([vmap(call)(*tensors, key_mask)], [torch.stack([call(*row) for row in rows])])
     expected = [gradients(lambda *x, m=row[3]: loss(*x, m), row[:3]) for row in rows]
@@ -68,13 +59,10 @@ def test_vmap(instance, is_causal):
     assert_same([shared], [torch.stack([call(tensors[0][0], row[1], row[2], None) for row in rows], 1)])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_is_refused(method, is_causal):
+@each_first_form
+def test_what_is_refused(instance, is_causal):
     """Forward mode and gradients of gradients are refused, and a call after that gives what a call before it gave."""
-    instance, tensors = FIRST[method], tensors_of(batch=1)
-    if is_causal and not instance.info.causal:
-        pytest.skip("no causal form")
+    tensors, method = tensors_of(batch=1), instance.method
 
     def loss(*tensors):
         return instance(*tensors, is_causal=is_causal).sum()

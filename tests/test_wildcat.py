@@ -5,10 +5,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods._shared.call import naive_attention
 from hf_efficient_attn.ops import coreset as coreset_ops
 from hf_efficient_attn.ops.thinning import choose_pivots
-from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
+from instances import CONTENTS, inputs, numbers, relative_error
 
 wildcat = hea.functional.wildcat_attention
 
@@ -29,6 +28,11 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     expected = torch.maximum(torch.minimum(expected, v.amax(1, keepdim=True)), v.amin(1, keepdim=True))
     ours = wildcat(query, key, value, num_samples=9, seed=5)[0]
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_budget():
+    config = hea.WildCatConfig(seed=3).with_budget(100)
+    assert (config.num_samples, config.num_candidates, config.exact_length, config.seed) == (100, 400, 100, 3)
 
 
 def test_a_coreset_with_every_different_key_is_exact():
@@ -59,25 +63,6 @@ def test_float32_is_as_accurate_as_float64(content, spread):
     assert relative_error(wildcat(*(x.float() for x in tensors), num_samples=48), double) < 5e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("content", CONTENTS)
-def test_outputs_are_in_the_range_of_every_feature(content, dtype):
-    query, key, value = inputs(q_len=100, content=content, spread=5.0, dtype=dtype)
-    mask = torch.arange(100)[None] < 80
-    out = wildcat(query, key, value, attention_mask=mask, num_samples=20)[:, :, :80]
-    low, high = value[:, :, :80].amin(2, keepdim=True), value[:, :, :80].amax(2, keepdim=True)
-    rounding = 2 * torch.finfo(dtype).eps * value.abs().max()
-    assert ((low - rounding <= out) & (out <= high + rounding)).all()
-
-
-def test_without_a_positive_denominator_the_output_is_the_middle_of_the_range(monkeypatch):
-    query, key, value = inputs(q_len=60)
-    monkeypatch.setattr(coreset_ops, "regularized_solve", lambda kernel, right, ridge: -right)
-    out = wildcat(query, key, value, num_samples=10)
-    middle = (value.amin(2, keepdim=True) + value.amax(2, keepdim=True)) / 2
-    torch.testing.assert_close(out, middle.expand_as(out))
-
-
 def test_the_coreset_is_chosen_from_the_candidates():
     """If all candidates are in the coreset, nothing is drawn but their order."""
     tensors = inputs(q_len=100, dtype=torch.float64)
@@ -93,61 +78,51 @@ def test_the_coreset_is_chosen_from_the_candidates():
     assert relative_error(wildcat(*changed, num_samples=20, num_candidates=20), all_of_them[0]) > 0.01
 
 
-def test_budget():
-    config = hea.WildCatConfig(seed=3).with_budget(100)
-    assert (config.num_samples, config.num_candidates, config.exact_length, config.seed) == (100, 400, 100, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_constant_feature_of_the_values_does_not_change_the_others(dtype):
-    query, key, value = inputs(q_len=300, head_dim=16, dtype=dtype)
-    out = wildcat(query, key, value, num_samples=40)
-    constant = torch.full_like(value[..., :1], 0.3)
-    more = wildcat(query, key, torch.cat((value, constant), 3), num_samples=40)
-    assert relative_error(more[..., :-1], out) < 1e-4
-    torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_outputs_are_in_the_range_of_every_feature(content, dtype):
+    query, key, value = inputs(q_len=100, content=content, spread=5.0, dtype=dtype)
+    out = wildcat(query, key, value, attention_mask=torch.arange(100)[None] < 80, num_samples=20)[:, :, :80]
+    low, high = value[:, :, :80].amin(2, keepdim=True), value[:, :, :80].amax(2, keepdim=True)
+    rounding = 2 * torch.finfo(dtype).eps * value.abs().max()
+    assert ((low - rounding <= out) & (out <= high + rounding)).all()
+    if content == "few" and dtype == torch.float32:  # a constant feature does not change the others
+        query, key, value = inputs(q_len=300, head_dim=16)
+        constant = torch.full_like(value[..., :1], 0.3)
+        more = wildcat(query, key, torch.cat((value, constant), 3), num_samples=40)
+        assert relative_error(more[..., :-1], wildcat(query, key, value, num_samples=40)) < 1e-4
+        torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))
 
 
 def gradients(form, tensors, mask, num_samples, num_candidates):
     """Output and gradients of a weighted sum of the outputs at valid queries."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out = form(*leaves, attention_mask=mask, num_samples=num_samples, num_candidates=num_candidates)
+    out = form("wildcat", *leaves, attention_mask=mask, num_samples=num_samples, num_candidates=num_candidates)
     if mask is not None and mask.shape[1] == out.shape[2]:
         out = out * mask[:, None, :, None]
     weight = numbers(*out.shape, seed=4)
     return [out.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves)]
 
 
-def naive(*tensors, **options):
-    return naive_attention("wildcat", *tensors, **options)
+def check_readable_form(tensors, mask, *sizes):
+    for x, y in zip(*(gradients(f, tensors, mask, *sizes) for f in (hea.attention, hea.naive_attention)), strict=True):
+        assert relative_error(x, y) < 1e-9
 
 
-@pytest.mark.parametrize("content", ["normal", "large", "smooth"])
-@pytest.mark.parametrize("padding", ["none", "holes", "left", "empty"])
-@pytest.mark.parametrize("shape", [{}, {"head_dim": 12, "value_dim": 7}, {"q_len": 128, "kv_len": 90}])
-def test_the_form_is_the_readable_form(shape, padding, content):
-    """All candidates at one distance and not, and with fewer keys than a coreset has."""
-    tensors = inputs(**{"batch": 2, "num_heads": 3, "q_len": 90} | shape, content=content, dtype=torch.float64)
-    mask = padding_mask(padding, 2, 90)
-    for sizes in ((16, 45), (16, 64), (70, 80)):
-        ours, readable = (gradients(form, tensors, mask, *sizes) for form in (wildcat, naive))
-        for x, y in zip(ours, readable, strict=True):
-            assert relative_error(x, y) < 1e-9
-
-
-def test_gradients_of_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
+def test_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
     """Large logits take outputs out of the range. With a larger bound, all denominators are below it."""
     tensors = inputs(q_len=90, spread=8.0, dtype=torch.float64)
     value = tensors[2].flatten(0, 1)
-    with torch.no_grad():
-        out = wildcat(*tensors, num_samples=16).flatten(0, 1)
+    out = wildcat(*tensors, num_samples=16).flatten(0, 1)
     assert ((out == value.amin(1, keepdim=True)) | (out == value.amax(1, keepdim=True))).any()
-    for ours, readable in zip(*(gradients(f, tensors, None, 16, 64) for f in (wildcat, naive)), strict=True):
-        assert relative_error(ours, readable) < 1e-9
-
+    check_readable_form(tensors, None, 16, 64)
     middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
+    with monkeypatch.context() as patched:
+        patched.setattr(coreset_ops, "regularized_solve", lambda kernel, right, ridge: -right)
+        out = wildcat(*tensors, num_samples=10).flatten(0, 1)
+        torch.testing.assert_close(out, middle.expand_as(out))
     monkeypatch.setattr(coreset_ops, "LEAST_DENOMINATOR", 2.0)
-    out, *grads = gradients(wildcat, tensors, None, 16, 64)
+    out, *grads = gradients(hea.attention, tensors, None, 16, 64)
     torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))
     weight = numbers(*out.shape, seed=4).sum(2, keepdim=True)
     ends = [tensors[2] == end(tensors[2], 2, keepdim=True) for end in (torch.amin, torch.amax)]
@@ -155,15 +130,10 @@ def test_gradients_of_outputs_that_are_clipped_and_without_a_denominator(monkeyp
     assert not grads[0].any() and not grads[1].any()
 
 
-def test_gradients_agree_with_finite_differences():
-    tensors = [x.requires_grad_() for x in inputs(num_heads=2, q_len=24, head_dim=3, dtype=torch.float64)]
-    torch.autograd.gradcheck(lambda *x: wildcat(*x, num_samples=5, num_candidates=12), tensors)
-
-
 def test_equal_keys_and_a_query_of_zeros():
     """The temperature is that of the least logit, or 0."""
     for query, key in ((1.0, 0.0), (0.0, 1.0), (1.0, 1e-6), (0.0, 0.0)):
         tensors = [x * f for x, f in zip(inputs(q_len=60, dtype=torch.float64), (query, key, 1.0), strict=True)]
-        out, *grads = gradients(wildcat, tensors, None, 8, 30)
+        out, *grads = gradients(hea.attention, tensors, None, 8, 30)
         assert relative_error(out, tensors[2].mean(2, keepdim=True).expand_as(out)) < 1e-3
         assert all(x.isfinite().all() for x in grads)

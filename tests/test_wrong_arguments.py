@@ -55,19 +55,6 @@ def test_names_of_other_packages(method, name, value, advice):
     refused(lambda: functional(*TENSORS, **{name: value}), f"{method}: ", f"{name!r}", advice)
 
 
-def test_a_mask_by_position_as_in_pytorch():
-    refused(lambda: hea.functional.nearfar_attention(*TENSORS, MASK), "by position", "attention_mask")
-    with pytest.raises(hea.UnsupportedAttentionError, match="the naive form has no dropout"):
-        hea.naive_attention("nearfar", *TENSORS, dropout_p=0.1)
-
-
-def test_a_hyperparameter_may_have_the_name_of_an_argument_elsewhere(monkeypatch):
-    names = (*hea.NearFarConfig.hyperparameters(), "causal")
-    monkeypatch.setattr(hea.NearFarConfig, "hyperparameters", classmethod(lambda cls: names))
-    with pytest.raises(TypeError, match="causal"):  # it reaches the config
-        hea.attention("nearfar", *TENSORS, causal=3)
-
-
 @pytest.mark.parametrize("call", [hea.attention, hea.naive_attention])
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("convert", [lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None])
@@ -78,41 +65,103 @@ def test_arrays_and_lists_instead_of_tensors(call, number, convert):
     refused(lambda: call(hea.NearFarConfig(compute_dtype="bfloat16"), *given), f"{name} must be a tensor")
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        ({"attention_mask": MASK.numpy()}, "give torch.as_tensor(attention_mask)"),
-        ({"attention_mask": MASK.tolist()}, "give torch.as_tensor(attention_mask)"),
-        ({"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
-        ({"is_causal": MASK}, "is_causal must be True or False, not "),
-        ({"scale": "x"}, "scale must be a number, or None"),
-        ({"dropout_p": None}, "dropout_p must be a number, not None"),
-        ({"dropout_p": "x"}, "dropout_p must be a number, not 'x'"),
-        ({"parameters": [MASK]}, "parameters must be a dictionary"),
-        ({"distance_bias": np.zeros((2, 3))}, "distance_bias must be a tensor"),
-    ],
-)
-def test_other_arguments_of_attention(options, advice):
-    refused(lambda: hea.attention("longformer", *TENSORS, **options), "longformer: ", advice)
+def longformer(**options):
+    return lambda: hea.attention("longformer", *TENSORS, **options)
+
+
+def distillation(**options):
+    return lambda: hea.DistillationOptions(**options)
+
+
+def bert(work):
+    """A call that is given a tiny model, which must stay as it is."""
+
+    def call():
+        model = tiny_model("bert")
+        try:
+            work(model)
+        finally:
+            assert model.config._attn_implementation == "sdpa"
+
+    return call
+
+
+ORDER = "before the tensors: hea.attention(method, query, key, value)"
+TWO = [BATCH, BATCH]
+STAGES = [("linear", 0.5, [1]), ("sdpa", 1.0)]
+# (what must be refused, parts of the message)
+REFUSED = [
+    (lambda: hea.functional.nearfar_attention(*TENSORS, MASK), "by position", "attention_mask"),
+    (lambda: hea.naive_attention("nearfar", *TENSORS, dropout_p=0.1), "the naive form has no dropout"),
+    (longformer(attention_mask=MASK.numpy()), "longformer: ", "give torch.as_tensor(attention_mask)"),
+    (longformer(attention_mask=MASK.tolist()), "longformer: ", "give torch.as_tensor(attention_mask)"),
+    (longformer(is_causal="no"), "longformer: ", "is_causal must be True or False, not 'no'"),
+    (longformer(is_causal=MASK), "longformer: ", "is_causal must be True or False, not "),
+    (longformer(scale="x"), "longformer: ", "scale must be a number, or None"),
+    (longformer(dropout_p=None), "longformer: ", "dropout_p must be a number, not None"),
+    (longformer(dropout_p="x"), "longformer: ", "dropout_p must be a number, not 'x'"),
+    (longformer(parameters=[MASK]), "longformer: ", "parameters must be a dictionary"),
+    (longformer(distance_bias=np.zeros((2, 3))), "longformer: ", "distance_bias must be a tensor"),
+    (
+        lambda: hea.attention("linformer", *TENSORS, **{hea.method_info("linformer").learned_parameters[0]: [1.0]}),
+        "must be a tensor, not a list",
+    ),
+    *((lambda x=x: hea.attention(*TENSORS, x), "a Tensor is no attention method", ORDER)
+      for x in ("nearfar", hea.NearFarConfig(), MASK)),
+    (lambda: hea.attention(QUERY, "nearfar", KEY, VALUE), ORDER),
+    (lambda: hea.naive_attention(*TENSORS, "nearfar"), ORDER),
+    (bert(lambda m: hea.convert("nearfar", m)), "a BertModel is no attention method", "hea.convert(model, method)"),
+    (bert(lambda m: hea.attention(m, *TENSORS)), "a BertModel is no attention method"),
+    (bert(lambda m: hea.extend_positions(200, m)), "holds no Transformers model"),
+    (bert(lambda m: hea.calibrate([BATCH], m, max_error=0.1)), "batches must be a list", "not <BertModel>"),
+    (lambda: hea.method_info(hea.LinearConfig()), "is a config, but a name is needed here: give 'linear'"),
+    (bert(lambda m: hea.convert(m, hea.EfficientAttentionConfig)), "EfficientAttentionConfig is a class"),
+    *((bert(lambda m, x=x: hea.convert(m, x)), f"unknown attention method {x!r}", "Known: ")
+      for x in (None, 3, ["nearfar"])),
+    (lambda: hea.attention("sdpa", *TENSORS), "'sdpa' is exact attention", "scaled_dot_product_attention"),
+    (lambda: hea.EfficientAttentionConfig("nearfar", num_samples=3), "unknown field 'num_samples'", "hyperparameters"),
+    (lambda: hea.EfficientAttentionConfig("nearfar", [1]), "hyperparameters must be a dictionary, not [1]"),
+    (lambda: hea.EfficientAttentionConfig.from_dict("nearfar"), "efficient_attention must be a dictionary"),
+    (distillation(lr=1), "DistillationOptions: unknown field 'lr'", "learning_rate"),
+    (distillation(learning_rate="a"), "learning_rate='a' must be a number above 0"),
+    (distillation(finetuning={"steps": 1}), "hea.FinetuningOptions(steps=...)"),
+    (distillation(seed="a"), "seed='a' must be an integer"),
+    (distillation(on_step=3), "on_step must be a function or None"),
+    (lambda: hea.FinetuningOptions(steps=1, step=3), "Did you mean 'steps'?"),
+    (lambda: hea.FinetuningOptions(steps=1, lora_rank="4"), "lora_rank='4' must be 1 or more"),
+    (
+        bert(lambda m: hea.distill(m, "linear", TWO, steps=1, learning_rate=0.1)),
+        "options=hea.DistillationOptions(learning_rate=...)",
+    ),
+    (bert(lambda m: hea.distill(m, "linear", TWO, steps=1, options={"seed": 1})), "options must be"),
+    (lambda: hea.UptrainingSchedule(STAGES), "hyperparameters of a stage must be"),
+    (bert(lambda m: hea.convert(m, "linear", layers=m.encoder.layer)), "<BertLayer>"),
+    *((bert(lambda m, x=x, f=f: f(m, x)), f"not {x!r}: write layers=[...]")
+      for x in (1, True, "0-1", {"layers": [0]}, 0.5)
+      for f in (
+          lambda m, x: hea.convert(m, "linear", layers=x),
+          lambda m, x: hea.convert(m, hea.LinearConfig(), layers=x),
+          lambda m, x: hea.convert(m, {"method": "linear"}, layers=x),
+          lambda m, x: hea.distill(m, "linear", TWO, steps=1, layers=x),
+      )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=range(len(REFUSED)))
+def test_refused(case):
+    work, *parts = case
+    refused(work, *parts)
+
+
+def test_what_is_similar_is_accepted(monkeypatch):
     assert hea.attention("longformer", *TENSORS, scale=np.float32(0.5), attention_mask=MASK).shape == QUERY.shape
-
-
-def test_a_learned_parameter_must_be_a_tensor():
-    name = hea.method_info("linformer").learned_parameters[0]
-    refused(lambda: hea.attention("linformer", *TENSORS, **{name: [1.0]}), f"{name} must be a tensor, not a list")
-
-
-def test_swapped_arguments():
-    order = "before the tensors: hea.attention(method, query, key, value)"
-    for config in ("nearfar", hea.NearFarConfig(), MASK):
-        refused(lambda: hea.attention(*TENSORS, config), "a Tensor is no attention method", order)  # noqa: B023
-    refused(lambda: hea.attention(QUERY, "nearfar", KEY, VALUE), order)
-    refused(lambda: hea.naive_attention(*TENSORS, "nearfar"), order)
-    model = tiny_model("bert")
-    refused(lambda: hea.convert("nearfar", model), "a BertModel is no attention method", "hea.convert(model, method)")
-    refused(lambda: hea.attention(model, *TENSORS), "a BertModel is no attention method")
-    refused(lambda: hea.extend_positions(200, model), "holds no Transformers model")
-    refused(lambda: hea.calibrate([BATCH], model, max_error=0.1), "batches must be a list", "not <BertModel>")
+    for layers in (np.array([1]), torch.tensor([1]), range(1, 2), (1,)):
+        assert hea.convert(tiny_model("bert"), "linear", layers=layers).config.efficient_attention["layers"] == [1]
+    # A hyperparameter may have the name of an argument elsewhere: it reaches the config.
+    names = (*hea.NearFarConfig.hyperparameters(), "causal")
+    monkeypatch.setattr(hea.NearFarConfig, "hyperparameters", classmethod(lambda cls: names))
+    with pytest.raises(TypeError, match="causal"):
+        hea.attention("nearfar", *TENSORS, causal=3)
 
 
 def classes(config_class):
@@ -141,16 +190,6 @@ def test_a_class_instead_of_a_config(number):
     refused(classes(hea.LinearConfig)[number], "LinearConfig is a class: give the config LinearConfig()", "'linear'")
 
 
-def test_other_things_that_are_no_method():
-    model = tiny_model("bert")
-    refused(lambda: hea.method_info(hea.LinearConfig()), "is a config, but a name is needed here: give 'linear'")
-    refused(lambda: hea.convert(model, hea.EfficientAttentionConfig), "EfficientAttentionConfig is a class")
-    for value in (None, 3, ["nearfar"]):
-        refused(lambda: hea.convert(model, value), f"unknown attention method {value!r}", "Known: ")  # noqa: B023
-    refused(lambda: hea.attention("sdpa", *TENSORS), "'sdpa' is exact attention", "scaled_dot_product_attention")
-    assert model.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize("name", ["NEARFAR", "NearFar", "Nearfar", "near_far", "nearfr"])
 def test_names_in_another_case_are_suggested(name):
     for work in (hea.method_info, lambda name: hea.convert(tiny_model("bert"), name)):
@@ -173,43 +212,6 @@ def test_unknown_fields_of_a_config(method):
         refused(lambda: config_class.from_dict(values), "must be a dictionary", config_class.__name__)  # noqa: B023
     config = config_class(seed=3)
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config_class.from_dict(config.to_dict())
-
-
-def test_unknown_fields_of_other_options():
-    message = refused(lambda: hea.EfficientAttentionConfig("nearfar", num_samples=3), "unknown field 'num_samples'")
-    assert "hyperparameters" in message and "entries" not in message
-    refused(lambda: hea.EfficientAttentionConfig("nearfar", [1]), "hyperparameters must be a dictionary, not [1]")
-    refused(lambda: hea.EfficientAttentionConfig.from_dict("nearfar"), "efficient_attention must be a dictionary")
-    refused(lambda: hea.DistillationOptions(lr=1), "DistillationOptions: unknown field 'lr'", "learning_rate")
-    refused(lambda: hea.FinetuningOptions(steps=1, step=3), "Did you mean 'steps'?")
-    refused(lambda: hea.DistillationOptions(learning_rate="a"), "learning_rate='a' must be a number above 0")
-    refused(lambda: hea.DistillationOptions(finetuning={"steps": 1}), "hea.FinetuningOptions(steps=...)")
-    refused(lambda: hea.DistillationOptions(seed="a"), "seed='a' must be an integer")
-    refused(lambda: hea.DistillationOptions(on_step=3), "on_step must be a function or None")
-    refused(lambda: hea.FinetuningOptions(steps=1, lora_rank="4"), "lora_rank='4' must be 1 or more")
-    model, data = tiny_model("bert"), [BATCH, BATCH]
-    refused(
-        lambda: hea.distill(model, "linear", data, steps=1, learning_rate=0.1),
-        "options=hea.DistillationOptions(learning_rate=...)",
-    )
-    refused(lambda: hea.distill(model, "linear", data, steps=1, options={"seed": 1}), "options must be")
-    refused(lambda: hea.UptrainingSchedule([("linear", 0.5, [1]), ("sdpa", 1.0)]), "hyperparameters of a stage must be")
-
-
-@pytest.mark.parametrize("layers", [1, True, "0-1", {"layers": [0]}, 0.5])
-def test_layers_that_are_no_list(layers):
-    model, sentence = tiny_model("bert"), f"not {layers!r}: write layers=[...]"
-    refused(lambda: hea.convert(model, "linear", layers=layers), sentence)
-    refused(lambda: hea.convert(model, hea.LinearConfig(), layers=layers), sentence)
-    refused(lambda: hea.convert(model, {"method": "linear"}, layers=layers), sentence)
-    refused(lambda: hea.distill(model, "linear", [BATCH, BATCH], steps=1, layers=layers), sentence)
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_layers_by_other_sequences_work():
-    for layers in (np.array([1]), torch.tensor([1]), range(1, 2), (1,)):
-        assert hea.convert(tiny_model("bert"), "linear", layers=layers).config.efficient_attention["layers"] == [1]
-    refused(lambda: hea.convert(tiny_model("bert"), "linear", layers=tiny_model("bert").encoder.layer), "<BertLayer>")
 
 
 @pytest.mark.parametrize(
@@ -245,33 +247,31 @@ def test_wrong_constructions_of_a_cache():
 
 def test_calibration_on_sequences_within_the_budgets():
     """Padding does not count: these sequences have 20 tokens, and every method computes them exactly."""
-    batch = tiny_batch("bert", length=70)
-    batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
-    batch["attention_mask"][:, :20] = 1
-    options = {"max_error": 0.2, "budgets": [32, 64]}
+    batch, model = tiny_batch("bert", length=70), tiny_model("bert")
+    longer = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    batch = {**longer, "attention_mask": (torch.arange(70) < 20).expand(2, -1).long()}
+
+    def calibrate(*batches, max_error=5.0, **options):
+        return hea.calibrate(model, list(batches), max_error=max_error, **options)
+
     for methods in (None, ["nearfar"], "auto"):
         refused(
-            lambda: hea.calibrate(tiny_model("bert"), [batch], methods=methods, **options),  # noqa: B023
+            lambda: calibrate(batch, methods=methods, budgets=[32, 64]),  # noqa: B023
             "the longest sequence has 20 tokens without its padding. Budgets of 32, 64 columns save nothing",
             "computes a sequence within its budget exactly",
         )
-    refused(lambda: hea.calibrate(tiny_model("bert"), [batch], max_error=0.2, budgets=8), "write budgets=[...]")
-    refused(lambda: hea.calibrate(tiny_model("bert"), [batch], max_error=0.2, methods=3), "unknown attention method 3")
-    longer = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    found = hea.calibrate(tiny_model("bert"), [batch, longer], max_error=5.0, methods="longformer", budgets=[32, 64])
+    refused(lambda: calibrate(batch, budgets=8), "write budgets=[...]")
+    refused(lambda: calibrate(batch, methods=3), "unknown attention method 3")
+    found = calibrate(batch, longer, methods="longformer", budgets=[32, 64])
     assert found.calibrated_length == 70
-
-
-def test_calibration_on_sequences_that_the_default_budget_covers():
-    """The default budgets compute 70 tokens exactly, which is refused; budgets that are given are measured."""
-    batch, model = tiny_batch("bert", length=70), tiny_model("bert")
+    # The default budgets compute 70 tokens exactly, which is refused; budgets that are given are measured.
     refused(
-        lambda: hea.calibrate(model, [batch], max_error=5.0, methods=["nearfar"]),
+        lambda: calibrate(longer, methods=["nearfar"]),
         "the longest sequence has 70 tokens without its padding, which nearfar (up to 256 tokens) computes exactly",
         "budgets=[...]",
     )
-    assert hea.calibrate(model, [batch], max_error=5.0, methods=["nearfar"], budgets=[32]).method == "nearfar"
-    assert hea.calibrate(model, [batch], max_error=9.0, methods=["nystromformer"]).method == "nystromformer"
+    assert calibrate(longer, methods=["nearfar"], budgets=[32]).method == "nearfar"
+    assert calibrate(longer, methods=["nystromformer"], max_error=9.0).method == "nystromformer"
 
 
 def test_values_are_shown_in_one_line():

@@ -1,0 +1,25 @@
+"""What runs a test on every form, row or method of `instances.py`, and the comparison of tensors."""
+
+import pytest
+import torch
+
+from instances import DEFAULTS, INSTANCES, forms
+
+# The forms of the first row of every method.
+FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
+FIRST_FORMS = [pytest.param(i, c, id=f"{i.method}{'-causal' if c else ''}") for i in FIRST.values() for c in i.forms]
+FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
+each_form = pytest.mark.parametrize(("instance", "is_causal"), FORMS)
+each_first_form = pytest.mark.parametrize(("instance", "is_causal"), FIRST_FORMS)
+each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
+each_method = pytest.mark.parametrize("instance", DEFAULTS, ids=str)
+
+
+def close(ours, other, tolerance: float = 1e-9) -> None:
+    """Equal up to a tolerance, absolute and relative."""
+    torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
+
+
+def differs(ours, other, least: float = 0.01) -> bool:
+    """Whether the relative difference is larger than `least`, so that a comparison can fail."""
+    return ((ours - other).double().norm() / other.double().norm()).item() > least
