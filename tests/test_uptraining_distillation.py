@@ -232,7 +232,9 @@ def test_a_failed_distillation_leaves_the_former_attention(failure, monkeypatch)
         target, sentence = stage("linear", **HEDGEHOG, distill=3), "budget"
         # As for sequences that a method computes exactly.
         monkeypatch.setattr("hf_efficient_attn.training.distillation.Distillation.step", lambda *given: [])
-        monkeypatch.setattr("hf_efficient_attn.training.distillation.Distillation.why_idle", "within the budget")
+        monkeypatch.setattr(
+            "hf_efficient_attn.training.distillation.Distillation.why_idle", lambda given: "within the budget"
+        )
     before = dict(model.named_parameters())
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
         switch_stage(model, None, target, 0, StageDistillation(batches()))
@@ -386,7 +388,7 @@ def test_another_distillation_is_refused_at_resumption(tmp_path):
 def test_a_model_that_is_in_the_first_stage_is_not_distilled(tmp_path, monkeypatch):
     model = hea.convert(classifier(), "linformer", **LINFORMER)
     warnings: list[str] = []
-    monkeypatch.setattr("hf_efficient_attn.training.stage_distillation.logger.warning", warnings.append)
+    monkeypatch.setattr("hf_efficient_attn.training.schedule.logger.warning", warnings.append)
     trainer = trainer_of(tmp_path, TWO, model, steps=4)
     trainer.train()
     assert distilled(trainer) == [(3, "flurka_linear", 10)]

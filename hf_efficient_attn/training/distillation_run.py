@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import islice
 from types import NoneType
 from typing import Any
 
 from torch import nn
-from tqdm import tqdm
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
@@ -16,14 +14,12 @@ from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.models import snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.training.attention_loss import DivergedError, check_loss
+from hf_efficient_attn.training.attention_loss import check_loss
 from hf_efficient_attn.training.batches import batch_stream
-from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, LayerLoss
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
+from hf_efficient_attn.training.steps import DivergedError, Training
 from hf_efficient_attn.training.teachability import refuse_converted, refuse_nothing_to_learn
-
-# Batches after which a method that computed all of them exactly is refused.
-_PATIENCE = 8
 
 
 def distill(
@@ -85,7 +81,6 @@ def distill(
         run = DistillationRun(model, teacher, steps, loss, options)
         run.train_layers(stream)
         if options.finetuning is not None:
-            run.begin_finetuning()
             run.train_outputs(stream)
     except (DivergedError, KeyboardInterrupt):
         raise
@@ -112,13 +107,6 @@ def _check_options(options: object, hyperparameters: Mapping[str, Any]) -> Disti
 class DistillationRun:
     """The two stages of a distillation, which can be saved after any step and continued.
 
-    Args:
-        model: a converted model.
-        teacher: the result of `make_teacher` for the model before its conversion.
-        num_steps: the number of steps of the first stage.
-        loss: as in `distill`.
-        options: as in `distill`.
-
     Attributes:
         distillation: the first stage.
         finetuning: the second stage; None before it begins.
@@ -130,7 +118,6 @@ class DistillationRun:
         self._model, self._teacher, self._options = model, teacher, options
         self.distillation = Distillation(model, num_steps, loss, options)
         self.finetuning: Finetuning | None = None
-        self._trained = 0  # steps of this process in which some layer was trained
 
     @property
     def num_batches(self) -> int:
@@ -138,39 +125,8 @@ class DistillationRun:
         return self.distillation.step_number + (0 if self.finetuning is None else self.finetuning.step_number)
 
     def train_layers(self, stream: Iterator[Batch]) -> None:
-        """The steps that remain of the first stage, with a progress bar. The model then has the parameters.
-
-        Raises:
-            UnsupportedAttentionError: no layer computes the method on the first batches.
-            DivergedError: see `Distillation.step`.
-            Interrupted: the user interrupted the training. The model has the parameters of the last step.
-        """
-        with partial_result(lambda: self._model):
-            try:
-                self._train_layers(stream)
-            except KeyboardInterrupt:
-                self.distillation.store()
-                raise
-        self.distillation.store()
-
-    def _train_layers(self, stream: Iterator[Batch]) -> None:
-        distillation, on_step = self.distillation, self._options.on_step
-        num_steps, done = distillation.num_steps, distillation.step_number
-        with self._bar("distillation", num_steps, done) as bar:
-            for batch in islice(stream, num_steps - done):
-                losses = distillation.step(batch)
-                self._trained += bool(losses)
-                if not self._trained and distillation.step_number >= done + min(_PATIENCE, num_steps - done):
-                    raise UnsupportedAttentionError(distillation.why_idle)
-                if losses:
-                    bar.set_postfix(loss=f"{sum(x.loss for x in losses) / len(losses):.3f}", refresh=False)
-                bar.update()
-                if on_step is not None:
-                    on_step(distillation.step_number, losses)
-
-    def _bar(self, name: str, num_steps: int, done: int) -> "tqdm[Any]":
-        disable = None if self._options.show_progress else True
-        return tqdm(total=num_steps, initial=done, desc=name, disable=disable)
+        """The steps that remain of the first stage, with the exceptions of `Training.run`."""
+        self._train(self.distillation, stream)
 
     def begin_finetuning(self) -> Finetuning:
         """Begin the second stage, after the first; `options.finetuning` must be given."""
@@ -179,44 +135,21 @@ class DistillationRun:
         return self.finetuning
 
     def train_outputs(self, stream: Iterator[Batch]) -> None:
-        """The steps that remain of the second stage, with a progress bar.
+        """The steps that remain of the second stage."""
+        self._train(self.finetuning or self.begin_finetuning(), stream)
 
-        Raises:
-            DivergedError: see `Finetuning.step`.
-            Interrupted: the user interrupted the training. The model has the parameters of the last step.
-        """
-        finetuning, on_step = self.finetuning or self.begin_finetuning(), self._options.on_step
-        num_steps, done = finetuning.options.steps, finetuning.step_number
-        try:
-            with partial_result(lambda: self._model), self._bar("fine-tuning", num_steps, done) as bar:
-                for batch in islice(stream, num_steps - done):
-                    loss = finetuning.step(batch)
-                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                    bar.update()
-                    if on_step is not None:
-                        on_step(finetuning.step_number, [LayerLoss(None, finetuning.options.target, loss)])
-        except DivergedError:
-            raise
-        except KeyboardInterrupt:
-            finetuning.finish()
-            raise
-        except BaseException:
-            finetuning.abandon()
-            raise
-        finetuning.finish()
+    def _train(self, training: Training, stream: Iterator[Batch]) -> None:
+        with partial_result(lambda: self._model):
+            training.run(stream, self._options.on_step, show_progress=self._options.show_progress)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
-        state: dict[str, Any] = {"distillation": self.distillation.state_dict()}
+        state = {"distillation": self.distillation.state_dict()}
         return state if self.finetuning is None else {**state, "finetuning": self.finetuning.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict` of a run of the same model with the same arguments.
-
-        Raises:
-            UnsupportedAttentionError: the state belongs to other layers or parameters.
-        """
+        """Continue from the result of `state_dict`, as `Training.load_state_dict` does."""
         self.distillation.load_state_dict(state["distillation"])
         if "finetuning" in state:
-            self.distillation.store()
+            self.distillation.finish()
             self.begin_finetuning().load_state_dict(state["finetuning"])
