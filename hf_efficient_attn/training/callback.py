@@ -88,7 +88,6 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         # Remains true if Trainer makes the callback again from `state`, which cannot hold batches.
         self.has_own_distillation = distillation_batches is not None or distillation_options is not None
         self._distillation: StageDistillation | None = None
-        self.files: dict[str, int] = {}
         self._hook: Any = None
         self._output_dir: str | None = None
         self._step = 0
@@ -97,14 +96,10 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The entry in `trainer_state.json`: the stages, the total number of steps, and the files of the checkpoint."""
-        self.files = self._saved_files()
+        attributes = {"total_steps": self.total_steps, "has_own_distillation": self.has_own_distillation}
         return {
             "args": {"schedule": self.schedule.to_list()},
-            "attributes": {
-                "total_steps": self.total_steps,
-                "files": self.files,
-                "has_own_distillation": self.has_own_distillation,
-            },
+            "attributes": {**attributes, "files": self._saved_files()},
         }
 
     def _saved_files(self) -> dict[str, int]:

@@ -1,14 +1,12 @@
 """Distillation of a checkpoint folder into another folder, which can be interrupted and continued."""
 
-import dataclasses
 import hashlib
 import pathlib
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,100 +23,18 @@ from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import check_drawing
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training.attention_loss import check_loss
 from hf_efficient_attn.training.chart import draw
-from hf_efficient_attn.training.distillation import DistillationOptions
-from hf_efficient_attn.training.distillation_run import DistillationRun
-from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
+from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
+from hf_efficient_attn.training.plan import Output, Plan, Target
 from hf_efficient_attn.training.saved_state import SavedState, noting_interruption
 from hf_efficient_attn.training.steps import DivergedError, LayerLoss
 from hf_efficient_attn.training.teachability import refuse_converted, why_nothing_to_learn
-from hf_efficient_attn.training.training_data import BatchSize, TrainingData, mean, update
+from hf_efficient_attn.training.training_data import TrainingData, mean, update
 
 FORMAT = 1
 # A state of another format cannot be continued.
 FORMAT_OF_STATE = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where the result of `distill_checkpoint` goes.
-
-    Attributes:
-        folder: the folder to write.
-        max_length, base_model, force: as in `convert_checkpoint`.
-        restart: discard a saved state.
-        write_now: write the checkpoint from the saved state, without further training.
-    """
-
-    folder: pathlib.Path
-    max_length: int | None = None
-    base_model: str | None = None
-    force: bool = False
-    restart: bool = False
-    write_now: bool = False
-
-
-class Target(NamedTuple):
-    """The attention to distill: a method, its hyperparameters, and the layers to convert (None for all)."""
-
-    method: str
-    hyperparameters: Mapping[str, Any] = {}
-    layers: Sequence[Layer] | None = None
-
-
-class Processes(NamedTuple):
-    """The number of this process, of which 0 writes all files, how many there are, and what waits for all of them.
-
-    `options.reduce` must be given for more than one.
-    """
-
-    rank: int = 0
-    total: int = 1
-    wait: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How `distill_checkpoint` trains.
-
-    Attributes:
-        steps: number of steps of the first stage.
-        loss: as in `hea.distill`.
-        size: the size of a batch.
-        save_steps: the state is saved, and the error is measured, after this many steps.
-        options: as in `hea.distill`, with the second stage.
-        processes: in a distributed training. Each process learns from its own part of the batches.
-    """
-
-    steps: int = 300
-    loss: str = "output"
-    size: BatchSize = field(default_factory=BatchSize)
-    save_steps: int = 50
-    options: DistillationOptions = field(default_factory=DistillationOptions)
-    processes: Processes = field(default_factory=Processes)
-
-    def __post_init__(self) -> None:
-        check_loss(self.loss)
-
-    @property
-    def num_batches(self) -> int:
-        """The number of steps of both stages."""
-        return self.steps + (self.options.finetuning.steps if self.options.finetuning else 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan in plain values, by the names of the options of `hf-efficient-attn distill`."""
-        options, size, second = self.options, self.size, self.options.finetuning
-        names = {"finetune_steps": "steps", "finetune_target": "target", "finetune_learning_rate": "learning_rate"}
-        return {
-            "steps": self.steps,
-            "loss": self.loss,
-            "length": size.length,
-            "batch_size": size.num_inputs,
-            "learning_rate": options.learning_rate,
-            "seed": options.seed,
-            **{name: getattr(second, key, None) for name, key in (names | {"lora_rank": "lora_rank"}).items()},
-        }
 
 
 def distill_checkpoint(
@@ -180,13 +96,13 @@ class _CheckpointRun:
         if (reason := why_nothing_to_learn([config])) is not None:
             raise UnsupportedAttentionError(reason)
         self._plan, self._output, self._execution, self._attention = plan, output, execution, method_label(config)
-        limits: dict[str, Any] = {
-            "max_length": output.max_length,
-            "base_model": output.base_model,
-            "force": output.force,
-        }
         self._conversion = conversion = Conversion(
-            source.name, output.folder, allow_pickle=source.allow_pickle, **limits
+            source.name,
+            output.folder,
+            max_length=output.max_length,
+            base_model=output.base_model,
+            force=output.force,
+            allow_pickle=source.allow_pickle,
         )
         self.model = model = conversion.model
         refuse_converted(
@@ -205,18 +121,20 @@ class _CheckpointRun:
         move: Callable[..., object] = model.to  # the annotations of Transformers are wrong
         move(source.device or model.device)
         # The head of a language model would compute a large matrix that is not needed.
-        finetuning, teacher = plan.options.finetuning, None
-        trained: nn.Module = model if finetuning and finetuning.target == "logits" else model.base_model
+        finetuning = plan.options.finetuning
+        self._trained: nn.Module = model if finetuning and finetuning.target == "logits" else model.base_model
+        self._teacher: nn.Module | None = None
         if finetuning is not None:
             with torch.no_grad():  # a refusal would otherwise come after the first stage
-                outputs_of(trained, data.batch(data.held_out[0]), finetuning.target)
-            teacher = make_teacher(trained, finetuning, "give --lora-rank N, which trains adapters in float32")
+                outputs_of(self._trained, data.batch(data.held_out[0]), finetuning.target)
+            advice = "give --lora-rank N, which trains adapters in float32"
+            self._teacher = make_teacher(self._trained, finetuning, advice)
         conversion.switch(target.method, dict(target.hyperparameters), target.layers)
-        options = dataclasses.replace(plan.options, on_step=self._after_step)
-        self._run = DistillationRun(trained, teacher, plan.steps, plan.loss, options)
+        self._distillation = Distillation(self._trained, plan.steps, plan.loss, plan.options)
+        self._finetuning: Finetuning | None = None  # until it begins
         self._state = SavedState(conversion.place.path, self._request())
-        # What is saved beside the state of the run: errors by layer, losses of the second stage, rows, and the losses
-        # since the last row.
+        # What is saved beside the states of the stages: errors by layer, losses of the second stage, rows, and the
+        # losses since the last row.
         self._record: dict[str, Any] = {"before": None, "after": None, "outputs": None, "history": [], "recent": []}
         # The steps that were done before this call, and those that the saved state contains.
         self._resumed_at: int | None = None
@@ -247,13 +165,27 @@ class _CheckpointRun:
             self._plan.processes.wait()
         values = self._state.load()
         if values is not None:
-            self._run.load_state_dict(values["run"])
+            self._distillation.load_state_dict(values["distillation"])
+            if values["finetuning"] is not None:
+                self._distillation.finish()
+                self._begin_finetuning().load_state_dict(values["finetuning"])
             self._record = values["record"]
-            self._resumed_at = self._saved_at = self._run.num_batches
+            self._resumed_at = self._saved_at = self._steps_done
         elif self._output.write_now:
             raise UnsupportedAttentionError(
                 f"--write-now: no state is saved in {self._state.folder}: leave it out to begin the training"
             )
+
+    @property
+    def _steps_done(self) -> int:
+        return self._distillation.step_number + (self._finetuning.step_number if self._finetuning else 0)
+
+    def _begin_finetuning(self) -> Finetuning:
+        options = self._plan.options
+        assert options.finetuning is not None
+        torch.manual_seed(options.seed)  # of LoRA's adapters
+        self._finetuning = Finetuning(self._trained, self._teacher, options.finetuning, options.reduce)
+        return self._finetuning
 
     def about(self) -> dict[str, Any]:
         """What is known before the training."""
@@ -277,11 +209,11 @@ class _CheckpointRun:
                 self._record["before"] = self._measure_layers()
             if self._output.write_now:
                 self._measure()
-                (self._run.finetuning or self._run.distillation).finish()
+                (self._finetuning or self._distillation).finish()
             else:
                 self._train()
         except DivergedError as error:
-            option = "--learning-rate" if self._run.finetuning is None else "--finetune-learning-rate"
+            option = "--learning-rate" if self._finetuning is None else "--finetune-learning-rate"
             advice = f"use a smaller {option} than {error.learning_rate:g}"
             if self._state.exists:
                 advice += (
@@ -296,28 +228,28 @@ class _CheckpointRun:
             raise Interrupted({**known, "is_over": self._is_over}) from None
 
     def _train(self) -> None:
-        run, options, processes = self._run, self._plan.options, self._plan.processes
+        options, processes = self._plan.options, self._plan.processes
         own = self._data.train[processes.rank :: processes.total]
-        stream = self._data.stream(own, options.seed, run.num_batches)
+        stream = self._data.stream(own, options.seed, self._steps_done)
         # What starts several processes passes Ctrl-C on to those that have received it already.
         with noting_interruption(is_alone=processes.total == 1) as self._interruption:
-            if run.finetuning is None:
-                run.train_layers(stream)
-            if options.finetuning is not None:
-                if run.finetuning is None:
-                    torch.manual_seed(options.seed)  # of LoRA's adapters
-                    run.begin_finetuning()
-                    self._record["outputs"] = {"before": self._measure_outputs(), "after": None}
-                run.train_outputs(stream)
+            if self._finetuning is None:
+                self._distillation.run(stream, self._after_step, show_progress=options.show_progress)
+                if options.finetuning is None:
+                    return
+                self._begin_finetuning()
+                self._record["outputs"] = {"before": self._measure_outputs(), "after": None}
+            assert self._finetuning is not None
+            self._finetuning.run(stream, self._after_step, show_progress=options.show_progress)
 
     def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
-        record, training = self._record, self._run.finetuning or self._run.distillation
+        record, training = self._record, self._finetuning or self._distillation
         if losses:
             record["recent"].append(statistics.fmean(one.loss for one in losses))
         is_row = step % self._plan.save_steps == 0 or step == training.num_steps
         if is_row:
-            stage = "layers" if self._run.finetuning is None else "outputs"
+            stage = "layers" if self._finetuning is None else "outputs"
             row = {"stage": stage, "step": step, "loss": mean(record["recent"]), "held_out": self._measure()}
             record["history"].append(row)
             record["recent"] = []
@@ -325,15 +257,17 @@ class _CheckpointRun:
         is_interrupted = self._is_interrupted()
         if is_row or is_interrupted:
             if self._plan.processes.rank == 0:
-                self._state.save({"run": self._run.state_dict(), "record": record})
+                second = None if self._finetuning is None else self._finetuning.state_dict()
+                first = self._distillation.state_dict()
+                self._state.save({"distillation": first, "finetuning": second, "record": record})
             self._plan.processes.wait()
-            self._saved_at = self._run.num_batches
+            self._saved_at = self._steps_done
         if is_interrupted:
             raise KeyboardInterrupt
 
     def _is_interrupted(self) -> bool:
         """Whether Ctrl-C was pressed or the time is over; in a distributed training, in any of the processes."""
-        is_last = self._run.num_batches == self._plan.num_batches
+        is_last = self._steps_done == self._plan.num_batches
         is_over = not is_last and self._execution.seconds_left() <= 0
         flags, reduce = [self._interruption.is_set(), is_over], self._plan.options.reduce
         if reduce is not None:
@@ -343,7 +277,7 @@ class _CheckpointRun:
 
     def _measure(self) -> float | None:
         """Measure what the present stage improves, and return its mean."""
-        if self._run.finetuning is None:
+        if self._finetuning is None:
             self._record["after"] = errors = self._measure_layers()
             return mean([entry["error"] for entry in errors])
         self._record["outputs"]["after"] = loss = self._measure_outputs()
@@ -353,15 +287,15 @@ class _CheckpointRun:
         """The relative error of each layer, as a mean over the batches that are held out."""
         found: dict[tuple[Layer | None, str], list[float]] = defaultdict(list)
         for batch in self._data.batches(self._data.held_out):
-            for one in self._run.distillation.measure(batch):
+            for one in self._distillation.measure(batch):
                 found[one.layer, one.name].append(one.loss)
         if not found:
-            raise UnsupportedAttentionError(self._run.distillation.why_idle())
+            raise UnsupportedAttentionError(self._distillation.why_idle())
         return [{"layer": layer, "name": name, "error": mean(errors)} for (layer, name), errors in found.items()]
 
     def _measure_outputs(self) -> float | None:
-        assert self._run.finetuning is not None
-        return mean([self._run.finetuning.measure(batch) for batch in self._data.batches(self._data.held_out)])
+        assert self._finetuning is not None
+        return mean([self._finetuning.measure(batch) for batch in self._data.batches(self._data.held_out)])
 
     def write(self) -> dict[str, Any]:
         """Write the checkpoint, and remove the state if the training is complete.
@@ -372,8 +306,8 @@ class _CheckpointRun:
         before, after = record["before"], record["after"]
         result = {
             **self.about(),
-            "steps_done": self._run.num_batches,
-            "complete": self._run.num_batches == self._plan.num_batches,
+            "steps_done": self._steps_done,
+            "complete": self._steps_done == self._plan.num_batches,
             "layers": [
                 {"layer": old["layer"], "name": old["name"], "before": old["error"], "after": new["error"]}
                 for old, new in zip(before, after, strict=True)
@@ -392,7 +326,7 @@ class _CheckpointRun:
         if processes.rank == 0:
             move: Callable[..., object] = self.model.to
             move("cpu")
-            report = self._conversion.write(is_trained=self._run.finetuning is not None, add_files=add_files) | report
+            report = self._conversion.write(is_trained=self._finetuning is not None, add_files=add_files) | report
             if result["complete"]:
                 self._state.remove()
         processes.wait()

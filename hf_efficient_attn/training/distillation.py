@@ -8,23 +8,29 @@ layer end at its inputs, so that the activations of only one layer are in memory
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
+from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, transformers_models
+from hf_efficient_attn.integration.models import attention_modules, snapshot, transformers_models
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.attention_loss import backward, check_loss, squared_error
-from hf_efficient_attn.training.finetuning import FinetuningOptions, check_rate
+from hf_efficient_attn.training.batches import batch_stream
+from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, check_rate, make_teacher
 from hf_efficient_attn.training.steps import DivergedError, Groups, LayerLoss, OnStep, Reduce, Training
+from hf_efficient_attn.training.teachability import refuse_converted, refuse_nothing_to_learn
 
 Capture = Callable[[nn.Module, Callable[[Call], None]], AbstractContextManager[None]]
 
@@ -64,6 +70,90 @@ class DistillationOptions(KnownFields):
         for name in ("on_step", "reduce"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UnsupportedAttentionError(f"{name} must be a function or None, not {shown(getattr(self, name))}")
+
+
+def distill(
+    model: nn.Module,
+    method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
+    batches: Iterable[Batch],
+    *,
+    steps: int,
+    layers: Sequence[Any] | None = None,
+    loss: str = "output",
+    options: DistillationOptions | None = None,
+    **hyperparameters: Any,
+) -> nn.Module:
+    """Convert a model in place and train the method's learned parameters to imitate the model's exact attention.
+
+    Only the learned parameters of the method change: feature maps, projections, proposals, convolutions. No labels are
+    needed. The training takes as long as `steps` forward passes of exact attention and a forward and backward pass of
+    the method in each layer, and the memory of one layer's activations besides the model.
+
+    Args:
+        model: a Transformers model with exact attention, or a module that contains some.
+        method_or_config: as in `hea.convert`.
+        batches: mappings of the model's arguments as tokenizers and data loaders give them (`attention_mask` included),
+            or tensors of its main input; at least two. A sequence is read in a random order for as many epochs as the
+            steps need, any other iterable in its own order; an iterator is held in memory.
+        steps: the number of batches to train on.
+        layers: as in `hea.convert`.
+        loss: "output" (normalised squares of the output's error), "weights" (cross entropy of the attention weights,
+            which costs about N / 128 times as much for N tokens) or "both".
+        options: learning rate and others.
+        **hyperparameters: of the method, as in `hea.convert`, for example `feature_map="hedgehog"`.
+
+    Returns:
+        The same model, converted. If the user interrupts the training it is converted as well, with the parameters of
+        the last step.
+
+    Raises:
+        UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches
+            or there is only one; the method computes all sequences exactly; an unknown loss; and as in `hea.convert`.
+            The model is then unchanged.
+        DivergedError: a loss was not finite. The model is converted, with the best parameters until then.
+
+    Example:
+        >>> batches = [tokenizer(text, return_tensors="pt") for text in texts]
+        >>> hea.distill(model, "linear", batches, steps=300, feature_map="hedgehog")
+        >>> model.save_pretrained("converted")
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UnsupportedAttentionError(f"steps={steps!r} must be an integer of 1 or more")
+    check_loss(loss)
+    options = _check_options(options, hyperparameters)
+    refuse_converted(model)
+    stream = batch_stream(batches, options.seed, steps)
+    before = snapshot(transformers_models(model))
+    teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
+    try:
+        convert(model, method_or_config, layers=layers, **hyperparameters)
+        refuse_nothing_to_learn(model)
+        distillation = Distillation(model, steps, loss, options)
+        with partial_result(lambda: model):
+            distillation.run(stream, options.on_step, show_progress=options.show_progress)
+            if options.finetuning is not None:
+                finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
+                finetuning.run(stream, options.on_step, show_progress=options.show_progress)
+    except (DivergedError, KeyboardInterrupt):
+        raise
+    except BaseException:
+        before.restore()
+        raise
+    return model
+
+
+def _check_options(options: object, hyperparameters: Mapping[str, Any]) -> DistillationOptions:
+    """The options, after a check that they are not given as a dictionary or among the hyperparameters."""
+    if not isinstance(options, (DistillationOptions, NoneType)):
+        raise UnsupportedAttentionError(
+            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
+        )
+    for spec in fields(DistillationOptions):
+        if spec.name in hyperparameters and spec.name != "seed":  # methods have a seed of their own
+            raise UnsupportedAttentionError(
+                f"{spec.name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({spec.name}=...)"
+            )
+    return options or DistillationOptions()
 
 
 class Distillation(Training):
