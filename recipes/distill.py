@@ -37,7 +37,8 @@ from hf_efficient_attn.evaluation.analyze import Source
 from hf_efficient_attn.evaluation.progress import Interrupted
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
-from hf_efficient_attn.training.distill_checkpoint import Output, Plan, Processes, Target, distill_checkpoint
+from hf_efficient_attn.training.distill_checkpoint import distill_checkpoint
+from hf_efficient_attn.training.plan import Output, Plan, Processes, Target
 from hf_efficient_attn.training.training_data import BatchSize
 from recipes.common import arguments
 from recipes.common.arguments import AttentionArguments, option

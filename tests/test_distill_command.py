@@ -16,7 +16,7 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.capture import forward
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.hub import write_card
-from hf_efficient_attn.training import distillation, saved_state
+from hf_efficient_attn.training import distill_checkpoint, distillation, saved_state
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning
 from hf_efficient_attn.training.training_data import BatchSize, TrainingData
@@ -103,12 +103,9 @@ def test_held_out_inputs_are_not_learned_from(made, text):  # noqa: F811
     data = TrainingData(model, made("bert"), text, BatchSize(30, 2), 100)
     numbers = [*data.train, *data.held_out]
     assert len(set(numbers)) == len(numbers) == 50 and len(data.held_out) == 2
-    stream = data.stream(data.train, seed=3, skip=5)
-    whole = data.stream(data.train, seed=3)
-    skipped = [next(whole) for _ in range(5)]
-    assert len(skipped) == 5 and torch.equal(next(stream)["input_ids"], next(whole)["input_ids"])
-    short = TrainingData(model, made("bert"), text, BatchSize(30, 2), 4)
-    assert len(short.train) == 4
+    skipped, whole = (data.stream(data.train, seed=3, skip=skip) for skip in (5, 0))
+    assert torch.equal(next(skipped)["input_ids"], [next(whole) for _ in range(6)][5]["input_ids"])
+    assert len(TrainingData(model, made("bert"), text, BatchSize(30, 2), 4).train) == 4
 
 
 def test_no_token_is_masked(made, text):  # noqa: F811
@@ -158,13 +155,14 @@ def test_card(base, tmp_path, capsys):
     assert "Distillation" not in (tmp_path / "other" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("key", ["tokens", "layers", "plan", "error_before"])
-def test_a_damaged_file_is_refused(key, base, tmp_path, capsys):
+def test_a_damaged_file_is_refused(base, tmp_path, capsys):
     assert command(*base, "-o", tmp_path / "out") == 0
     path = tmp_path / "out" / "distillation.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "many"}))
-    with pytest.raises(hea.UnsupportedAttentionError, match=rf"distillation\.json: {key} must be"):
-        write_card(tmp_path / "out")
+    written = json.loads(path.read_text())
+    for key in ("tokens", "layers", "plan", "error_before"):
+        path.write_text(json.dumps(written | {key: "many"}))
+        with pytest.raises(hea.UnsupportedAttentionError, match=rf"distillation\.json: {key} must be"):
+            write_card(tmp_path / "out")
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -233,13 +231,6 @@ def test_a_limit_of_time_ends_the_training_with_its_state_saved(options, base, t
     assert same(weights(tmp_path / "other"), weights(tmp_path / "whole"))
 
 
-def test_a_limit_of_time_is_refused_where_it_limits_nothing(base, tmp_path, capsys):
-    assert command(*base, "--write-now", "--minutes", 1, "-o", tmp_path / "out") == 2
-    assert "--write-now does not train, so that --minutes limits nothing" in capsys.readouterr().err
-    assert command(*base, "--minutes", 0, "-o", tmp_path / "out") == 2
-    assert "not a positive number of minutes" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("options", [(), SECOND], ids=["layers", "outputs"])
 def test_the_present_state_can_be_written(options, base, tmp_path, capsys, monkeypatch):
     again = stop_after(monkeypatch, 4, Finetuning if options else Distillation)
@@ -281,9 +272,9 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
     other.write_text(text.read_text().replace("w1 ", "w2 "))
     different = tmp_path / "source"
     shutil.copytree(made("bert"), different)
-    changed = weights(different)
-    changed["embeddings.word_embeddings.weight"][7] += 1
-    save_file(changed, different / "model.safetensors", metadata={"format": "pt"})
+    tensors = weights(different)
+    tensors["embeddings.word_embeddings.weight"][7] += 1
+    save_file(tensors, different / "model.safetensors", metadata={"format": "pt"})
     for position, value, message in (
         (base.index("--steps") + 1, 7, "with --steps 6"),
         (base.index("--length") + 1, 41, "with --length 40"),
@@ -296,6 +287,10 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
         shown = capsys.readouterr().err
         assert message in shown and "--restart discards it" in shown
     assert (tmp_path / "out.partial" / "state.pt").read_bytes() == state
+    with monkeypatch.context() as changed:
+        changed.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
+        assert command(*base, "-o", tmp_path / "out") == 2
+    assert "by another version of this package" in capsys.readouterr().err
     assert command(*base, "--seed", 1, "-o", tmp_path / "out") == 2
     assert command(*base, "--seed", 1, "--restart", "-o", tmp_path / "out") == 0
 
@@ -350,47 +345,42 @@ def refused(capsys, *arguments):
 
 
 def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
-    out = ["-o", tmp_path / "out"]
-    source, given = made("bert"), ["--data", text, *HEDGEHOG, *SMALL]
-
-    def changed(option, value):
-        return [value if i and base[i - 1] == option else x for i, x in enumerate(base)]
-
-    (tmp_path / "empty.txt").write_text(" \n")
-    assert "there is no text in it" in refused(capsys, *changed("--data", tmp_path / "empty.txt"), *out)
-    (tmp_path / "short.txt").write_text("w1 w2 w3 " * 40)
-    shown = refused(capsys, *changed("--data", tmp_path / "short.txt"), *out)
-    assert "short.txt has 3 windows of 40 tokens, which are a single batch of 2" in shown and "--batch-size" in shown
-    assert "has 6 tokens, but an input of 40" in refused(
-        capsys, *changed("--data", _write(tmp_path / "tiny.txt", "w1 w2 w3 w4 w5 w6")), *out
-    )
-    assert "no such file" in refused(capsys, *changed("--data", tmp_path / "none.txt"), *out)
-    assert "--length 200: the model takes 128 tokens" in refused(capsys, *changed("--length", 200), *out)
-    assert "is exact attention, which learns nothing" in refused(
-        capsys, "distill", source, "--data", text, "--method", "sdpa", *SMALL, *out
-    )
-    assert "kdeformer has no learned parameters" in refused(
-        capsys, "distill", source, "--data", text, "--method", "kdeformer", *SMALL, *out
-    )
-    assert "use feature_map='hedgehog'" in refused(
-        capsys, "distill", source, "--data", text, "--method", "linear", *SMALL, *out
-    )
-    assert "Did you mean 'output'?" in refused(capsys, *base, "--loss", "outputs", *out)
-    assert "--lora-rank needs --finetune-steps" in refused(capsys, *base, "--lora-rank", 2, *out)
-    assert "Did you mean 'logits'?" in refused(capsys, *base, *SECOND, "--finetune-target", "logit", *out)
-    assert "has no logits" in refused(capsys, *base, *SECOND, "--finetune-target", "logits", *out)
-    assert "must be a number above 0" in refused(capsys, *base, "--learning-rate", 0, *out)
-    assert "no state is saved in" in refused(capsys, *base, "--write-now", *out)
-    assert "give one of them" in refused(capsys, *base, "--write-now", "--restart", *out)
+    out, at = ["-o", tmp_path / "out"], base.index("--data") + 1
+    for name, content, message in (
+        ("empty.txt", " \n", "there is no text in it"),
+        ("short.txt", "w1 w2 w3 " * 40, "has 3 windows of 40 tokens, which are a single batch of 2"),
+        ("tiny.txt", "w1 w2 w3 w4 w5 w6", "has 6 tokens, but an input of 40"),
+        ("none.txt", None, "no such file"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        assert message in refused(capsys, *base[:at], tmp_path / name, *base[at + 1 :], *out)
+    given = ["distill", made("bert"), "--data", text, *SMALL]
+    for method, message in (
+        ("sdpa", "is exact attention, which learns nothing"),
+        ("kdeformer", "kdeformer has no learned parameters"),
+        ("linear", "use feature_map='hedgehog'"),
+    ):
+        assert message in refused(capsys, *given, "--method", method, *out)
+    for options, message in (
+        (["--length", 200], "--length 200: the model takes 128 tokens"),
+        (["--loss", "outputs"], "Did you mean 'output'?"),
+        (["--lora-rank", 2], "--lora-rank needs --finetune-steps"),
+        ([*SECOND, "--finetune-target", "logit"], "Did you mean 'logits'?"),
+        ([*SECOND, "--finetune-target", "logits"], "has no logits"),
+        (["--learning-rate", 0], "must be a number above 0"),
+        (["--write-now"], "no state is saved in"),
+        (["--write-now", "--restart"], "give one of them"),
+        (["--write-now", "--minutes", 1], "--write-now does not train, so that --minutes limits nothing"),
+    ):
+        assert message in refused(capsys, *base, *options, *out)
+    assert "neither a folder nor the id" in refused(capsys, "distill", "no/such/model", *given[2:], *HEDGEHOG, *out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     assert "exists already; --force" in refused(capsys, *base, *out)
-    assert "neither a folder nor the id" in refused(capsys, "distill", "no/such/model", *given, *out)
-
-
-def _write(path, content):
-    path.write_text(content)
-    return path
+    capsys.readouterr()
+    assert command(*base, "--minutes", 0, "-o", tmp_path / "other") == 2
+    assert "not a positive number of minutes" in capsys.readouterr().err
 
 
 def test_a_converted_source_is_refused(base, tmp_path, capsys):
@@ -401,11 +391,11 @@ def test_a_converted_source_is_refused(base, tmp_path, capsys):
 
 def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
     # Only a method that is exact up to some length and learns something; a user's own can be one.
-    def idle(self, call):
+    def is_exact(self, call, method):
         self._why_idle[call.tokens] = f"sequences of {call.tokens} tokens are within the budget"
-        return None, None
+        return True
 
-    monkeypatch.setattr(Distillation, "_trained_in", idle)
+    monkeypatch.setattr(Distillation, "_is_exact", is_exact)
     assert command(*base, "-o", tmp_path / "out") == 2
     assert "sequences of 40 tokens are within the budget" in capsys.readouterr().err
 

@@ -109,7 +109,7 @@ def test_two_processes_average_their_gradients(given, made, text, tmp_path):  # 
         if step:
             runs[0].load_state_dict(state)
         runs[0].step(batches[0])
-    runs[0].store()
+    runs[0].finish()
     written = transformers.BertModel.from_pretrained(first_stage).eval()
     for name, p in model.state_dict().items():
         torch.testing.assert_close(written.state_dict()[name], p, msg=name)

@@ -43,13 +43,14 @@ def one_batch() -> dict[str, torch.Tensor]:
     return {name: torch.stack([torch.as_tensor(sample[name]) for sample in four]) for name in ("input_ids", "labels")}
 
 
-def trainer_of(folder, schedule, model=None, steps: int = 8, callbacks=(), **options) -> Trainer:
+def trainer_of(folder, schedule, model=None, steps: int = 8, callbacks=(), data=None, **options) -> Trainer:
     usual = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no"}
     arguments = TrainingArguments(
         str(folder), max_steps=steps, report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **{**usual, **options}
     )
     callbacks = [*([] if schedule is None else [hea.UptrainingCallback(schedule)]), *callbacks]
-    return Trainer(classifier() if model is None else model, arguments, train_dataset=samples(), callbacks=callbacks)
+    model = classifier() if model is None else model
+    return Trainer(model, arguments, train_dataset=data or samples(), callbacks=callbacks)
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -198,29 +199,26 @@ def test_learned_parameters_of_the_base_are_carried_over(family):
     assert all(after[name] is learned[name] and torch.equal(after[name], values[name]) for name in learned)
 
 
-def test_projection_shared_by_keys_and_values_becomes_two():
-    model = tiny_model("bert")
-    hea.convert(model, "linformer", projection_dim=8, share="kv")
+@pytest.mark.parametrize(
+    ("share", "after"),
+    [
+        ("kv", stage("flurka_linear", projection_dim=8, share="none")),
+        ("layers", stage("linformer", projection_dim=8, share="kv")),
+    ],
+)
+def test_a_shared_projection_becomes_several(share, after):
+    """Keys and values, or all layers, share it. The first keeps the parameter, and the others start from a copy."""
+    model = hea.convert(tiny_model("bert"), "linformer", projection_dim=8, share=share)
+    before = list(learned_parameters(model).values())
     with torch.no_grad():
-        for projection in learned_parameters(model).values():
+        for projection in before:
             projection.uniform_()
-    record = switch_stage(model, None, stage("flurka_linear", projection_dim=8, share="none"), 0)
-    assert len(record["carried"]) == 2 and all(name.endswith("value_projection") for name in record["started"])
+    record = switch_stage(model, None, after, 0)
     learned = learned_parameters(model)
-    for name in record["carried"]:
-        other = learned[name.replace("key_projection", "value_projection")]
-        assert torch.equal(learned[name], other) and learned[name] is not other
-
-
-def test_projection_shared_by_all_layers_becomes_one_per_layer():
-    model = tiny_model("bert")
-    hea.convert(model, "linformer", projection_dim=8, share="layers")
-    (projection,) = learned_parameters(model).values()
-    with torch.no_grad():
-        projection.uniform_()
-    switch_stage(model, None, stage("linformer", projection_dim=8, share="kv"), 0)
-    first, second = learned_parameters(model).values()
-    assert first is projection and torch.equal(second, projection) and second is not projection
+    kept = [p for p in learned.values() if any(p is old for old in before)]
+    new = [p for p in learned.values() if not any(p is old for old in before)]
+    assert len(kept) == len(before) == len(record["carried"]) and len(new) == len(before) == len(record["started"])
+    assert all(torch.equal(p, old) for p, old in zip(new, before, strict=True))
 
 
 def test_parameters_of_another_size_start_as_in_a_conversion():
@@ -425,27 +423,6 @@ def test_peft_lora_without_learned_parameters(tmp_path):
     assert all("lora" in name or "classifier" in name for name, p in model.named_parameters() if p.requires_grad)
 
 
-def test_best_model_is_in_its_own_stage(tmp_path):
-    """The best model gets the attention of its step, although the weights do not tell the stages apart."""
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=8, report_to="none", use_cpu=True, disable_tqdm=True, eval_strategy="steps",
-        eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="eval_order", greater_is_better=False,
-    )  # fmt: skip
-    stages = [("linear", 0.5), ("performer", 1.0, {"num_features": 16})]
-    # With this metric the first evaluation is the best.
-    trainer = Trainer(
-        classifier(),
-        arguments,
-        train_dataset=samples(),
-        eval_dataset=samples(8),
-        compute_metrics=lambda prediction: {"order": float(trainer.state.global_step)},
-        callbacks=[hea.UptrainingCallback(stages)],
-    )
-    trainer.train()
-    assert trainer.state.best_global_step == 2 and trainer.model.config._attn_implementation == "linear"
-
-
 def test_weights_under_older_names_can_be_resumed(tmp_path):
     """Transformers saves ViT under its names from before version 5, which Trainer cannot load."""
     generator = torch.Generator().manual_seed(1)
@@ -453,13 +430,9 @@ def test_weights_under_older_names_can_be_resumed(tmp_path):
 
     def trained(resume=None):
         torch.manual_seed(0)
-        arguments = TrainingArguments(
-            str(tmp_path), max_steps=6, report_to="none", use_cpu=True, disable_tqdm=True, save_steps=2,
-            per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        )  # fmt: skip
         model = tiny_class("vit", head=True)(tiny_config("vit"))
         stages = [("linformer", 3, {"projection_dim": 8}), ("linear", None)]
-        trainer = Trainer(model, arguments, train_dataset=images, callbacks=[hea.UptrainingCallback(stages)])
+        trainer = trainer_of(tmp_path, stages, model, data=images, steps=6, save_strategy="steps", save_steps=2)
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
         return trainer
 
@@ -498,11 +471,8 @@ def test_encoder_of_a_translation_model(tmp_path):
     assert hea.UptrainingSchedule(json.loads(json.dumps(schedule.to_list()))) == schedule
 
     def trained(resume=None):
-        arguments = TrainingArguments(
-            str(tmp_path), max_steps=5, report_to="none", use_cpu=True, disable_tqdm=True, save_steps=1,
-            logging_steps=1, per_device_train_batch_size=4,
-        )  # fmt: skip
-        trainer = Trainer(translator(), arguments, train_dataset=pairs, callbacks=[hea.UptrainingCallback(schedule)])
+        options = {"save_strategy": "steps", "save_steps": 1}
+        trainer = trainer_of(tmp_path, schedule, translator(), data=pairs, steps=5, **options)
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
         return trainer
 

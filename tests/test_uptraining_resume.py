@@ -175,51 +175,38 @@ def test_references_follow_their_stages(trainings):
     assert losses[0][:5] == losses[1][:5] and losses[0][5] != losses[1][5]
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        "forward@3", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8",
-        pytest.param("end@4", marks=pytest.mark.exhaustive),
-    ],
-)  # fmt: skip
-def test_kill_around_a_switch_at_a_checkpoint(trainings, tmp_path, kill):
-    """Learned parameters of the first stage continue in the second; the last checkpoint is that of the switch."""
-    kill_and_resume(trainings, tmp_path, "learned", kill)
+def more(case: str, *kills: str, at: int | None = None, also: tuple[str, ...] = ()):
+    """Kills outside of the core suite."""
+    return pytest.param(case, kills, at, also, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        "begin@4",
-        pytest.param("forward@3", marks=pytest.mark.exhaustive),
-        pytest.param("torn:model.safetensors@4", marks=pytest.mark.exhaustive),
-        pytest.param("forward@5", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_kill_around_a_distillation(trainings, tmp_path, kill):
-    """The distillation is repeated if the checkpoint is from before it, and not repeated otherwise."""
-    kill_and_resume(trainings, tmp_path, "distilled", kill)
+KILLS = [
+    # Around a switch at a checkpoint: learned parameters of the first stage continue in the second.
+    *(
+        ("learned", [kill], None, ())
+        for kill in ("forward@3", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8")
+    ),
+    more("learned", "end@4"),
+    # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise.
+    ("distilled", ["begin@4"], None, ()),
+    *(more("distilled", kill) for kill in ("forward@3", "torn:model.safetensors@4", "forward@5")),
+    # Weights do not tell the stage, the switch is between two checkpoints, and each step has two batches.
+    *(more("same", kill) for kill in ("substep@4", "forward@5", "begin@6", "before:rng_state.pth@6")),
+    more("same", "torn:trainer_state.json@6"),
+    # Repeated kills: exact attention, KDEformer, Linformer in bfloat16, keeping only the last two checkpoints.
+    ("three", ["forward@3"], 2, ()),
+    ("three", ["begin@6", "torn:optimizer.pt@8", "deleted@4", "forward@8"], 8, ()),
+    # The only checkpoint survives.
+    ("learned", ["torn:model.safetensors@4", "torn:optimizer.pt@4"], 2, ONE_KEPT),
+    ("learned", ["deleted:optimizer.pt@2", "torn:trainer_state.json@6"], 4, ONE_KEPT),
+    # Trainer makes the callback again from the checkpoint.
+    ("learned", ["forward@5"], None, ("--set", '{"restore_callback_states_from_checkpoint": true}')),
+]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "kill", ["substep@4", "forward@5", "begin@6", "before:rng_state.pth@6", "torn:trainer_state.json@6"]
-)
-def test_kill_where_weights_do_not_tell_the_stage(trainings, tmp_path, kill):
-    """The switch is between two checkpoints, and each step has two batches."""
-    kill_and_resume(trainings, tmp_path, "same", kill)
-
-
-@pytest.mark.parametrize(
-    ("kills", "at"),
-    [
-        (["forward@3"], 2),
-        (["begin@6", "torn:optimizer.pt@8", "deleted@4", "forward@8"], 8),
-    ],
-)
-def test_repeated_kills(trainings, tmp_path, kills, at):
-    """Exact attention, KDEformer, Linformer in bfloat16, keeping only the last two checkpoints."""
-    kill_and_resume(trainings, tmp_path, "three", *kills, at=at)
+@pytest.mark.parametrize(("case", "kills", "at", "also"), KILLS)
+def test_kill(trainings, tmp_path, case, kills, at, also):
+    kill_and_resume(trainings, tmp_path, case, *kills, at=at, also=also)
 
 
 def random_kills(case: str, number: int, seed: int) -> list[str]:
@@ -230,16 +217,10 @@ def random_kills(case: str, number: int, seed: int) -> list[str]:
     return [draw.choice(pair) for pair in zip(kills, saves, strict=True)]
 
 
+@pytest.mark.parametrize(("number", "seed"), [(2, 0), pytest.param(25, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", uptraining_run.CASES)
-def test_kill_at_random_points(trainings, tmp_path, case):
-    for i, kill in enumerate(random_kills(case, 2, 0)):
-        kill_and_resume(trainings, tmp_path / str(i), case, kill)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", uptraining_run.CASES)
-def test_kill_at_many_random_points(trainings, tmp_path, case):
-    for i, kill in enumerate(random_kills(case, 25, 1)):
+def test_kill_at_random_points(trainings, tmp_path, case, number, seed):
+    for i, kill in enumerate(random_kills(case, number, seed)):
         kill_and_resume(trainings, tmp_path / str(i), case, kill)
         shutil.rmtree(tmp_path / str(i))
 
@@ -292,11 +273,6 @@ def test_resumption_in_a_new_interpreter(trainings, tmp_path):
     assert result(tmp_path) == result(reference)
 
 
-def test_callbacks_restored_from_the_checkpoint(trainings, tmp_path):
-    also = ("--set", '{"restore_callback_states_from_checkpoint": true}')
-    kill_and_resume(trainings, tmp_path, "learned", "forward@5", also=also)
-
-
 def test_incomplete_checkpoints_are_neither_deleted_nor_resumed(trainings, tmp_path):
     """A kill in the first save leaves no complete checkpoint: Trainer reports that, and a new start works."""
     assert trainings.run(tmp_path, "learned", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
@@ -309,17 +285,6 @@ def test_incomplete_checkpoints_are_neither_deleted_nor_resumed(trainings, tmp_p
     assert trainings.run(tmp_path, "learned") == [0], output(tmp_path)
     assert {"incomplete-checkpoint-2", "incomplete-checkpoint-2-2"} < set(checkpoints(tmp_path))
     assert result(tmp_path) == result(trainings.reference("learned"))
-
-
-@pytest.mark.parametrize(
-    ("kills", "at"),
-    [
-        (["torn:model.safetensors@4", "torn:optimizer.pt@4"], 2),
-        (["deleted:optimizer.pt@2", "torn:trainer_state.json@6"], 4),
-    ],
-)
-def test_only_checkpoint_survives(trainings, tmp_path, kills, at):
-    kill_and_resume(trainings, tmp_path, "learned", *kills, also=ONE_KEPT, at=at)
 
 
 def test_resumption_after_the_last_step(trainings, tmp_path):

@@ -99,6 +99,11 @@ def die() -> None:
     time.sleep(60)
 
 
+def reaching(where: str):
+    """A method of a callback."""
+    return lambda killer, *given, **further: killer.reach(where)
+
+
 class Killer(TrainerCallback):
     """Kills the process at a point "WHERE@STEP", when STEP steps are done. WHERE is one of
 
@@ -126,21 +131,12 @@ class Killer(TrainerCallback):
         self.step = state.global_step
         self.reach("begin")
 
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.reach("substep")
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.reach("backward")
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.reach("optimized")
-
     def on_step_end(self, args, state, control, **kwargs):
         self.step = state.global_step
         self.reach("end")
 
-    def on_save(self, args, state, control, **kwargs):
-        self.reach("saved")
+    on_substep_end, on_pre_optimizer_step = reaching("substep"), reaching("backward")
+    on_optimizer_step, on_save = reaching("optimized"), reaching("saved")
 
     def _patch(self) -> None:
         """Replace the functions that write and delete files of checkpoints."""

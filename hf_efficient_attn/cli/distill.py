@@ -143,8 +143,9 @@ def distill(
     """
     from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
     from hf_efficient_attn.evaluation.timing import use_threads
-    from hf_efficient_attn.training.distill_checkpoint import Output, Plan, Target, distill_checkpoint
+    from hf_efficient_attn.training.distill_checkpoint import distill_checkpoint
     from hf_efficient_attn.training.distillation import DistillationOptions
+    from hf_efficient_attn.training.plan import Output, Plan, Target
     from hf_efficient_attn.training.training_data import BatchSize
 
     if restart and write_now:

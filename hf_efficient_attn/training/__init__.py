@@ -9,12 +9,11 @@ Up-training (Gupta et al. 2023, sections 4.2-4.3) trains one attention for a sha
 
 from typing import TYPE_CHECKING, Any
 
-from hf_efficient_attn.training.attention_loss import DivergedError
-from hf_efficient_attn.training.distillation import DistillationOptions
-from hf_efficient_attn.training.distillation_run import distill
+from hf_efficient_attn.training.distillation import DistillationOptions, distill
 from hf_efficient_attn.training.finetuning import FinetuningOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule, uptraining_preset
 from hf_efficient_attn.training.stage import Stage
+from hf_efficient_attn.training.steps import DivergedError
 
 if TYPE_CHECKING:
     from hf_efficient_attn.training.callback import UptrainingCallback

@@ -19,31 +19,10 @@ from hf_efficient_attn.methods import MethodConfig
 LOSSES = ("output", "weights", "both")
 # The cross entropy is some nats, and the loss of the output below 1.
 WEIGHTS_SHARE = 0.1
-# Steps whose mean loss decides which parameters are the best so far.
-WINDOW = 20
 # Keys of a block of weights.
 _BLOCK = 128
 # Smallest weight in a logarithm, as in float32's log(1e-9).
 _LEAST = 1e-9
-
-
-class DivergedError(UnsupportedAttentionError):
-    """A loss was not finite. The model has the best parameters that were found until then.
-
-    Args:
-        what: which loss, and in which step.
-        learning_rate: the one that was too large.
-
-    Attributes:
-        what: as above.
-        learning_rate: as above.
-    """
-
-    def __init__(self, what: str, learning_rate: float) -> None:
-        super().__init__(
-            f"{what}. The model keeps the best parameters so far: use a smaller learning rate than {learning_rate:g}"
-        )
-        self.what, self.learning_rate = what, learning_rate
 
 
 def check_loss(name: str) -> None:

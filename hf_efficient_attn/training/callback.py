@@ -13,7 +13,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
@@ -24,23 +24,14 @@ from hf_efficient_attn.training.checkpoints import TRAINER_STATE, rename_incompl
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.stage_distillation import (
-    FormerAttention,
-    StageDistillation,
-    TrainingBatches,
-    log_entries,
-    warn_of_present_stage,
-)
+from hf_efficient_attn.training.stage_distillation import StageDistillation, TrainingBatches, log_entries
 from hf_efficient_attn.training.switch import (
     apply_stage,
     check_stages,
-    distill_first_stage,
-    former_attention,
     is_in_stage,
     learned_layout,
     plain_name,
     stage_layouts,
-    switch_stage,
 )
 
 logger = logging.get_logger(__name__)
@@ -97,8 +88,6 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         # Remains true if Trainer makes the callback again from `state`, which cannot hold batches.
         self.has_own_distillation = distillation_batches is not None or distillation_options is not None
         self._distillation: StageDistillation | None = None
-        self._former: FormerAttention | None = None
-        self.files: dict[str, int] = {}
         self._hook: Any = None
         self._output_dir: str | None = None
         self._step = 0
@@ -107,14 +96,10 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The entry in `trainer_state.json`: the stages, the total number of steps, and the files of the checkpoint."""
-        self.files = self._saved_files()
+        attributes = {"total_steps": self.total_steps, "has_own_distillation": self.has_own_distillation}
         return {
             "args": {"schedule": self.schedule.to_list()},
-            "attributes": {
-                "total_steps": self.total_steps,
-                "files": self.files,
-                "has_own_distillation": self.has_own_distillation,
-            },
+            "attributes": {**attributes, "files": self._saved_files()},
         }
 
     def _saved_files(self) -> dict[str, int]:
@@ -142,17 +127,18 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != TRAINER_STATE]
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages, rename incomplete checkpoints, and start in the first stage."""
-        model = kwargs["model"]
-        check_stages(model, self.schedule.stages)
-        if args.n_gpu > 1 and any(stage_layouts(model, self.schedule.stages)):
+        model, stages = kwargs["model"], self.schedule.stages
+        is_sharded = getattr(args, "fsdp", None) or getattr(args, "deepspeed", None)
+        check_stages(
+            model, stages, "FSDP and DeepSpeed shard the parameters that exist at the start" if is_sharded else None
+        )
+        if args.n_gpu > 1 and any(stage_layouts(model, stages)):
             raise UnsupportedAttentionError(
                 "UptrainingCallback: stages with learned parameters cannot run in one process for several GPUs "
                 "(DataParallel). Start one process for each GPU with 'accelerate launch'"
             )
-        if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-            self._refuse_changing_parameters(model)
         with args.main_process_first(local=args.save_on_each_node, desc="rename incomplete checkpoints"):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
@@ -160,25 +146,8 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             # The callback belonged to another Trainer, perhaps with another model.
             self._hook.remove()
         self._hook = model.register_load_state_dict_pre_hook(self._before_loading)
-        self._former = None
-        if not any(is_in_stage(model, stage) for stage in self.schedule.stages):
-            first = self.schedule.stages[0]
-            self._former = former_attention(model, first) if first.distill else None
-            apply_stage(model, first)
-
-    def _refuse_changing_parameters(self, model: nn.Module) -> None:
-        if any(stage.distill for stage in self.schedule.stages):
-            raise UnsupportedAttentionError(
-                "FSDP and DeepSpeed shard the parameters, so that no stage can be distilled: use stages without "
-                "'distill', or train with DistributedDataParallel"
-            )
-        layouts = stage_layouts(model, self.schedule.stages)
-        if any(layout != layouts[0] for layout in layouts):
-            names = ", ".join(stage.attention for stage in self.schedule.stages)
-            raise UnsupportedAttentionError(
-                f"FSDP and DeepSpeed shard the parameters that exist at the start, but the stages {names} do not learn "
-                "the same parameters: use stages that do, or train with DistributedDataParallel"
-            )
+        if not any(is_in_stage(model, stage) for stage in stages):
+            self.schedule._advance(model, None, 0)
 
     def _before_loading(
         self, module: PreTrainedModel, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any
@@ -206,12 +175,11 @@ class UptrainingCallback(TrainerCallback, ExportableState):
                 "hyperparameters of the original training"
             )
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages against the checkpoint and the wrapped model, and switch to the stage to resume in."""
         self.total_steps = state.max_steps
         self._output_dir, self._step, self._random_states = args.output_dir, state.global_step, _random_states(args)
+        self.schedule.total_steps = self.total_steps
         self.schedule.ends(self.total_steps)
         self._check_recorded_stages(state)
         # Trainer updates only the callback states that the checkpoint has, and fails for others.
@@ -219,19 +187,13 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         check_stages(model, self.schedule.stages)
         self._distillation = self._distillation_of(args, state, kwargs.get("train_dataloader"))
-        former, self._former = self._former, None
         if state.global_step > 0:
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
-            self._switch_if_due(model, optimizer, state.global_step - 1, None)
+            self.schedule._advance(model, optimizer, state.global_step - 1)
             return
-        record = self._switch_if_due(model, optimizer, 0, self._distillation)
-        first = self.schedule.stages[0]
-        if record is None and first.distill and self._distillation is not None:
-            if former is None:
-                warn_of_present_stage(first)
-                return
-            record = distill_first_stage(model, first, former, self._distillation)
+        self.schedule._warn_if_present(model)
+        record = self.schedule._advance(model, optimizer, 0, self._distillation)
         if record is not None and record["distillation"] is not None:
             state.log_history.append({**log_entries(record), "epoch": state.epoch, "step": 0})
 
@@ -239,9 +201,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, train_dataloader: Any
     ) -> StageDistillation | None:
         """How the stages that are still to begin are distilled; None if none of them is."""
-        step = state.global_step
-        begun = self.schedule.index(step, self.total_steps) + (not self.schedule.starts(step, self.total_steps))
-        if not any(stage.distill for stage in self.schedule.stages[begun:]):
+        if not self.schedule._still_distilled(state.global_step):
             return None
         batches = self.distillation_batches
         if self.has_own_distillation and batches is None and self.distillation_options is None:
@@ -255,13 +215,8 @@ class UptrainingCallback(TrainerCallback, ExportableState):
                     "a stage is to be distilled, but Trainer gave no training data to the callback: use "
                     "UptrainingCallback(schedule, distillation_batches=...)"
                 )
-            batches = TrainingBatches(
-                train_dataloader.dataset,
-                train_dataloader.collate_fn,
-                args.per_device_train_batch_size,
-                args.process_index,
-                args.world_size,
-            )
+            size, processes = args.per_device_train_batch_size, (args.process_index, args.world_size)
+            batches = TrainingBatches(train_dataloader.dataset, train_dataloader.collate_fn, size, *processes)
         return StageDistillation(batches, self.distillation_options or DistillationOptions())
 
     def _check_recorded_stages(self, state: TrainerState) -> None:
@@ -271,18 +226,16 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         if not state.global_step or not isinstance(recorded, dict) or self.total_steps is None:
             return
         total = recorded.get("attributes", {}).get("total_steps")
-        schedule = UptrainingSchedule(recorded["args"]["schedule"])
         if total is None:
             return
-        runs = ((schedule, schedule.ends(total)), (self.schedule, self.schedule.ends(self.total_steps)))
-        old, new = (
-            [(_identity(s), s.attention, end) for s, end in zip(x.stages, ends, strict=True)] for x, ends in runs
-        )
+        runs = (UptrainingSchedule(recorded["args"]["schedule"]), total), (self.schedule, self.total_steps)
+        old, new = ([(s, end) for s, end in zip(x.stages, x.ends(n), strict=True)] for x, n in runs)
         # The last stage ends with training, however long that is.
-        ended = [[stage for stage in stages[:-1] if stage[2] < state.global_step] for stages in (old, new)]
-        current = [stages[len(done)][0] for stages, done in zip((old, new), ended, strict=True)]
-        if ended[0] != ended[1] or current[0] != current[1]:
-            before, now = (", ".join(f"{name} to step {end}" for _, name, end in stages) for stages in (old, new))
+        ended = [[stage for stage in stages[:-1] if stage[1] < state.global_step] for stages in (old, new)]
+        current = [stages[len(done)] for stages, done in zip((old, new), ended, strict=True)]
+        past = [[(_identity(s), end) for s, end in done] for done in ended]
+        if past[0] != past[1] or _identity(current[0][0]) != _identity(current[1][0]):
+            before, now = (", ".join(f"{s.attention} to step {end}" for s, end in stages) for stages in (old, new))
             other = " with other hyperparameters" if before == now else ""
             raise UnsupportedAttentionError(
                 f"the checkpoint was trained for {state.global_step} steps with the stages {before}, and now they are "
@@ -290,39 +243,22 @@ class UptrainingCallback(TrainerCallback, ExportableState):
                 "numbers of steps"
             )
 
-    def _switch_if_due(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        step: int,
-        distillation: StageDistillation | None,
-    ) -> dict[str, Any] | None:
-        stage = self.schedule.stages[self.schedule.index(step, self.total_steps)]
-        return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step, distillation)
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
-        record = self._switch_if_due(kwargs["model"], kwargs.get("optimizer"), state.global_step, self._distillation)
+        record = self.schedule._advance(kwargs["model"], kwargs.get("optimizer"), state.global_step, self._distillation)
         if record is not None:
             state.log_history.append({**log_entries(record), "epoch": state.epoch, "step": state.global_step})
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Remember the step, which names the folder of a checkpoint."""
         self._step = state.global_step
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch to the stage of the best model if Trainer has loaded that."""
         # `best_global_step` may be a step that was not saved.
         best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
         if args.load_best_model_at_end and best:
-            step = int(best[1])
-            stage = self.schedule.stages[self.schedule.index(step - 1, self.total_steps)]
-            if not is_in_stage(kwargs["model"], stage):
-                switch_stage(kwargs["model"], None, stage, step)
+            self.schedule._advance(kwargs["model"], None, int(best[1]) - 1)
 
 
 def _identity(stage: Stage) -> tuple[Any, ...]:

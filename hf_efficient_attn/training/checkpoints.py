@@ -1,12 +1,13 @@
 """Checkpoints of Trainer that a killed process left incomplete."""
 
+import itertools
 import json
 import pathlib
-import re
 import zipfile
 from typing import Any
 
 import safetensors
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -14,33 +15,25 @@ logger = logging.get_logger(__name__)
 TRAINER_STATE = "trainer_state.json"
 
 
-def rename_incomplete_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
     """Rename incomplete checkpoints at the end of a Trainer's output folder to `incomplete-checkpoint-*`.
 
     A process that is killed while it saves or deletes a checkpoint leaves a folder with missing or truncated files.
     Trainer resumes from the checkpoint with the highest number without looking at its files. This function renames the
     latest checkpoints until it finds a complete one. Nothing is deleted.
-
-    Returns:
-        The new paths.
     """
-    if not folder.is_dir():
-        return []
-    matches = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.iterdir() if path.is_dir()]
-    renamed = []
-    for _, path in sorted(((int(match[1]), path) for match, path in matches if match), reverse=True):
+    while folder.is_dir() and (last := get_last_checkpoint(str(folder))) is not None:
+        path = pathlib.Path(last)
         reason = why_incomplete(path)
         if reason is None:
-            break
+            return
         target = path.with_name(f"incomplete-{path.name}")
-        number = 1
-        while target.exists():
-            number += 1
+        for number in itertools.count(2):
+            if not target.exists():
+                break
             target = path.with_name(f"incomplete-{path.name}-{number}")
         path.rename(target)
         logger.warning(f"{path.name} is incomplete ({reason}). It was renamed to {target.name}")
-        renamed.append(target)
-    return renamed
 
 
 def why_incomplete(checkpoint: pathlib.Path) -> str | None:

@@ -1,24 +1,19 @@
 """Distillation of a checkpoint folder into another folder, which can be interrupted and continued."""
 
-import contextlib
-import dataclasses
-import functools
 import hashlib
 import pathlib
+import statistics
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from hf_efficient_attn.checkpoint import CheckedSource
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.analyze import Source
-from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.memory import memory_errors
 from hf_efficient_attn.evaluation.names import name_of
@@ -28,114 +23,18 @@ from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import check_drawing
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training.attention_loss import DivergedError, check_loss
 from hf_efficient_attn.training.chart import draw
-from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, LayerLoss
-from hf_efficient_attn.training.distillation_run import DistillationRun
-from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
-from hf_efficient_attn.training.saved_state import Interruption, SavedState, noting_interruption
-from hf_efficient_attn.training.teachability import converted_to, why_nothing_to_learn
-from hf_efficient_attn.training.training_data import BatchSize, TrainingData, mean, update
+from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
+from hf_efficient_attn.training.plan import Output, Plan, Target
+from hf_efficient_attn.training.saved_state import SavedState, noting_interruption
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss
+from hf_efficient_attn.training.teachability import refuse_converted, why_nothing_to_learn
+from hf_efficient_attn.training.training_data import TrainingData, mean, update
 
 FORMAT = 1
-FILES = ("distillation.json", "distillation.png")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where the result of `distill_checkpoint` goes.
-
-    Attributes:
-        folder: the folder to write.
-        max_length: as in `convert_checkpoint`.
-        base_model: as in `convert_checkpoint`.
-        force: replace an existing output folder when everything is written.
-        restart: discard a saved state.
-        write_now: write the checkpoint from the saved state, without further training.
-    """
-
-    folder: pathlib.Path
-    max_length: int | None = None
-    base_model: str | None = None
-    force: bool = False
-    restart: bool = False
-    write_now: bool = False
-
-
-class Target(NamedTuple):
-    """The attention to distill: a method, its hyperparameters, and the layers to convert (None for all)."""
-
-    method: str
-    hyperparameters: Mapping[str, Any] = {}
-    layers: Sequence[Layer] | None = None
-
-
-class Processes(NamedTuple):
-    """This process among those of a distributed training.
-
-    Attributes:
-        rank: its number. Process 0 writes all files.
-        total: how many there are. `options.reduce` must be given for more than one.
-        wait: waits for all of them.
-    """
-
-    rank: int = 0
-    total: int = 1
-    wait: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How `distill_checkpoint` trains.
-
-    Attributes:
-        steps: number of steps of the first stage.
-        loss: as in `hea.distill`.
-        size: the size of a batch.
-        save_steps: the state is saved, and the error is measured, after this many steps.
-        options: as in `hea.distill`, with the second stage.
-        processes: in a distributed training. Each process learns from its own part of the batches.
-    """
-
-    steps: int = 300
-    loss: str = "output"
-    size: BatchSize = field(default_factory=BatchSize)
-    save_steps: int = 50
-    options: DistillationOptions = field(default_factory=DistillationOptions)
-    processes: Processes = field(default_factory=Processes)
-
-    def __post_init__(self) -> None:
-        check_loss(self.loss)
-        for name, value in (
-            ("steps", self.steps),
-            ("save_steps", self.save_steps),
-            ("batch_size", self.size.num_inputs),
-        ):
-            if value < 1:
-                raise UnsupportedAttentionError(f"{name}={value} must be 1 or more")
-
-    @property
-    def num_batches(self) -> int:
-        """The number of steps of both stages."""
-        finetuning = self.options.finetuning
-        return self.steps + (0 if finetuning is None else finetuning.steps)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan in plain values, by the names of the options of `hf-efficient-attn distill`."""
-        finetuning = self.options.finetuning
-        second = {} if finetuning is None else dataclasses.asdict(finetuning)
-        return {
-            "steps": self.steps,
-            "loss": self.loss,
-            "length": self.size.length,
-            "batch_size": self.size.num_inputs,
-            "learning_rate": self.options.learning_rate,
-            "seed": self.options.seed,
-            "finetune_steps": second.get("steps"),
-            "finetune_target": second.get("target"),
-            "finetune_learning_rate": second.get("learning_rate"),
-            "lora_rank": second.get("lora_rank"),
-        }
+# A state of another format cannot be continued.
+FORMAT_OF_STATE = 2
 
 
 def distill_checkpoint(
@@ -180,21 +79,23 @@ def distill_checkpoint(
     check_drawing()
     plan, execution = plan or Plan(), execution or Execution()
     with memory_errors("give a smaller --batch-size or --length"):
-        run = _CheckpointRun(source, pathlib.Path(data), output, target, plan)
+        run = _CheckpointRun(source, pathlib.Path(data), output, target, plan, execution)
         execution.on_begin(run.about())
-        with use_device(run.model.device), run.reporting_interruption():
-            run.train(execution)
+        with use_device(run.model.device):
+            run.train()
         return run.write()
 
 
 class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
-    def __init__(self, source: Source, file: pathlib.Path, output: Output, target: Target, plan: Plan) -> None:
+    def __init__(
+        self, source: Source, file: pathlib.Path, output: Output, target: Target, plan: Plan, execution: Execution
+    ) -> None:
         config = make_config(target.method, **target.hyperparameters)
         if (reason := why_nothing_to_learn([config])) is not None:
             raise UnsupportedAttentionError(reason)
-        self._plan, self._output, self._attention = plan, output, method_label(config)
+        self._plan, self._output, self._execution, self._attention = plan, output, execution, method_label(config)
         self._conversion = conversion = Conversion(
             source.name,
             output.folder,
@@ -204,40 +105,52 @@ class _CheckpointRun:
             allow_pickle=source.allow_pickle,
         )
         self.model = model = conversion.model
-        _refuse_converted(model, str(source.name))
+        refuse_converted(
+            model,
+            str(source.name),
+            "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one",
+        )
         conversion.extend()
-        self._data = _data(model, conversion.checked.folder, file, plan)
+        total = plan.processes.total
+        self._data = data = TrainingData(model, conversion.checked.folder, file, plan.size, plan.num_batches * total)
+        if len(data.train) < 2 * total:
+            raise UnsupportedAttentionError(
+                f"{data.name} has {len(data.train)} batches to learn from, but each of {total} processes needs two: "
+                "give more data, fewer processes or smaller batches"
+            )
         move: Callable[..., object] = model.to  # the annotations of Transformers are wrong
         move(source.device or model.device)
         # The head of a language model would compute a large matrix that is not needed.
         finetuning = plan.options.finetuning
         self._trained: nn.Module = model if finetuning and finetuning.target == "logits" else model.base_model
-        teacher = None
+        self._teacher: nn.Module | None = None
         if finetuning is not None:
             with torch.no_grad():  # a refusal would otherwise come after the first stage
-                outputs_of(self._trained, self._data.batch(self._data.held_out[0]), finetuning.target)
-            teacher = _make_teacher(self._trained, plan.options)
+                outputs_of(self._trained, data.batch(data.held_out[0]), finetuning.target)
+            advice = "give --lora-rank N, which trains adapters in float32"
+            self._teacher = make_teacher(self._trained, finetuning, advice)
         conversion.switch(target.method, dict(target.hyperparameters), target.layers)
-        options = dataclasses.replace(plan.options, on_step=self._after_step)
-        self._run = DistillationRun(self._trained, teacher, plan.steps, plan.loss, options)
+        self._distillation = Distillation(self._trained, plan.steps, plan.loss, plan.options)
+        self._finetuning: Finetuning | None = None  # until it begins
         self._state = SavedState(conversion.place.path, self._request())
-        if output.restart:
-            if plan.processes.rank == 0:
-                self._state.remove()
-            plan.processes.wait()
-        # What is saved beside the state of the run: errors by layer, losses of the second stage, rows, and the losses
-        # since the last row.
+        # What is saved beside the states of the stages: errors by layer, losses of the second stage, rows, and the
+        # losses since the last row.
         self._record: dict[str, Any] = {"before": None, "after": None, "outputs": None, "history": [], "recent": []}
         # The steps that were done before this call, and those that the saved state contains.
         self._resumed_at: int | None = None
         self._saved_at: int | None = None
         self._load()
-        self._execution, self._interruption = Execution(), Interruption()
-        self._is_over = False
+        self._interruption, self._is_over = threading.Event(), False
 
     def _request(self) -> dict[str, Any]:
+        checked = self._conversion.checked
+        source = hashlib.sha256(repr(sorted(checked.config.items(), key=str)).encode())
+        for name, tensor in checked.weights.all_tensors():
+            source.update(name.encode("utf-8", "backslashreplace"))
+            update(source, tensor)
         return {
-            "source": _digest(self._conversion.checked),
+            "version": FORMAT_OF_STATE,
+            "source": source.hexdigest(),
             "data": self._data.digest(),
             "settings": repr(dict(self.model.config.efficient_attention or {})),
             **self._plan.to_dict(),
@@ -246,121 +159,61 @@ class _CheckpointRun:
         }
 
     def _load(self) -> None:
+        if self._output.restart:
+            if self._plan.processes.rank == 0:
+                self._state.remove()
+            self._plan.processes.wait()
         values = self._state.load()
         if values is not None:
-            self._run.load_state_dict(values["run"])
+            self._distillation.load_state_dict(values["distillation"])
+            if values["finetuning"] is not None:
+                self._distillation.finish()
+                self._begin_finetuning().load_state_dict(values["finetuning"])
             self._record = values["record"]
-            self._resumed_at = self._saved_at = self._run.num_batches
+            self._resumed_at = self._saved_at = self._steps_done
         elif self._output.write_now:
             raise UnsupportedAttentionError(
                 f"--write-now: no state is saved in {self._state.folder}: leave it out to begin the training"
             )
 
+    @property
+    def _steps_done(self) -> int:
+        return self._distillation.step_number + (self._finetuning.step_number if self._finetuning else 0)
+
+    def _begin_finetuning(self) -> Finetuning:
+        options = self._plan.options
+        assert options.finetuning is not None
+        torch.manual_seed(options.seed)  # of LoRA's adapters
+        self._finetuning = Finetuning(self._trained, self._teacher, options.finetuning, options.reduce)
+        return self._finetuning
+
     def about(self) -> dict[str, Any]:
         """What is known before the training."""
-        plan = self._plan
+        data, num_inputs = self._data, self._plan.size.num_inputs
+        rows, held_out = len(data.train) * num_inputs, len(data.held_out) * num_inputs
         return {
             "format": FORMAT,
             "source": name_of(self._conversion.checked),
             "attention": self._attention,
             "machine": machine(self.model),
-            "data": {
-                "name": self._data.name,
-                "rows": len(self._data.train) * plan.size.num_inputs,
-                "held_out": len(self._data.held_out) * plan.size.num_inputs,
-            },
-            "tokens": self._data.tokens,
-            "plan": plan.to_dict(),
+            "data": {"name": data.name, "rows": rows, "held_out": held_out},
+            "tokens": data.tokens,
+            "plan": self._plan.to_dict(),
             "resumed_at": self._resumed_at,
         }
 
-    def train(self, execution: Execution) -> None:
+    def train(self) -> None:
         """Train what remains of both stages, and measure the errors before and after."""
-        run, record, self._execution = self._run, self._record, execution
-        if record["before"] is None:
-            record["before"] = self._measure_layers()
-        if self._output.write_now:
-            self._stop_here()
-            return
-        processes = self._plan.processes
-        own = self._data.train[processes.rank :: processes.total]
-        stream = self._data.stream(own, self._plan.options.seed, run.num_batches)
-        # What starts several processes passes Ctrl-C on to those that have received it already.
-        is_alone = processes.total == 1
-        with noting_interruption(is_alone=is_alone) as self._interruption, self._divergence():
-            if run.finetuning is None:
-                run.train_layers(stream)
-                record["after"] = self._measure_layers()
-            if self._plan.options.finetuning is not None:
-                if run.finetuning is None:
-                    torch.manual_seed(self._plan.options.seed)  # of LoRA's adapters
-                    run.begin_finetuning()
-                    record["outputs"] = {"before": self._measure_outputs(), "after": None}
-                run.train_outputs(stream)
-
-    def _stop_here(self) -> None:
-        """Give the model the parameters of the saved state."""
-        if self._run.finetuning is None:
-            self._run.distillation.store()
-            self._record["after"] = self._measure_layers()
-        else:
-            self._record["outputs"]["after"] = self._measure_outputs()
-            self._run.finetuning.finish()
-
-    def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
-        """Measure, report and save after some steps, and stop if the user has asked for it."""
-        record, finetuning = self._record, self._run.finetuning
-        record["recent"].append(mean([one.loss for one in losses]))
-        last = self._plan.steps if finetuning is None else finetuning.options.steps
-        is_row = step % self._plan.save_steps == 0 or step == last
-        if is_row:
-            recent = [loss for loss in record["recent"] if loss is not None]
-            if finetuning is None:
-                held_out = mean([entry["error"] for entry in self._measure_layers()])
+        try:
+            if self._record["before"] is None:
+                self._record["before"] = self._measure_layers()
+            if self._output.write_now:
+                self._measure()
+                (self._finetuning or self._distillation).finish()
             else:
-                record["outputs"]["after"] = held_out = self._measure_outputs()
-            stage = "layers" if finetuning is None else "outputs"
-            row = {"stage": stage, "step": step, "loss": mean(recent), "held_out": held_out}
-            record["history"].append(row)
-            record["recent"] = []
-            self._execution.on_row(row)
-        is_interrupted = self._is_interrupted()
-        if is_row or is_interrupted:
-            if self._plan.processes.rank == 0:
-                self._state.save({"run": self._run.state_dict(), "record": record})
-            self._plan.processes.wait()
-            self._saved_at = self._run.num_batches
-        if is_interrupted:
-            raise KeyboardInterrupt
-
-    def _is_interrupted(self) -> bool:
-        """Whether Ctrl-C was pressed or the time is over; in a distributed training, in any of the processes."""
-        is_last = self._run.num_batches == self._plan.num_batches
-        is_over = not is_last and self._execution.seconds_left() <= 0
-        flags, reduce = [self._interruption.requested, is_over], self._plan.options.reduce
-        if reduce is not None:
-            flags = (reduce(torch.tensor(flags, dtype=torch.float32, device=self.model.device)) > 0).tolist()
-        self._is_over = flags[1]
-        return any(flags)
-
-    @contextlib.contextmanager
-    def reporting_interruption(self) -> Iterator[None]:
-        """Turn a KeyboardInterrupt into `Interrupted` with what is known of the saved state, if there is one."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self._saved_at is None:
-                raise KeyboardInterrupt from None
-            known = {"steps_done": self._saved_at, "steps": self._plan.num_batches, "folder": str(self._state.folder)}
-            raise Interrupted({**known, "is_over": self._is_over}) from None
-
-    @contextlib.contextmanager
-    def _divergence(self) -> Iterator[None]:
-        """Say what to do about a loss that is not finite."""
-        try:
-            yield
+                self._train()
         except DivergedError as error:
-            option = "--learning-rate" if self._run.finetuning is None else "--finetune-learning-rate"
+            option = "--learning-rate" if self._finetuning is None else "--finetune-learning-rate"
             advice = f"use a smaller {option} than {error.learning_rate:g}"
             if self._state.exists:
                 advice += (
@@ -368,111 +221,113 @@ class _CheckpointRun:
                     "checkpoint of"
                 )
             raise UnsupportedAttentionError(f"{error.what}: {advice}") from error
+        except KeyboardInterrupt:
+            if self._saved_at is None:
+                raise KeyboardInterrupt from None
+            known = {"steps_done": self._saved_at, "steps": self._plan.num_batches, "folder": str(self._state.folder)}
+            raise Interrupted({**known, "is_over": self._is_over}) from None
 
-    def _held_out(self) -> Iterable[Batch]:
-        return self._data.batches(self._data.held_out)
+    def _train(self) -> None:
+        options, processes = self._plan.options, self._plan.processes
+        own = self._data.train[processes.rank :: processes.total]
+        stream = self._data.stream(own, options.seed, self._steps_done)
+        # What starts several processes passes Ctrl-C on to those that have received it already.
+        with noting_interruption(is_alone=processes.total == 1) as self._interruption:
+            if self._finetuning is None:
+                self._distillation.run(stream, self._after_step, show_progress=options.show_progress)
+                if options.finetuning is None:
+                    return
+                self._begin_finetuning()
+                self._record["outputs"] = {"before": self._measure_outputs(), "after": None}
+            assert self._finetuning is not None
+            self._finetuning.run(stream, self._after_step, show_progress=options.show_progress)
+
+    def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
+        """Measure, report and save after some steps, and stop if the user has asked for it."""
+        record, training = self._record, self._finetuning or self._distillation
+        if losses:
+            record["recent"].append(statistics.fmean(one.loss for one in losses))
+        is_row = step % self._plan.save_steps == 0 or step == training.num_steps
+        if is_row:
+            stage = "layers" if self._finetuning is None else "outputs"
+            row = {"stage": stage, "step": step, "loss": mean(record["recent"]), "held_out": self._measure()}
+            record["history"].append(row)
+            record["recent"] = []
+            self._execution.on_row(row)
+        is_interrupted = self._is_interrupted()
+        if is_row or is_interrupted:
+            if self._plan.processes.rank == 0:
+                second = None if self._finetuning is None else self._finetuning.state_dict()
+                first = self._distillation.state_dict()
+                self._state.save({"distillation": first, "finetuning": second, "record": record})
+            self._plan.processes.wait()
+            self._saved_at = self._steps_done
+        if is_interrupted:
+            raise KeyboardInterrupt
+
+    def _is_interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed or the time is over; in a distributed training, in any of the processes."""
+        is_last = self._steps_done == self._plan.num_batches
+        is_over = not is_last and self._execution.seconds_left() <= 0
+        flags, reduce = [self._interruption.is_set(), is_over], self._plan.options.reduce
+        if reduce is not None:
+            flags = (reduce(torch.tensor(flags, dtype=torch.float32, device=self.model.device)) > 0).tolist()
+        self._is_over = flags[1]
+        return any(flags)
+
+    def _measure(self) -> float | None:
+        """Measure what the present stage improves, and return its mean."""
+        if self._finetuning is None:
+            self._record["after"] = errors = self._measure_layers()
+            return mean([entry["error"] for entry in errors])
+        self._record["outputs"]["after"] = loss = self._measure_outputs()
+        return loss
 
     def _measure_layers(self) -> list[dict[str, Any]]:
-        errors = layer_errors(self._run.distillation, self._held_out())
-        if not errors:
-            raise UnsupportedAttentionError(self._run.distillation.why_idle)
-        return errors
+        """The relative error of each layer, as a mean over the batches that are held out."""
+        found: dict[tuple[Layer | None, str], list[float]] = defaultdict(list)
+        for batch in self._data.batches(self._data.held_out):
+            for one in self._distillation.measure(batch):
+                found[one.layer, one.name].append(one.loss)
+        if not found:
+            raise UnsupportedAttentionError(self._distillation.why_idle())
+        return [{"layer": layer, "name": name, "error": mean(errors)} for (layer, name), errors in found.items()]
 
     def _measure_outputs(self) -> float | None:
-        assert self._run.finetuning is not None
-        return mean([self._run.finetuning.measure(batch) for batch in self._held_out()])
-
-    def result(self) -> dict[str, Any]:
-        """The contents of distillation.json."""
-        record, about = self._record, self.about()
-        before, after = record["before"], record["after"]
-        layers = [
-            {"layer": old["layer"], "name": old["name"], "before": old["error"], "after": new["error"]}
-            for old, new in zip(before, after, strict=True)
-        ]
-        return {
-            **about,
-            "steps_done": self._run.num_batches,
-            "complete": self._run.num_batches == self._plan.num_batches,
-            "layers": layers,
-            "error_before": mean([entry["error"] for entry in before]),
-            "error_after": mean([entry["error"] for entry in after]),
-            "outputs": record["outputs"],
-            "history": record["history"],
-        }
+        assert self._finetuning is not None
+        return mean([self._finetuning.measure(batch) for batch in self._data.batches(self._data.held_out)])
 
     def write(self) -> dict[str, Any]:
         """Write the checkpoint, and remove the state if the training is complete.
 
         Only process 0 writes. The others return what it writes into distillation.json, under "distillation".
         """
-        result, processes = self.result(), self._plan.processes
-        if processes.rank:
-            processes.wait()
-            return {"distillation": result}
-        move: Callable[..., object] = self.model.to
-        move("cpu")
-        report = self._conversion.write(
-            is_trained=self._run.finetuning is not None, add_files=functools.partial(_write_result, result)
-        )
-        if result["complete"]:
-            self._state.remove()
+        record, processes = self._record, self._plan.processes
+        before, after = record["before"], record["after"]
+        result = {
+            **self.about(),
+            "steps_done": self._steps_done,
+            "complete": self._steps_done == self._plan.num_batches,
+            "layers": [
+                {"layer": old["layer"], "name": old["name"], "before": old["error"], "after": new["error"]}
+                for old, new in zip(before, after, strict=True)
+            ],
+            "error_before": mean([entry["error"] for entry in before]),
+            "error_after": mean([entry["error"] for entry in after]),
+            "outputs": record["outputs"],
+            "history": record["history"],
+        }
+
+        def add_files(folder: pathlib.Path) -> None:
+            draw(result, folder / "distillation.png")
+            write_json(folder / "distillation.json", result)
+
+        report = {"distillation": result}
+        if processes.rank == 0:
+            move: Callable[..., object] = self.model.to
+            move("cpu")
+            report = self._conversion.write(is_trained=self._finetuning is not None, add_files=add_files) | report
+            if result["complete"]:
+                self._state.remove()
         processes.wait()
-        return {**report, "distillation": result}
-
-
-def layer_errors(distillation: Distillation, batches: Iterable[Batch]) -> list[dict[str, Any]]:
-    """The relative error of each layer, as a mean over batches: {"layer", "name", "error"}."""
-    found: dict[tuple[Layer | None, str], list[float]] = defaultdict(list)
-    for batch in batches:
-        for one in distillation.measure(batch):
-            found[one.layer, one.name].append(one.loss)
-    return [{"layer": layer, "name": name, "error": mean(errors)} for (layer, name), errors in found.items()]
-
-
-def _data(model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path, plan: Plan) -> TrainingData:
-    """The batches for all processes."""
-    count = plan.processes.total
-    data = TrainingData(model, folder, file, plan.size, plan.num_batches * count)
-    if len(data.train) < 2 * count:
-        raise UnsupportedAttentionError(
-            f"{data.name} has {len(data.train)} batches to learn from, but each of {count} processes needs two: give "
-            "more data, fewer processes or smaller batches"
-        )
-    return data
-
-
-def _write_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
-    draw(result, folder / FILES[1])
-    write_json(folder / FILES[0], result)
-
-
-def _refuse_converted(model: PreTrainedModel, source: str) -> None:
-    name = converted_to(model)
-    if name is not None:
-        raise UnsupportedAttentionError(
-            f"{source} is converted to {name} already, and only exact attention can teach: give the original "
-            "checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
-        )
-
-
-def _make_teacher(model: nn.Module, options: DistillationOptions) -> nn.Module | None:
-    """`make_teacher`, whose refusal then names an option of the command."""
-    assert options.finetuning is not None
-    if options.finetuning.lora_rank is None:
-        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32, torch.float64}
-        if dtypes:
-            raise UnsupportedAttentionError(
-                f"the checkpoint's parameters are {', '.join(sorted(map(str, dtypes)))}, in which most updates of "
-                "fine-tuning are rounded away: give --lora-rank N, which trains adapters in float32"
-            )
-    return make_teacher(model, options.finetuning)
-
-
-def _digest(checked: CheckedSource) -> str:
-    """A hash of the config and all tensors of a checkpoint."""
-    found = hashlib.sha256(repr(sorted(checked.config.items(), key=str)).encode())
-    for name, tensor in checked.weights.all_tensors():
-        found.update(name.encode("utf-8", "backslashreplace"))
-        update(found, tensor)
-    return found.hexdigest()
+        return report

@@ -8,40 +8,30 @@ layer end at its inputs, so that the activations of only one layer are in memory
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
+from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
-from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, transformers_models
+from hf_efficient_attn.integration.models import attention_modules, snapshot, transformers_models
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError, backward, check_loss, squared_error
-from hf_efficient_attn.training.finetuning import FinetuningOptions, check_rate
+from hf_efficient_attn.training.attention_loss import backward, check_loss, squared_error
+from hf_efficient_attn.training.batches import batch_stream
+from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, check_rate, make_teacher
+from hf_efficient_attn.training.steps import DivergedError, Groups, LayerLoss, OnStep, Reduce, Training
+from hf_efficient_attn.training.teachability import refuse_converted, refuse_nothing_to_learn
 
-
-class LayerLoss(NamedTuple):
-    """The loss of one layer in one step.
-
-    Attributes:
-        layer: the layer's number or name.
-        name: the name of its attention module in the model.
-        loss: the loss before the step.
-    """
-
-    layer: Layer | None
-    name: str
-    loss: float
-
-
-OnStep = Callable[[int, Sequence[LayerLoss]], None]
 Capture = Callable[[nn.Module, Callable[[Call], None]], AbstractContextManager[None]]
 
 
@@ -65,7 +55,7 @@ class DistillationOptions(KnownFields):
     learning_rate: float = 2e-2
     seed: int = 0
     on_step: OnStep | None = None
-    reduce: Callable[[Tensor], Tensor] | None = None
+    reduce: Reduce | None = None
     finetuning: FinetuningOptions | None = None
     show_progress: bool = True
 
@@ -82,46 +72,221 @@ class DistillationOptions(KnownFields):
                 raise UnsupportedAttentionError(f"{name} must be a function or None, not {shown(getattr(self, name))}")
 
 
-class _Group:
-    """The learned parameters of a layer, or those that several layers share.
+def distill(
+    model: nn.Module,
+    method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
+    batches: Iterable[Batch],
+    *,
+    steps: int,
+    layers: Sequence[Any] | None = None,
+    loss: str = "output",
+    options: DistillationOptions | None = None,
+    **hyperparameters: Any,
+) -> nn.Module:
+    """Convert a model in place and train the method's learned parameters to imitate the model's exact attention.
+
+    Only the learned parameters of the method change: feature maps, projections, proposals, convolutions. No labels are
+    needed. The training takes as long as `steps` forward passes of exact attention and a forward and backward pass of
+    the method in each layer, and the memory of one layer's activations besides the model.
 
     Args:
-        learned: the module that holds them.
-        fixed: those of them that stay as they are.
+        model: a Transformers model with exact attention, or a module that contains some.
+        method_or_config: as in `hea.convert`.
+        batches: mappings of the model's arguments as tokenizers and data loaders give them (`attention_mask` included),
+            or tensors of its main input; at least two. A sequence is read in a random order for as many epochs as the
+            steps need, any other iterable in its own order; an iterator is held in memory.
+        steps: the number of batches to train on.
+        layers: as in `hea.convert`.
+        loss: "output" (normalised squares of the output's error), "weights" (cross entropy of the attention weights,
+            which costs about N / 128 times as much for N tokens) or "both".
+        options: learning rate and others.
+        **hyperparameters: of the method, as in `hea.convert`, for example `feature_map="hedgehog"`.
 
-    Attributes:
-        learned: as above.
-        trained: copies of the others in float32 or float64, which are trained, by name.
-        loss: sum of the losses of the current window of steps.
-        best: the smallest mean loss of a window, and the parameters at its end.
+    Returns:
+        The same model, converted. If the user interrupts the training it is converted as well, with the parameters of
+        the last step.
+
+    Raises:
+        UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches
+            or there is only one; the method computes all sequences exactly; an unknown loss; and as in `hea.convert`.
+            The model is then unchanged.
+        DivergedError: a loss was not finite. The model is converted, with the best parameters until then.
+
+    Example:
+        >>> batches = [tokenizer(text, return_tensors="pt") for text in texts]
+        >>> hea.distill(model, "linear", batches, steps=300, feature_map="hedgehog")
+        >>> model.save_pretrained("converted")
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UnsupportedAttentionError(f"steps={steps!r} must be an integer of 1 or more")
+    check_loss(loss)
+    options = _check_options(options, hyperparameters)
+    refuse_converted(model)
+    stream = batch_stream(batches, options.seed, steps)
+    before = snapshot(transformers_models(model))
+    teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
+    try:
+        convert(model, method_or_config, layers=layers, **hyperparameters)
+        refuse_nothing_to_learn(model)
+        distillation = Distillation(model, steps, loss, options)
+        with partial_result(lambda: model):
+            distillation.run(stream, options.on_step, show_progress=options.show_progress)
+            if options.finetuning is not None:
+                finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
+                finetuning.run(stream, options.on_step, show_progress=options.show_progress)
+    except (DivergedError, KeyboardInterrupt):
+        raise
+    except BaseException:
+        before.restore()
+        raise
+    return model
+
+
+def _check_options(options: object, hyperparameters: Mapping[str, Any]) -> DistillationOptions:
+    """The options, after a check that they are not given as a dictionary or among the hyperparameters."""
+    if not isinstance(options, (DistillationOptions, NoneType)):
+        raise UnsupportedAttentionError(
+            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
+        )
+    for spec in fields(DistillationOptions):
+        if spec.name in hyperparameters and spec.name != "seed":  # methods have a seed of their own
+            raise UnsupportedAttentionError(
+                f"{spec.name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({spec.name}=...)"
+            )
+    return options or DistillationOptions()
+
+
+class Distillation(Training):
+    """Trains the learned parameters of a converted model's layers, one batch at a time.
+
+    The parameters are trained as copies in float32 or float64, and each layer keeps the best ones of its own.
+
+    Args:
+        model: a converted model, whose other parameters stay as they are.
+        num_steps: the number of steps of the whole training.
+        loss: one of `attention_loss.LOSSES`.
+        options: the learning rate and others.
+        capture: passes the calls of all layers to a function, with the output to imitate as `exact`; that of exact
+            attention by default.
+        fixed: learned parameters that stay as they are.
+
+    Raises:
+        UnsupportedAttentionError: the loss is unknown, or no layer has learned parameters to train.
     """
 
-    def __init__(self, learned: LearnedParameters, fixed: Collection[Tensor] = ()) -> None:
+    title = "distillation"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_steps: int,
+        loss: str = "output",
+        options: DistillationOptions | None = None,
+        capture: Capture = capture_attention,
+        fixed: Collection[Tensor] = (),
+    ) -> None:
+        check_loss(loss)
+        self.model, self.loss, self._capture, self.options = model, loss, capture, options or DistillationOptions()
         ids = {id(p) for p in fixed}
-        self.learned = learned
-        self.trained = {name: _copy(p) for name, p in learned.tensors().items() if id(p) not in ids}
-        self.loss = 0.0
-        self.best: tuple[float, dict[str, Tensor]] = (float("inf"), self.copy())
+        # What holds learned parameters, of one layer or of several that share them, and the names of the groups.
+        self._names: dict[LearnedParameters, str] = {}
+        groups: Groups = {}
+        for root in transformers_models(model):
+            for module, location, *_ in attention_modules(root):
+                learned = learned_of(module)
+                if learned is None or learned.holder in self._names:
+                    continue
+                trained = {name: _copy(p) for name, p in learned.tensors().items() if id(p) not in ids}
+                if trained:
+                    self._names[learned.holder], groups[location.name] = location.name, trained
+        if not groups:
+            raise UnsupportedAttentionError("no layer of the model has learned parameters to distill")
+        rate = self.options.learning_rate
+        settings = [{"params": [p], "lr": rate * _share(p)} for group in groups.values() for p in group.values()]
+        optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
+        schedule = LambdaLR(optimizer, lambda step: min(1.0, 2 * (num_steps - step) / num_steps))
+        super().__init__(groups, optimizer, schedule, num_steps, self.options.reduce)
+        # Number of tokens -> why batches of so many tokens trained nothing.
+        self._why_idle: dict[int, str] = {}
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the trained parameters."""
-        return next(iter(self.trained.values())).device
+    def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
+        """The losses of the layers, without those that compute this batch exactly, and their sums by group."""
+        losses: list[LayerLoss] = []
+        sums = dict.fromkeys(self.groups, 0.0)
 
-    def copy(self) -> dict[str, Tensor]:
-        """Copies of the trained parameters."""
-        return {name: p.detach().clone() for name, p in self.trained.items()}
+        def visit(call: Call, name: str, method: MethodConfig, parameters: dict[str, Tensor]) -> None:
+            with torch.enable_grad():
+                loss = backward(call, method, parameters, self.loss)
+            losses.append(LayerLoss(call.layer, call.name, loss))
+            sums[name] += loss
 
-    def parameters(self) -> dict[str, Tensor]:
-        """All parameters in the dtype of the model, as the method takes them."""
-        return {name: self.trained.get(name, p.detach()).to(p.dtype) for name, p in self.learned.tensors().items()}
+        self._visit(batch, visit)
+        return losses, torch.tensor(list(sums.values()), device=self.trained[0].device)
 
-    @torch.no_grad()
-    def store(self, values: Mapping[str, Tensor]) -> None:
-        """Write values into the model."""
-        tensors = self.learned.tensors()
-        for name in self.trained:
-            tensors[name].copy_(values[name])
+    def measure(self, batch: Batch) -> list[LayerLoss]:
+        """The relative error |out - exact| / |exact| of each layer on a batch, in the Frobenius norm, without training.
+
+        It is the root of the loss "output": the mean over sequences and heads of squared errors.
+        """
+        errors: list[LayerLoss] = []
+
+        def visit(call: Call, name: str, method: MethodConfig, parameters: dict[str, Tensor]) -> None:
+            error, exact = squared_error(call.compute(method, parameters), call)
+            error = (error / exact)[exact > 0]
+            errors.append(LayerLoss(call.layer, call.name, error.mean().sqrt().item()))
+
+        self._visit(batch, visit)
+        return errors
+
+    def finish(self) -> None:
+        """Write the trained parameters into the model."""
+        for holder, name in self._names.items():
+            tensors = holder.tensors()
+            with torch.no_grad():
+                for key, p in self.groups[name].items():
+                    tensors[key].copy_(p)
+
+    def why_idle(self) -> str:
+        """Why the batches so far trained nothing, for the longest of them."""
+        return self._why_idle[max(self._why_idle)] if self._why_idle else "no converted layer computed attention"
+
+    def _visit(self, batch: Batch, visit: Callable[[Call, str, MethodConfig, dict[str, Tensor]], None]) -> None:
+        """Pass the calls that train something, with the name of the group, the method and all its parameters.
+
+        The parameters have the dtype of the model.
+        """
+
+        def visit_call(call: Call) -> None:
+            learned = learned_of(call.module)
+            if learned is None or learned.holder not in self._names or self._is_exact(call, learned.method):
+                return
+            name = self._names[learned.holder]
+            trained = self.groups[name]
+            with torch.enable_grad():
+                parameters = {key: trained.get(key, p.detach()).to(p.dtype) for key, p in learned.tensors().items()}
+            visit(call, name, learned.method, parameters)
+
+        with self._capture(self.model, visit_call):
+            forward(self.model, _without_head(batch, self.model))
+
+    def _is_exact(self, call: Call, method: MethodConfig) -> bool:
+        """Whether the converted model computes a call exactly."""
+        if call.why_exact(method) is not None:
+            return True
+        if call.key.shape[2] > method.exact_length:
+            return False
+        self._why_idle[call.tokens] = (
+            f"sequences of {call.tokens} tokens are within the budget of {method.method}, which computes up to "
+            f"{method.exact_length} tokens exactly, so that there is nothing to learn: give longer sequences or a "
+            "smaller budget"
+        )
+        return True
+
+    def _diverged(self, losses: Sequence[LayerLoss], finite: Tensor) -> DivergedError:
+        found = [one.name for one in losses if not math.isfinite(one.loss)]
+        found += [name for name, is_finite in zip(self.groups, finite.tolist(), strict=True) if not is_finite]
+        what = f"the loss of {found[0]} is not finite in step {self.step_number + 1}"
+        return DivergedError(what, self.options.learning_rate)
 
 
 def _copy(parameter: Tensor) -> Tensor:
@@ -137,192 +302,6 @@ def _share(parameter: Tensor) -> float:
     map of a head with 32 dimensions the share is 1, for averages of two tokens out of 512 it is .16.
     """
     return min(1.0, max(0.1, 5.0 * parameter.detach().square().mean().sqrt().item()))
-
-
-class Distillation:
-    """Trains the learned parameters of a converted model's layers, one batch at a time.
-
-    Args:
-        model: a converted model, whose other parameters stay as they are.
-        num_steps: the number of steps of the whole training, for the learning rate.
-        loss: one of `attention_loss.LOSSES`.
-        options: see `DistillationOptions`.
-        capture: passes the calls of all layers to a function, with the output to imitate as `exact`; that of exact
-            attention by default.
-        fixed: learned parameters that stay as they are.
-
-    Attributes:
-        step_number: the number of steps so far.
-
-    Raises:
-        UnsupportedAttentionError: the loss is unknown, or no layer has learned parameters to train.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        num_steps: int,
-        loss: str = "output",
-        options: DistillationOptions | None = None,
-        capture: Capture = capture_attention,
-        fixed: Collection[Tensor] = (),
-    ) -> None:
-        check_loss(loss)
-        self.model, self.num_steps, self.loss, self.capture = model, num_steps, loss, capture
-        self.options = options or DistillationOptions()
-        self.step_number = 0
-        self._groups: dict[LearnedParameters, _Group] = {}
-        self._names: dict[LearnedParameters, str] = {}
-        for root in transformers_models(model):
-            for module, location, *_ in attention_modules(root):
-                learned = learned_of(module)
-                if learned is not None and learned.holder not in self._groups:
-                    group = _Group(learned.holder, fixed)
-                    if group.trained:
-                        self._groups[learned.holder], self._names[learned.holder] = group, location.name
-        if not self._groups:
-            raise UnsupportedAttentionError("no layer of the model has learned parameters to distill")
-        trained = [p for group in self._groups.values() for p in group.trained.values()]
-        settings = [{"params": [p], "share": _share(p)} for p in trained]
-        self._optimizer = torch.optim.AdamW(settings, lr=self.options.learning_rate, weight_decay=0.0)
-        # Number of tokens -> why batches of so many tokens trained nothing.
-        self._why_idle: dict[int, str] = {}
-
-    def step(self, batch: Batch) -> list[LayerLoss]:
-        """Train all layers on one batch.
-
-        Returns:
-            The loss of each layer before the step. Layers that compute this batch exactly are missing.
-
-        Raises:
-            UnsupportedAttentionError: a loss is not finite. The model then has the best parameters so far.
-        """
-        losses: list[LayerLoss] = []
-        sums = dict.fromkeys(self._names.values(), 0.0)
-
-        def visit(call: Call) -> None:
-            group, method = self._trained_in(call)
-            if group is None or method is None:
-                return
-            with torch.enable_grad():
-                loss = backward(call, method, group.parameters(), self.loss)
-            losses.append(LayerLoss(call.layer, call.name, loss))
-            sums[self._names[group.learned]] += loss
-
-        self._optimizer.zero_grad()
-        self._run(batch, visit)
-        # All processes stop in the same step, and choose the same best parameters.
-        means = torch.tensor(list(sums.values()), device=next(iter(self._groups.values())).device)
-        if self.options.reduce is not None:
-            means = self.options.reduce(means)
-        for name, mean in zip(sums, means.tolist(), strict=True):
-            if not math.isfinite(mean):
-                self._stop(next((x.name for x in losses if not math.isfinite(x.loss)), name))
-        for group, mean in zip(self._groups.values(), means.tolist(), strict=True):
-            group.loss += mean
-        rate = self.options.learning_rate * min(1.0, 2 * (self.num_steps - self.step_number) / self.num_steps)
-        for settings in self._optimizer.param_groups:
-            settings["lr"] = rate * settings["share"]
-        if self.options.reduce is not None:
-            # Every process must take part, also if its batch trained nothing.
-            for p in (p for group in self._groups.values() for p in group.trained.values()):
-                p.grad = self.options.reduce(torch.zeros_like(p) if p.grad is None else p.grad)
-        self._optimizer.step()
-        self.step_number += 1
-        if self.step_number % WINDOW == 0:
-            for group in self._groups.values():
-                if group.loss < group.best[0]:
-                    group.best = group.loss, group.copy()
-                group.loss = 0.0
-        return losses
-
-    def measure(self, batch: Batch) -> list[LayerLoss]:
-        """The relative error |out - exact| / |exact| of each layer on a batch, in the Frobenius norm, without training.
-
-        It is the root of the loss "output": the mean over sequences and heads of squared errors.
-        """
-        errors: list[LayerLoss] = []
-
-        def visit(call: Call) -> None:
-            group, method = self._trained_in(call)
-            if group is None or method is None:
-                return
-            error, exact = squared_error(call.compute(method, group.parameters()), call)
-            error = (error / exact)[exact > 0]
-            errors.append(LayerLoss(call.layer, call.name, error.mean().sqrt().item()))
-
-        self._run(batch, visit)
-        return errors
-
-    def store(self) -> None:
-        """Write the trained parameters into the model."""
-        for group in self._groups.values():
-            group.store(group.trained)
-
-    @property
-    def why_idle(self) -> str:
-        """Why the batches so far trained nothing, for the longest of them."""
-        return self._why_idle[max(self._why_idle)] if self._why_idle else "no converted layer computed attention"
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
-        groups = {
-            self._names[holder]: {"trained": group.copy(), "loss": group.loss, "best": group.best}
-            for holder, group in self._groups.items()
-        }
-        return {"step": self.step_number, "groups": groups, "optimizer": self._optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict` of a distillation of the same model with the same arguments.
-
-        Raises:
-            UnsupportedAttentionError: the state belongs to other layers or parameters.
-        """
-        shapes = {
-            self._names[holder]: {name: p.shape for name, p in group.trained.items()}
-            for holder, group in self._groups.items()
-        }
-        found = {name: {k: p.shape for k, p in group["trained"].items()} for name, group in state["groups"].items()}
-        if shapes != found:
-            raise UnsupportedAttentionError(
-                "the saved state belongs to a distillation with other layers or learned parameters: continue it with "
-                "the model and the arguments that it began with, or start again elsewhere"
-            )
-        for holder, group in self._groups.items():
-            saved = state["groups"][self._names[holder]]
-            with torch.no_grad():
-                for name, p in group.trained.items():
-                    p.copy_(saved["trained"][name])
-            group.loss, group.best = saved["loss"], tuple(saved["best"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.step_number = state["step"]
-
-    def _run(self, batch: Batch, visit: Callable[[Call], None]) -> None:
-        with self.capture(self.model, visit):
-            forward(self.model, _without_head(batch, self.model))
-
-    def _trained_in(self, call: Call) -> tuple[_Group | None, MethodConfig | None]:
-        """The parameters and the method of a call; None if the converted model computes it exactly."""
-        learned = learned_of(call.module)
-        if learned is None or learned.holder not in self._groups or call.why_exact(learned.method) is not None:
-            return None, None
-        method, tokens = learned.method, call.tokens
-        if call.key.shape[2] <= method.exact_length:
-            self._why_idle[tokens] = (
-                f"sequences of {tokens} tokens are within the budget of {method.method}, which computes up to "
-                f"{method.exact_length} tokens exactly, so that there is nothing to learn: give longer sequences or a "
-                "smaller budget"
-            )
-            return None, None
-        return self._groups[learned.holder], method
-
-    def _stop(self, name: str) -> None:
-        """Give the model its best parameters, and raise because of a layer's loss."""
-        for group in self._groups.values():
-            group.store(group.best[1])
-        raise DivergedError(
-            f"the loss of {name} is not finite in step {self.step_number + 1}", self.options.learning_rate
-        )
 
 
 def _without_head(batch: Batch, model: nn.Module) -> Batch:

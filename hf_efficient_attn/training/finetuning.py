@@ -13,7 +13,7 @@ those of knowledge distillation, so that unlabelled inputs suffice.
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.attention_loss import WINDOW, DivergedError
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss, Reduce, Training
 from hf_efficient_attn.training.wrappers import learned_parameters
 
 TARGETS = ("hidden_states", "logits")
@@ -33,7 +33,6 @@ TARGETS = ("hidden_states", "logits")
 _STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 # Share of the steps in which the learning rate rises.
 _WARMUP = 0.1
-_MAX_NORM = 1.0
 
 
 def check_rate(name: str, value: object) -> None:
@@ -73,11 +72,16 @@ class FinetuningOptions(KnownFields):
             raise UnsupportedAttentionError(f"lora_rank={self.lora_rank!r} must be 1 or more, or None")
 
 
-def make_teacher(model: nn.Module, options: FinetuningOptions) -> nn.Module | None:
+def make_teacher(
+    model: nn.Module,
+    options: FinetuningOptions,
+    advice: str = "load it with dtype=torch.float32 (and use torch.autocast for speed), or give lora_rank",
+) -> nn.Module | None:
     """A copy of a model with exact attention, to be made before it is converted; None if adapters make it superfluous.
 
     Raises:
-        UnsupportedAttentionError: the model's parameters are not float32, in which small updates would be lost.
+        UnsupportedAttentionError: the model's parameters are not float32, in which small updates would be lost. The
+            message ends with `advice`.
     """
     if options.lora_rank is not None:
         return None
@@ -85,111 +89,59 @@ def make_teacher(model: nn.Module, options: FinetuningOptions) -> nn.Module | No
     if dtypes - {torch.float32, torch.float64}:
         raise UnsupportedAttentionError(
             f"the model's parameters are {', '.join(sorted(map(str, dtypes)))}, in which most updates of fine-tuning "
-            "are rounded away: load it with dtype=torch.float32 (and use torch.autocast for speed), or give lora_rank"
+            f"are rounded away: {advice}"
         )
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
-class Finetuning:
-    """Trains a converted model on the outputs of its teacher, one batch at a time. The model stays in eval mode.
+class Finetuning(Training):
+    """Trains a converted model on the outputs of its teacher (see `make_teacher`). The model stays in eval mode."""
 
-    Args:
-        model: the converted model.
-        teacher: the result of `make_teacher`.
-        options: see `FinetuningOptions`.
-        reduce: as in `DistillationOptions`.
-
-    Attributes:
-        step_number: the number of steps so far.
-    """
+    title, max_norm = "fine-tuning", 1.0
 
     def __init__(
-        self,
-        model: nn.Module,
-        teacher: nn.Module | None,
-        options: FinetuningOptions,
-        reduce: Callable[[Tensor], Tensor] | None = None,
+        self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions, reduce: Reduce | None = None
     ) -> None:
-        self.model, self.teacher, self.options, self._reduce = model, teacher, options, reduce
-        self.step_number = 0
+        self.model, self.teacher, self.options = model, teacher, options
         self._required = {p: p.requires_grad for p in model.parameters()}
         self._adapted = None if teacher is not None else _adapted(model, options.lora_rank or 1)
-        of_attention = list(learned_parameters(model).values())
-        for p in of_attention:
+        learned = learned_parameters(model)
+        for p in learned.values():
             p.requires_grad_(True)
-        ids = {id(p) for p in of_attention}
-        others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
-        groups = [
-            {"params": others, "lr": options.learning_rate},
-            {"params": of_attention, "lr": options.attention_learning_rate},
+        others = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in learned}
+        settings = [
+            {"params": list(others.values()), "lr": options.learning_rate},
+            {"params": list(learned.values()), "lr": options.attention_learning_rate},
         ]
-        self._optimizer = torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=0.0)
+        optimizer = torch.optim.AdamW([x for x in settings if x["params"]], weight_decay=0.0)
         # Imported here, because it imports optional packages.
         from transformers.optimization import get_cosine_schedule_with_warmup
 
-        num_warmup = max(1, round(_WARMUP * options.steps))
-        self._schedule = get_cosine_schedule_with_warmup(self._optimizer, num_warmup, options.steps)
-        # The sum of the losses of the present window of steps; the smallest sum, and the parameters at its end.
-        self._window = 0.0
-        self._best = float("inf"), [p.detach().clone() for p in self._trained]
+        schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(_WARMUP * options.steps)), options.steps)
+        super().__init__({"model": {**others, **learned}}, optimizer, schedule, options.steps, reduce)
 
-    @property
-    def _trained(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def step(self, batch: Batch) -> float:
-        """Train on one batch.
-
-        Returns:
-            The loss before the step.
-
-        Raises:
-            DivergedError: the loss is not finite. The model then has the best parameters so far.
-        """
+    def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
+        """The loss, and those of the layers or of the logits."""
         with torch.no_grad():
             targets = self._teach(batch)
         with torch.enable_grad():
-            losses = self._losses(self._outputs(self.model, batch), targets, batch)
+            losses = self._losses(outputs_of(self.model, batch, self.options.target), targets, batch)
             loss = losses.mean()
-        # All processes stop in the same step, and choose the same best parameters.
-        means = losses.detach() if self._reduce is None else self._reduce(losses.detach().clone())
-        if not means.isfinite().all():
-            self._stop(means)
-        self._optimizer.zero_grad()
         loss.backward()
-        for p in self._trained:
-            if self._reduce is not None:
-                p.grad = self._reduce(torch.zeros_like(p) if p.grad is None else p.grad)
-        torch.nn.utils.clip_grad_norm_(self._trained, _MAX_NORM)
-        self._optimizer.step()
-        self._schedule.step()
-        self.step_number += 1
-        self._window += means.mean().item()
-        if self.step_number % WINDOW == 0:
-            if self._window < self._best[0]:
-                self._best = self._window, [p.detach().clone() for p in self._trained]
-            self._window = 0.0
-        return loss.item()
+        return [LayerLoss(None, self.options.target, loss.item())], losses.detach().clone()
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> float:
         """The loss on a batch, without training."""
         targets = self._teach(batch)
-        return self._losses(self._outputs(self.model, batch), targets, batch).mean().item()
+        return self._losses(outputs_of(self.model, batch, self.options.target), targets, batch).mean().item()
 
-    @torch.no_grad()
-    def _stop(self, losses: Tensor) -> None:
-        """Give the model its best parameters and raise."""
-        for p, best in zip(self._trained, self._best[1], strict=True):
-            p.copy_(best)
-        self.finish()
+    def _diverged(self, losses: Sequence[LayerLoss], finite: Tensor) -> DivergedError:
         where = "the logits"
         if self.options.target == "hidden_states":
-            where = f"the hidden states after layer {int((~losses.isfinite()).byte().argmax())}"
-        raise DivergedError(
-            f"the loss of {where} is not finite in step {self.step_number + 1} of the fine-tuning",
-            self.options.learning_rate,
-        )
+            where = f"the hidden states after layer {finite.tolist().index(False)}"
+        what = f"the loss of {where} is not finite in step {self.step_number + 1} of the fine-tuning"
+        return DivergedError(what, self.options.learning_rate)
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -211,54 +163,28 @@ class Finetuning:
         for p, required in self._required.items():
             p.requires_grad_(required)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to continue bit for bit."""
-        return {
-            "step": self.step_number,
-            "trained": [p.detach().clone() for p in self._trained],
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "window": self._window,
-            "best": self._best,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict` of the same model with the same options."""
-        with torch.no_grad():
-            for p, saved in zip(self._trained, state["trained"], strict=True):
-                p.copy_(saved)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
-        self._window, self._best = state["window"], tuple(state["best"])
-        self.step_number = state["step"]
-
     def _teach(self, batch: Batch) -> list[Tensor]:
-        """The targets: what `_outputs` returns for the teacher."""
+        """The outputs of the teacher."""
         if self.teacher is not None:
-            return self._outputs(self.teacher, batch)
+            return outputs_of(self.teacher, batch, self.options.target)
         assert self._adapted is not None
         with self._adapted.disable_adapter(), capture_attention(self.model, lambda call: None):
-            return self._outputs(self.model, batch)
-
-    def _outputs(self, model: nn.Module, batch: Batch) -> list[Tensor]:
-        return outputs_of(model, batch, self.options.target)
+            return outputs_of(self.model, batch, self.options.target)
 
     def _losses(self, found: list[Tensor], wanted: list[Tensor], batch: Batch) -> Tensor:
         """The loss of every layer, or of the logits."""
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         losses = []
         for x, target in zip(found, wanted, strict=True):
-            valid = mask.to(x.device).bool() if mask is not None and mask.shape == x.shape[:2] else None
+            valid: Any = mask.to(x.device).bool() if mask is not None and mask.shape == x.shape[:2] else ...
             if self.options.target == "logits":
                 divergence = torch.nn.functional.kl_div(
                     x.float().log_softmax(-1), target.float().log_softmax(-1), reduction="none", log_target=True
-                ).sum(-1)
-                losses.append((divergence if valid is None else divergence[valid]).mean())
+                )
+                losses.append(divergence.sum(-1)[valid].mean())
             else:
                 error, size = (x - target).float().square().sum(-1), target.float().square().sum(-1)
-                if valid is not None:
-                    error, size = error[valid], size[valid]
-                losses.append(error.sum() / size.sum())
+                losses.append(error[valid].sum() / size[valid].sum())
         return torch.stack(losses)
 
 

@@ -20,6 +20,7 @@ _DIFFERENT = {
     "data": "on other data",
     "settings": "of another method, or other layers",
     "processes": "in another number of processes",
+    "version": "by another version of this package",
 }
 
 
@@ -28,10 +29,7 @@ class SavedState:
 
     Args:
         output: the output.
-        request: plain values that must be equal when the work is continued. The names are those of options.
-
-    Attributes:
-        folder: OUTPUT.partial.
+        request: plain values, by the names of options, that must be equal when the work is continued.
     """
 
     def __init__(self, output: pathlib.Path, request: Mapping[str, Any]) -> None:
@@ -56,11 +54,10 @@ class SavedState:
             saved = torch.load(self._path, map_location="cpu", weights_only=True)
             request, values = saved["request"], saved["values"]
         if request != self._request:
-            differences = [_describe(key, request.get(key)) for key in self._request]
             found = [
-                text
-                for text, key in zip(differences, self._request, strict=True)
-                if request.get(key) != self._request[key]
+                _DIFFERENT.get(key) or f"with --{key.replace('_', '-')} {request.get(key)}"
+                for key, value in self._request.items()
+                if request.get(key) != value
             ]
             raise UnsupportedAttentionError(
                 f"{self.folder} holds the state of a distillation {', '.join(found)}: repeat the command that it began "
@@ -82,34 +79,20 @@ class SavedState:
             self.folder.rmdir()
 
 
-def _describe(key: str, value: Any) -> str:
-    return _DIFFERENT.get(key) or f"with --{key.replace('_', '-')} {value}"
-
-
-class Interruption:
-    """Whether the user has pressed Ctrl-C within the context of `noting_interruption`."""
-
-    requested = False
-
-
 @contextlib.contextmanager
-def noting_interruption(*, is_alone: bool = True) -> Iterator[Interruption]:
-    """Note Ctrl-C within the context instead of raising KeyboardInterrupt, so that a step is completed first.
-
-    Args:
-        is_alone: whether Ctrl-C for the second time raises KeyboardInterrupt.
-    """
-    noted, before = Interruption(), signal.getsignal(signal.SIGINT)
+def noting_interruption(*, is_alone: bool = True) -> Iterator[threading.Event]:
+    """Set an event at Ctrl-C, so that a step is completed first. If `is_alone`, a second Ctrl-C ends it at once."""
+    noted, before = threading.Event(), signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield noted
         return
 
     def note(number: int, frame: Any) -> None:
-        if noted.requested and is_alone:
+        if is_alone and noted.is_set():
             raise KeyboardInterrupt
-        if not noted.requested and is_alone:
+        if is_alone:
             tqdm.write("Stopping after this step. Ctrl-C again stops at once, without saving it.", nolock=True)
-        noted.requested = True
+        noted.set()
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.methods import method_info
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
-from hf_efficient_attn.training.stage_distillation import (
-    FormerAttention,
-    StageDistillation,
-    refuse_missing_batches,
-    warn_of_present_stage,
-)
+from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation
 from hf_efficient_attn.training.switch import (
     check_stages,
     distill_first_stage,
@@ -26,6 +22,8 @@ from hf_efficient_attn.training.switch import (
     switch_stage,
 )
 from hf_efficient_attn.training.wrappers import unwrap
+
+logger = logging.get_logger(__name__)
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
@@ -146,6 +144,10 @@ class UptrainingSchedule:
         """Whether a stage starts with step `step`."""
         return step == 0 or self.index(step - 1, total_steps) != self.index(step, total_steps)
 
+    def _still_distilled(self, step: int) -> list[Stage]:
+        """The stages with "distill" that start with step `step` or later."""
+        return [stage for stage in self.stages[self.index(step) + (not self.starts(step)) :] if stage.distill]
+
     def step(
         self,
         model: nn.Module,
@@ -185,26 +187,50 @@ class UptrainingSchedule:
                 in the first call, before anything changes. Or the stage computes all batches exactly.
             DivergedError: a loss of the distillation was not finite.
         """
-        index, inner = self.index(step), unwrap(model)
-        stage, starts = self.stages[index], self.starts(step)
+        index = self.index(step)
         if optimizer is not None and batches is None:
-            refuse_missing_batches(self.stages[index + (not starts) :])
+            names = [f"{stage.attention!r} (distill={stage.distill})" for stage in self._still_distilled(step)]
+            if names:
+                raise UnsupportedAttentionError(
+                    f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give "
+                    "them with schedule.step(model, optimizer, step, batches=...), in every call"
+                )
         # Once for the bare model, and once for its wrappers, which exist when training begins.
         when = "before" if optimizer is None else "in training"
         if when not in self._checked.setdefault(model, set()):
             check_stages(model, self.stages)
             self._checked[model].add(when)
+        if optimizer is None and step == 0:
+            self._warn_if_present(model)
         distillation = None
-        if batches is not None and starts and stage.distill:
+        if batches is not None and self.starts(step) and self.stages[index].distill:
             distillation = StageDistillation(batches, options or DistillationOptions())
+        return self._advance(model, optimizer, step, distillation)
+
+    def _warn_if_present(self, model: nn.Module) -> None:
+        """Warn that the first stage is not distilled if the model was in it already."""
+        first = self.stages[0]
+        if first.distill and is_in_stage(model, first) and unwrap(model) not in self._former:
+            logger.warning(
+                f"the model is in the stage {first.attention!r} already when training begins, so that it is not "
+                f"distilled and distill={first.distill} has no effect"
+            )
+
+    def _advance(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        distillation: StageDistillation | None = None,
+    ) -> "dict[str, Any] | None":
+        """`step` without its checks. A stage that starts with this step is distilled if `distillation` is given."""
+        stage, inner = self.stages[self.index(step) if step else 0], unwrap(model)
         former = self._former.pop(inner, None)
         if not is_in_stage(model, stage):
             if stage.distill and step == 0 and distillation is None:
                 self._former[inner] = former_attention(model, stage)
             return switch_stage(model, optimizer, stage, step, distillation)
         if former is None or step > 0:
-            if stage.distill and step == 0 and optimizer is None:
-                warn_of_present_stage(stage)
             return None
         if distillation is None:
             self._former[inner] = former

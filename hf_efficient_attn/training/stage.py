@@ -1,5 +1,6 @@
 """The stages of up-training: an attention and the step at which it ends."""
 
+import ast
 import contextlib
 import dataclasses
 import itertools
@@ -51,11 +52,7 @@ class Stage:
 
 
 def make_stages(given: Iterable[Any], part: str | None = None) -> tuple[Stage, ...]:
-    """Stages from any of the forms that `UptrainingSchedule` accepts.
-
-    Raises:
-        UnsupportedAttentionError: a stage is malformed, the ends are inconsistent, or two consecutive stages are equal.
-    """
+    """Stages from any of the forms that `UptrainingSchedule` accepts, with its refusals."""
     stages: list[Stage] = []
     for entry in given:
         stages.append(_make_stage(entry, stages[-1] if stages else None))
@@ -183,11 +180,7 @@ def _check_ends(stages: Sequence[Stage]) -> None:
 
 
 def parse_stage(text: str) -> tuple[str, float | int | None, dict[str, Any]]:
-    """(attention, end, hyperparameters) from "ATTENTION[,key=value...]:END".
-
-    Raises:
-        UnsupportedAttentionError: the string has another form.
-    """
+    """(attention, end, hyperparameters) from "ATTENTION[,key=value...]:END"."""
     head, colon, end = text.rpartition(":")
     name, *pairs = head.split(",")
     if not colon or not name or any("=" not in pair for pair in pairs):
@@ -205,11 +198,9 @@ def parse_stage(text: str) -> tuple[str, float | int | None, dict[str, Any]]:
         ) from None
 
 
-def _parse_value(text: str) -> bool | int | float | str:
+def _parse_value(text: str) -> Any:
     """A Boolean or a number if the text is one, otherwise the text."""
-    if text in ("True", "False"):
-        return text == "True"
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(text)
-    return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -17,15 +17,12 @@ import random
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from tqdm import tqdm
-from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output
@@ -34,15 +31,10 @@ from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.training.attention_loss import WINDOW
 from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.stage import Stage
-
-logger = logging.get_logger(__name__)
-
-# Steps after which a distillation that trained nothing is refused.
-_PATIENCE = 8
+from hf_efficient_attn.training.steps import WINDOW, mean_over_processes, world_size
 
 
 class FormerAttention(NamedTuple):
@@ -109,13 +101,8 @@ class StageDistillation:
     ) -> dict[str, Any]:
         """Train the learned parameters of a model that was just switched to a stage, in place.
 
-        In distributed training all processes must call it, and end with the same parameters.
-
-        Args:
-            model: the model, without wrappers.
-            stage: its stage.
-            former: its attention before the switch.
-            fixed: learned parameters that have the values of the stage before.
+        In distributed training all processes must call it, and end with the same parameters. Parameters in `fixed`,
+        which have the values of the stage before, stay as they are.
 
         Returns:
             "steps", and the mean loss of the first and of the last steps as "first_loss" and "last_loss".
@@ -126,36 +113,18 @@ class StageDistillation:
             DivergedError: a loss was not finite.
         """
         options = self.options
-        if options.reduce is None and _world_size() > 1:
-            options = dataclasses.replace(options, reduce=_mean_over_processes)
+        is_shown = world_size() == 1 or torch.distributed.get_rank() == 0
+        if options.reduce is None and world_size() > 1:
+            options = dataclasses.replace(options, reduce=mean_over_processes)
         with _own_random_state(options.seed):
             stream = batch_stream(self.batches, options.seed, stage.distill)
             capture = functools.partial(capture_attention, compute=former.compute)
             distillation = Distillation(model, stage.distill, "output", options, capture, fixed)
-            losses = _train(distillation, stream, f"distillation of {stage.attention}")
-            distillation.store()
+            distillation.title = f"distillation of {stage.attention}"
+            losses = distillation.run(stream, options.on_step, show_progress=is_shown)
         count = min(WINDOW, max(1, len(losses) // 5))
         first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
         return {"steps": stage.distill, "first_loss": first, "last_loss": last}
-
-
-def _train(distillation: Distillation, stream: Iterator[Batch], title: str) -> list[float]:
-    """Take all steps; return the mean loss of the layers in each."""
-    num_steps, on_step = distillation.num_steps, distillation.options.on_step
-    means: list[float] = []
-    is_first = _world_size() == 1 or torch.distributed.get_rank() == 0
-    with tqdm(total=num_steps, desc=title, disable=None if is_first else True) as bar:
-        for number, batch in enumerate(islice(stream, num_steps), start=1):
-            losses = distillation.step(batch)
-            if losses:
-                means.append(statistics.fmean(one.loss for one in losses))
-                bar.set_postfix(loss=f"{means[-1]:.3f}", refresh=False)
-            elif not means and number >= min(_PATIENCE, num_steps):
-                raise UnsupportedAttentionError(distillation.why_idle)
-            bar.update()
-            if on_step is not None:
-                on_step(number, losses)
-    return means
 
 
 @contextlib.contextmanager
@@ -172,16 +141,6 @@ def _own_random_state(seed: int) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _mean_over_processes(gradient: Tensor) -> Tensor:
-    torch.distributed.all_reduce(gradient)
-    return gradient / _world_size()
 
 
 class TrainingBatches(Sequence[Batch]):
@@ -225,28 +184,8 @@ class TrainingBatches(Sequence[Batch]):
         return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         end = len(self._dataset) // self._count * self._count
         return self._collate([self._dataset[i] for i in range(self._indices[index], end, self._count)])
-
-
-def refuse_missing_batches(stages: Iterable[Stage]) -> None:
-    """Refuse stages that are still to be distilled if there are no batches for it."""
-    names = [f"{stage.attention!r} (distill={stage.distill})" for stage in stages if stage.distill]
-    if names:
-        raise UnsupportedAttentionError(
-            f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give them with "
-            "schedule.step(model, optimizer, step, batches=...), in every call"
-        )
-
-
-def warn_of_present_stage(stage: Stage) -> None:
-    """Warn that the first stage is not distilled, because the model is in it already."""
-    logger.warning(
-        f"the model is in the stage {stage.attention!r} already when training begins, so that it is not distilled and "
-        f"distill={stage.distill} has no effect"
-    )
 
 
 def log_entries(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import NAME, LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.integration.models import configs_of, snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.training.stage import Stage
@@ -93,8 +93,10 @@ def apply_stage(model: nn.Module, stage: Stage) -> None:
     convert(_target(model, stage), stage.attention if stage.settings is None else stage.settings)
 
 
-def check_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
+def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None = None) -> None:
     """Try every stage on the model and restore the model.
+
+    `refusal` is why the set of parameters cannot change during training, if that is known already.
 
     Raises:
         UnsupportedAttentionError: the model cannot take a stage, or its wrappers cannot follow a change of parameters.
@@ -103,7 +105,7 @@ def check_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
         _check_target(model, stage)
     layouts = stage_layouts(model, stages)
     _check_peft(model, stages, layouts)
-    refusal = _why_parameters_are_fixed(model)
+    refusal = refusal or _why_parameters_are_fixed(model)
     if refusal and any(stage.distill for stage in stages):
         raise UnsupportedAttentionError(
             f"{refusal}, so that no stage can be distilled: use stages without 'distill', or train with "
@@ -132,8 +134,7 @@ def check_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
-    before = snapshot(_roots(model))
-    found = []
+    before, found = snapshot(_roots(model)), []
     try:
         for stage in stages:
             apply_stage(model, stage)
@@ -154,10 +155,6 @@ def plain_name(name: str) -> str:
     return f"{head}{NAME}.{tail.rpartition('.')[2]}"
 
 
-def _attention(roots: Sequence[PreTrainedModel]) -> list[nn.Module]:
-    return [module for root in roots for module, *_ in attention_modules(root)]
-
-
 def switch_stage(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -171,23 +168,16 @@ def switch_stage(
     given and the stage asks for it. If the distillation fails, the model has its former attention.
     """
     inner = unwrap(model)
-    roots = _roots(inner)
-    former, state = former_attention(inner, stage), snapshot(roots)
+    former, state = former_attention(inner, stage), snapshot(_roots(inner))
     wrappers = data_parallel_wrappers(inner)
     before = dict(inner.named_parameters())
-    held = {module: learned_of(module) for module in _attention(roots)}
-    tensors = {module: {} if learned is None else learned.tensors() for module, learned in held.items()}
-    # PEFT's wrappers around learned parameters.
-    peft_wrappers = {}
-    for module, learned in held.items():
-        wrapper = module._modules.get(NAME)
-        if wrapper is not None and wrapper is not learned:
-            peft_wrappers[module] = wrapper
+    # What is around learned parameters, perhaps PEFT's wrapper.
+    held = {module: module._modules.get(NAME) for module in former.layers}
     apply_stage(inner, stage)
     in_use: set[int] = set()
     fixed: list[nn.Parameter] = []
-    for module in _attention(roots):
-        fixed += _carry_over(module, tensors.get(module, {}), in_use)
+    for module, (_, tensors) in former.layers.items():
+        fixed += _carry_over(module, tensors, in_use)
     distilled = None
     if distillation is not None and stage.distill:
         try:
@@ -195,8 +185,9 @@ def switch_stage(
         except BaseException:
             state.restore()
             raise
-    for module, wrapper in peft_wrappers.items():
-        _wrap_again(module, wrapper)
+    for module, peft_wrapper in held.items():
+        if peft_wrapper is not None and not isinstance(peft_wrapper, LearnedParameters):
+            _wrap_again(module, peft_wrapper)
     after = dict(inner.named_parameters())
     kept = {id(p) for p in before.values()} & {id(p) for p in after.values()}
     started = [name for name, p in after.items() if id(p) not in kept]
@@ -210,20 +201,12 @@ def switch_stage(
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
-    record = {
-        "step": step,
-        "from": former.name,
-        "to": stage.attention,
-        "carried": carried,
-        "started": started,
-        "dropped": dropped,
-        "distillation": distilled,
-    }
+    record = {"step": step, "from": former.name, "to": stage.attention, "carried": carried, "started": started}
     logger.info(
         f"step {step}: attention switched from {former.name} to {stage.attention}; learned parameters: {len(carried)} "
         f"carried over, {len(started)} new, {len(dropped)} dropped{_described(distilled)}"
     )
-    return record
+    return {**record, "dropped": dropped, "distillation": distilled}
 
 
 def former_attention(model: nn.Module, stage: Stage) -> FormerAttention:
@@ -234,25 +217,16 @@ def former_attention(model: nn.Module, stage: Stage) -> FormerAttention:
 def distill_first_stage(
     model: nn.Module, stage: Stage, former: FormerAttention, distillation: StageDistillation
 ) -> dict[str, Any]:
-    """Distill the first stage of a model that was switched to it before its optimizer was made.
-
-    Returns:
-        A record as that of `switch_stage`.
-    """
+    """Distill the first stage of a model that was switched to it before; the record is as that of `switch_stage`."""
     inner = unwrap(model)
-    old = {id(p) for _, parameters in former.layers.values() for p in parameters.values()}
     learned = learned_parameters(inner)
-    distilled = distillation.run(inner, stage, former, [p for p in learned.values() if id(p) in old])
+    old = {id(p) for _, parameters in former.layers.values() for p in parameters.values()}
+    carried = {name: p for name, p in learned.items() if id(p) in old}
+    distilled = distillation.run(inner, stage, former, carried.values())
     logger.info(f"step 0: the first attention is {stage.attention}{_described(distilled)}")
-    return {
-        "step": 0,
-        "from": former.name,
-        "to": stage.attention,
-        "carried": [name for name, p in learned.items() if id(p) in old],
-        "started": [name for name, p in learned.items() if id(p) not in old],
-        "dropped": [],
-        "distillation": distilled,
-    }
+    started = [name for name in learned if name not in carried]
+    record = {"step": 0, "from": former.name, "to": stage.attention, "carried": list(carried), "started": started}
+    return {**record, "dropped": [], "distillation": distilled}
 
 
 def _described(distilled: Mapping[str, Any] | None) -> str:
@@ -264,13 +238,10 @@ def _described(distilled: Mapping[str, Any] | None) -> str:
 
 @torch.no_grad()
 def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: set[int]) -> list[nn.Parameter]:
-    """Reuse the parameters of the previous stage whose name and shape fit the new one.
+    """Reuse the parameters of a module in the previous stage whose name and shape fit the new one.
 
-    Args:
-        module: an attention module in the new stage.
-        tensors: the learned parameters of the module in the previous stage, by name.
-        in_use: ids of the parameters that other modules have reused. A parameter that all layers shared is reused in
-            the first layer; the other layers start from a copy of it.
+    A parameter that all layers shared is reused in the first layer, which adds its id to `in_use`; the other layers
+    start from a copy of it.
 
     Returns:
         The parameters that were reused or have a copy of the values of one.
@@ -281,16 +252,15 @@ def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: 
     found = []
     starts_from = get_method(learned.method.method).starts_from
     for name, parameter in list(learned.named_parameters(recurse=False)):
-        old = tensors.get(name)
-        if old is not None and old.shape == parameter.shape and id(old) not in in_use:
+        old = tensors.get(name, tensors.get(starts_from.get(name, "")))
+        if old is None or old.shape != parameter.shape:
+            continue
+        if name in tensors and id(old) not in in_use:
             setattr(learned, name, old)
             in_use.add(id(old))
-            found.append(getattr(learned, name))
-            continue
-        old = tensors.get(starts_from.get(name, "")) if old is None else old
-        if old is not None and old.shape == parameter.shape:
+        else:
             parameter.copy_(old)
-            found.append(parameter)
+        found.append(getattr(learned, name))
     return found
 
 
@@ -315,18 +285,15 @@ def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Lay
     if not hasattr(inner, "peft_config") or not any(layouts):
         return
     present = {plain_name(name) for name in learned_parameters(inner)}
-    wrapped = any(
-        hasattr(module, "modules_to_save") and isinstance(module.original_module, LearnedParameters)
-        for module in inner.modules()
-        if hasattr(module, "original_module")
-    )
-    if not wrapped or any(layout != layouts[0] for layout in layouts) or set(layouts[0]) != present:
+    originals = [getattr(module, "original_module", None) for module in inner.modules()]
+    is_wrapped = any(isinstance(original, LearnedParameters) for original in originals)
+    if not is_wrapped or any(layout != layouts[0] for layout in layouts) or set(layouts[0]) != present:
+        names = [stage.attention for stage, layout in zip(stages, layouts, strict=True) if layout]
         raise UnsupportedAttentionError(
-            "a PEFT model saves only its adapters, but some stages learn other parameters "
-            f"({', '.join(stage.attention for stage, layout in zip(stages, layouts, strict=True) if layout)}): convert "
-            "the model to the first stage before get_peft_model, use modules_to_save=['learned_parameters'] there, and "
-            "use stages that learn parameters of the same names and shapes, such as linformer and a FLuRKA variant; or "
-            "use methods that learn none"
+            f"a PEFT model saves only its adapters, but some stages learn other parameters ({', '.join(names)}): "
+            "convert the model to the first stage before get_peft_model, use modules_to_save=['learned_parameters'] "
+            "there, and use stages that learn parameters of the same names and shapes, such as linformer and a FLuRKA "
+            "variant; or use methods that learn none"
         )
 
 
@@ -353,14 +320,8 @@ def _update_optimizer(
 
     Each group keeps the order of the model's parameters. A new optimizer for the model would have the same order, so a
     saved optimizer state fits both.
-
-    Args:
-        inner: the model, without wrappers.
-        optimizer: the optimizer, or Accelerate's wrapper of it.
-        before: the model's parameters before the switch, by name.
-        after: the same after the switch.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     decays = set(get_parameter_names(inner, list(ALL_LAYERNORM_LAYERS), _NO_DECAY))
     groups = optimizer.param_groups
     group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
@@ -368,10 +329,10 @@ def _update_optimizer(
     old = {id(p) for p in before.values()}
     gone = old - set(position)
     for group in groups:
+        kept = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
         for parameter in group["params"]:
             if id(parameter) in gone:
                 optimizer.state.pop(parameter, None)
-        kept = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [group[key][i] for i in kept]
@@ -381,9 +342,9 @@ def _update_optimizer(
         group = groups[_group_for(name, after, decays, group_of)]
         later = (i for i, p in enumerate(group["params"]) if position.get(id(p), -1) > position[id(parameter)])
         index = next(later, len(group["params"]))
-        group["params"].insert(index, parameter)
-        if "param_names" in group:
-            group["param_names"].insert(index, name)
+        for key, value in (("params", parameter), ("param_names", name)):
+            if key in group:
+                group[key].insert(index, value)
 
 
 def _group_for(name: str, after: Mapping[str, nn.Parameter], decays: set[str], group_of: Mapping[int, int]) -> int:
@@ -391,14 +352,13 @@ def _group_for(name: str, after: Mapping[str, nn.Parameter], decays: set[str], g
 
     The search starts in the attention module and continues in each enclosing module.
     """
-    has_decay = name in decays
+    alike = [x for x, p in after.items() if (x in decays) == (name in decays) and id(p) in group_of]
     scope = name
     while scope:
         scope = scope.rpartition(".")[0]
-        prefix = f"{scope}." if scope else ""
-        for other, parameter in after.items():
-            if other.startswith(prefix) and (other in decays) == has_decay and id(parameter) in group_of:
-                return group_of[id(parameter)]
+        nearest = next((other for other in alike if other.startswith(f"{scope}." if scope else "")), None)
+        if nearest is not None:
+            return group_of[id(after[nearest])]
     # Only parameters with the other weight decay are trained, which is possible with adapters.
     return next(iter(group_of.values()), 0)
 
@@ -420,14 +380,11 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     A wrapper registers the parameters at its construction. It would not reduce the gradients of parameters that were
     added later, and it would wait forever for those of removed parameters.
     """
-    signature = inspect.signature(DistributedDataParallel.__init__).parameters
-    names = ("device_ids", "output_device", "dim", "process_group", "find_unused_parameters", "gradient_as_bucket_view",
-             "static_graph", "skip_all_reduce_unused_params", "batched_grad_copy", "mixed_precision")  # fmt: skip
-    options = {name: getattr(wrapper, name) for name in names if name in signature and hasattr(wrapper, name)}
-    if "forward_sync_buffers" in signature and hasattr(wrapper, "forward_sync_buffers"):
-        options["forward_sync_buffers"] = wrapper.forward_sync_buffers
-    else:
-        options["broadcast_buffers"] = wrapper.broadcast_buffers
+    # A mesh stands for the process group, of which the wrapper has the one that it made.
+    names = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_mesh"}
+    if "forward_sync_buffers" in names:  # the newer name of the other
+        names.remove("broadcast_buffers")
+    options = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
     if not getattr(wrapper, "bucket_bytes_cap_default", True):
         options["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1024 * 1024)
     module, training = wrapper.module, wrapper.training

@@ -13,32 +13,34 @@ from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 
 
-def refuse_converted(model: nn.Module) -> None:
-    """Refuse a model whose attention is not exact, because its exact attention is not that of its training."""
-    name = converted_to(model)
+def refuse_converted(
+    model: nn.Module,
+    called: str | None = None,
+    advice: str = (
+        "load the original checkpoint without attn_implementation, or switch back with hea.convert(model, 'sdpa') if "
+        "its weights were not trained since"
+    ),
+) -> None:
+    """Refuse a model whose attention is not exact, because its exact attention is not that of its training.
+
+    The message calls it `called`, or by its class, and ends with `advice`.
+    """
+    roots = transformers_models(model)
+    name = next((name for root in roots for config in configs_of(root) if (name := method_of(config))), None)
     if name is not None:
         raise UnsupportedAttentionError(
-            f"{type(transformers_models(model)[0]).__name__} is converted to {name} already, and only exact attention "
-            "can teach: load the original checkpoint without attn_implementation, or switch back with "
-            "hea.convert(model, 'sdpa') if its weights were not trained since"
+            f"{called or type(roots[0]).__name__} is converted to {name} already, and only exact attention can teach: "
+            f"{advice}"
         )
-
-
-def converted_to(model: nn.Module) -> str | None:
-    """The name of the method that a model is converted to; None if its attention is exact."""
-    configs = (config for root in transformers_models(model) for config in configs_of(root))
-    return next((name for config in configs if (name := method_of(config)) is not None), None)
 
 
 def refuse_nothing_to_learn(model: nn.Module) -> None:
     """Refuse a converted model without learned parameters, and say which option gives its method some."""
-    methods = []
-    for root in transformers_models(model):
-        for config in configs_of(root):
-            stored = config.efficient_attention
-            name = method_of(config)
-            settings = stored.settings if stored is not None else name and EfficientAttentionConfig(name)
-            methods += [entry.config for entry in settings.entries] if settings else []
+    methods: list[MethodConfig] = []
+    for config in (config for root in transformers_models(model) for config in configs_of(root)):
+        stored, name = config.efficient_attention, method_of(config)
+        settings = stored.settings if stored is not None else name and EfficientAttentionConfig(name)
+        methods += [entry.config for entry in settings.entries] if settings else []
     reason = why_nothing_to_learn(methods)
     if reason is not None:
         raise UnsupportedAttentionError(reason)

@@ -26,12 +26,10 @@ _FEWEST = 3
 
 
 class BatchSize(NamedTuple):
-    """The size of a batch.
+    """The number of tokens of an input, and the number of inputs.
 
-    Attributes:
-        length: number of tokens of an input; pictures have the nearest possible number. None for as many as the model
-            takes, at most 2,048; for pictures, for those of the size that the model was trained with.
-        num_inputs: number of inputs.
+    Pictures have the nearest possible number of tokens. None stands for as many as the model takes, at most 2,048; for
+    pictures, for those of the size that the model was trained with.
     """
 
     length: int | None = None
@@ -39,14 +37,7 @@ class BatchSize(NamedTuple):
 
 
 class TrainingData:
-    """Batches of windows of a text, or of pictures.
-
-    Args:
-        model: in eval mode, as loaded from `folder`.
-        folder: the checkpoint, with its tokenizer or the configuration of its image processor.
-        file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures.
-        size: the size of a batch.
-        num_batches: the largest number of batches that are read.
+    """At most `num_batches` batches of windows of a text, or of pictures, for the model of a checkpoint folder.
 
     Attributes:
         name: of the data.

@@ -176,7 +176,7 @@ def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int],
         count = max(1, steps["distillation"] // 2)
         distillation = Distillation(model, count, options=DistillationOptions(seed=seed))
         train(distillation.step, stream, count, arm)
-        distillation.store()
+        distillation.finish()
     if arm == "distillation":
         count = max(1, steps["fine-tuning"] // 2)
         options = FinetuningOptions(steps=count)

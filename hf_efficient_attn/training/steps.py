@@ -1,0 +1,236 @@
+"""Training one batch at a time: what both stages of a distillation have in common."""
+
+import abc
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Batch
+from hf_efficient_attn.integration.layers import Layer
+
+# Steps whose mean loss decides which parameters are the best so far.
+WINDOW = 20
+# Steps after which a training is refused whose batches trained nothing.
+_PATIENCE = 8
+
+
+class DivergedError(UnsupportedAttentionError):
+    """A loss was not finite. The model has the best parameters that were found until then.
+
+    Attributes:
+        what: which loss, and in which step.
+        learning_rate: the one that was too large.
+    """
+
+    def __init__(self, what: str, learning_rate: float) -> None:
+        super().__init__(
+            f"{what}. The model keeps the best parameters so far: use a smaller learning rate than {learning_rate:g}"
+        )
+        self.what, self.learning_rate = what, learning_rate
+
+
+class LayerLoss(NamedTuple):
+    """The loss of one layer in one step.
+
+    Attributes:
+        layer: the layer's number or name.
+        name: the name of its attention module in the model.
+        loss: the loss before the step.
+    """
+
+    layer: Layer | None
+    name: str
+    loss: float
+
+
+OnStep = Callable[[int, Sequence[LayerLoss]], None]
+Reduce = Callable[[Tensor], Tensor]
+# Parameters by name, in groups.
+Groups = dict[str, dict[str, Tensor]]
+
+
+class Training(abc.ABC):
+    """Trains groups of parameters, of which each keeps the values with the smallest loss.
+
+    Attributes:
+        title: what the progress bar says.
+        max_norm: the largest norm of the gradients.
+        groups: the parameters.
+        num_steps: the number of steps of the whole training.
+        step_number: the number of steps so far.
+    """
+
+    title: str
+    max_norm = math.inf
+
+    def __init__(
+        self, groups: Groups, optimizer: Optimizer, schedule: LRScheduler, num_steps: int, reduce: Reduce | None
+    ) -> None:
+        self.groups, self.num_steps, self.step_number = groups, num_steps, 0
+        self._optimizer, self._schedule, self._reduce = optimizer, schedule, reduce
+        # For every group the sum of the losses in the present window, the smallest sum, and the values at its end.
+        self._sums, self._least = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, math.inf)
+        self._best = {name: _copies(group) for name, group in groups.items()}
+
+    @abc.abstractmethod
+    def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
+        """Add gradients.
+
+        Returns:
+            The losses to report, and the losses (groups * n) of which the mean of every n is that of a group.
+        """
+
+    @abc.abstractmethod
+    def _diverged(self, losses: Sequence[LayerLoss], finite: Tensor) -> DivergedError:
+        """The error to raise; `finite` says which of the losses of `_backward` are finite in all processes."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Give the model the trained parameters."""
+
+    def abandon(self) -> None:  # noqa: B027 (optional)
+        """Undo what the training changed in the model."""
+
+    def why_idle(self) -> str:
+        """Why the batches so far trained nothing."""
+        return "the batches trained nothing"
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that are trained."""
+        return [p for group in self.groups.values() for p in group.values()]
+
+    def step(self, batch: Batch) -> list[LayerLoss]:
+        """Train on one batch.
+
+        Returns:
+            The losses before the step; none if the batch trained nothing.
+
+        Raises:
+            DivergedError: a loss is not finite. The model then has the best parameters so far.
+        """
+        self._optimizer.zero_grad()
+        losses, means = self._backward(batch)
+        if self._reduce is not None:
+            # All processes stop in the same step, and choose the same best parameters.
+            means = self._reduce(means)
+        finite = means.isfinite()
+        if not finite.all():
+            self._set(self._best)
+            self.finish()
+            raise self._diverged(losses, finite)
+        if self._reduce is not None:
+            # Every process must take part, also if its batch trained nothing.
+            for p in self.trained:
+                p.grad = self._reduce(torch.zeros_like(p) if p.grad is None else p.grad)
+        if self.max_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
+        self._optimizer.step()
+        self._schedule.step()
+        self.step_number += 1
+        for name, loss in zip(self.groups, means.view(len(self.groups), -1).mean(1).tolist(), strict=True):
+            self._sums[name] += loss
+        if self.step_number % WINDOW == 0:
+            for name, loss in self._sums.items():
+                if loss < self._least[name]:
+                    self._least[name], self._best[name] = loss, _copies(self.groups[name])
+            self._sums = dict.fromkeys(self.groups, 0.0)
+        return losses
+
+    def run(self, stream: Iterator[Batch], on_step: OnStep | None = None, *, show_progress: bool = True) -> list[float]:
+        """Take the steps that remain, with a progress bar; the model then has the parameters.
+
+        Returns:
+            The mean of the losses in each of the steps that trained something.
+
+        Raises:
+            UnsupportedAttentionError: the first batches train nothing.
+            DivergedError: see `step`.
+            KeyboardInterrupt: the user interrupted the training. The model has the parameters of the last step.
+        """
+        means: list[float] = []
+        first, disable = self.step_number, None if show_progress else True
+        try:
+            with tqdm(total=self.num_steps, initial=first, desc=self.title, disable=disable) as bar:
+                for number, batch in enumerate(islice(stream, self.num_steps - first), start=first + 1):
+                    losses = self.step(batch)
+                    if losses:
+                        means.append(statistics.fmean(one.loss for one in losses))
+                        bar.set_postfix(loss=f"{means[-1]:.3f}", refresh=False)
+                    elif not means and number >= min(first + _PATIENCE, self.num_steps):
+                        raise UnsupportedAttentionError(self.why_idle())
+                    bar.update()
+                    if on_step is not None:
+                        on_step(number, losses)
+        except DivergedError:
+            raise
+        except KeyboardInterrupt:
+            self.finish()
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        self.finish()
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
+        return {
+            "step": self.step_number,
+            "trained": {name: _copies(group) for name, group in self.groups.items()},
+            "windows": (self._sums, self._least, self._best),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state_dict` of a training of the same model with the same arguments.
+
+        Raises:
+            UnsupportedAttentionError: the state belongs to other layers or parameters.
+        """
+        if _shapes(self.groups) != _shapes(state["trained"]):
+            raise UnsupportedAttentionError(
+                "the saved state belongs to a distillation with other layers or learned parameters: continue it with "
+                "the model and the arguments that it began with, or start again elsewhere"
+            )
+        self._set(state["trained"])
+        self.step_number = state["step"]
+        self._sums, self._least, self._best = (dict(values) for values in state["windows"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+
+    @torch.no_grad()
+    def _set(self, values: Groups) -> None:
+        for name, group in self.groups.items():
+            for key, p in group.items():
+                p.copy_(values[name][key])
+
+
+def _copies(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in group.items()}
+
+
+def _shapes(groups: Groups) -> dict[str, dict[str, torch.Size]]:
+    return {name: {key: p.shape for key, p in group.items()} for name, group in groups.items()}
+
+
+def world_size() -> int:
+    """The number of processes of a distributed training."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def mean_over_processes(x: Tensor) -> Tensor:
+    """The mean of a tensor over the processes, in place."""
+    torch.distributed.all_reduce(x)
+    return x / world_size()
