@@ -22,6 +22,7 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
+from hf_efficient_attn.conversion import tensors as tensors_of_conversion
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from tiny_models import DECODERS, FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
@@ -53,6 +54,12 @@ def save(folder, family, *, seed=0, **options):
     with quiet():
         tiny_model(family, head=True, seed=seed).save_pretrained(folder, **options)
     return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    """The checkpoint of a tiny BERT with a head."""
+    return save(tmp_path / "source", "bert")
 
 
 def tensors(folder):
@@ -104,8 +111,7 @@ def test_conversion_and_back(family, learned, tmp_path):
     assert back["load"].startswith("from transformers") and done["load"].startswith("import hf_efficient_attn")
 
 
-def test_the_reported_lines_load_the_result(tmp_path, monkeypatch):
-    save(tmp_path / "source", "bert")
+def test_the_reported_lines_load_the_result(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = convert_checkpoint("source", "out", "linear")
     found = {}
@@ -114,8 +120,7 @@ def test_the_reported_lines_load_the_result(tmp_path, monkeypatch):
     assert found["model"].config._attn_implementation == "linear"
 
 
-def test_every_tensor_keeps_its_dtype_and_none_is_lost(tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_every_tensor_keeps_its_dtype_and_none_is_lost(source, tmp_path):
     state = load_file(source / "model.safetensors")
     for number, name in enumerate(sorted(state)):
         state[name] = state[name].to((torch.float16, torch.bfloat16, torch.float32)[number % 3])
@@ -140,9 +145,8 @@ def test_learned_parameters_have_the_dtype_of_the_checkpoint(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("prefixed", [True, False], ids=["more", "fewer"])
-def test_tensor_names_with_another_prefix_than_those_of_the_class(prefixed, tmp_path):
+def test_tensor_names_with_another_prefix_than_those_of_the_class(prefixed, source, tmp_path):
     """A bare model whose tensors have the names of a model with a head, and the reverse."""
-    source = save(tmp_path / "source", "bert")
     state = load_file(source / "model.safetensors")
     if prefixed:
         config = json.loads((source / "config.json").read_text()) | {"architectures": ["BertModel"]}
@@ -163,9 +167,8 @@ def test_tensor_names_with_another_prefix_than_those_of_the_class(prefixed, tmp_
     assert not [name for name in report["missing_keys"] if "pooler" not in name]
 
 
-def test_a_result_that_does_not_load_is_not_written(tmp_path, monkeypatch):
-    source = save(tmp_path / "source", "bert")
-    monkeypatch.setattr(checkpoint_conversion, "_stored_name", lambda name, *others: name.replace("learned", "lost"))
+def test_a_result_that_does_not_load_is_not_written(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors_of_conversion, "_stored_name", lambda name, *others: name.replace("learned", "lost"))
     with pytest.raises(UnsupportedAttentionError, match="does not load again"):
         convert_checkpoint(source, tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -191,8 +194,7 @@ def test_shards_stay_shards(tmp_path):
         assert same(load_file(source / name), load_file(tmp_path / "back" / name))
 
 
-def test_tokenizer_and_other_files_are_copied_unchanged(tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_tokenizer_and_other_files_are_copied_unchanged(source, tmp_path):
     for name, raw in COMPANIONS.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes(raw)
@@ -214,8 +216,7 @@ def test_tokenizer_and_other_files_are_copied_unchanged(tmp_path):
     assert (tmp_path / "out" / "README.md").read_bytes() != other["README.md"]
 
 
-def test_the_origin_is_carried_on(tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_the_origin_is_carried_on(source, tmp_path):
     card = "---\nlicense: mit\nlanguage: en\ntags: [a, b, 3]\npipeline_tag: fill-mask\n---\n# Mine\n"
     (source / "README.md").write_text(card)
     convert_checkpoint(source, tmp_path / "first", "linear")
@@ -252,8 +253,7 @@ def test_extended_positions(family, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before if name != grown[0])
 
 
-def test_tokenizer_and_card_state_the_extended_length(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_tokenizer_and_card_state_the_extended_length(source, tmp_path, capsys):
     (source / "tokenizer_config.json").write_text('{"model_max_length": 128, "unk_token": "[UNK]"}')
     command = [source, "--method", "linear", "--max-length", 300, "--base-model", "some/bert", "-o", tmp_path / "out"]
     assert status(*command) == 0
@@ -280,8 +280,7 @@ def test_models_without_a_position_table_cannot_be_extended(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_length_that_must_be_a_mistake_is_refused_before_memory_is_used(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_a_length_that_must_be_a_mistake_is_refused_before_memory_is_used(source, tmp_path, capsys):
     for length in (3_000_000, 10**15):
         assert status(source, "--method", "longformer", "--max-length", length, "-o", tmp_path / "out") == 2
         err = capsys.readouterr().err
@@ -309,15 +308,13 @@ def test_a_repeated_table_is_compared_with_the_trained_one(tmp_path, capsys):
     assert "is repeated" not in out and "extended from 128 to 320 tokens" in text
 
 
-def test_a_length_that_the_model_takes_already_extends_nothing(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_a_length_that_the_model_takes_already_extends_nothing(source, tmp_path, capsys):
     assert status(source, "--method", "linear", "--max-length", 128, "-o", tmp_path / "out") == 0
     assert "is repeated" not in capsys.readouterr().out
     assert "extended" not in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_to_install_is_carried_on_and_shown(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_what_to_install_is_carried_on_and_shown(source, tmp_path, capsys):
     convert_checkpoint(source, tmp_path / "first", "linear")
     path = tmp_path / "first" / "efficient_attention.json"
     values = json.loads(path.read_text())
@@ -331,28 +328,17 @@ def test_what_to_install_is_carried_on_and_shown(tmp_path, capsys):
     assert "efficient_attention.json: install '../package'" in capsys.readouterr().err
 
 
-def test_convert_says_how_to_name_the_original(tmp_path, capsys):
-    source, note = save(tmp_path / "source", "bert"), "give --base-model ORG/NAME"
+def test_convert_says_how_to_name_the_original(source, tmp_path, capsys):
+    note = "give --base-model ORG/NAME"
     assert status(source, "--method", "linear", "-o", tmp_path / "out") == 0
     assert note in capsys.readouterr().out
     assert status(source, "--method", "linear", "-o", tmp_path / "named", "--base-model", "some/bert") == 0
     assert note not in capsys.readouterr().out
 
 
-def test_layers(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
-    arguments = [
-        "--method",
-        "linformer",
-        "--set",
-        "projection_dim=8",
-        "--layers",
-        "1",
-        "-o",
-        tmp_path / "out",
-        "--json",
-    ]
-    assert status(source, *arguments) == 0
+def test_layers(source, tmp_path, capsys):
+    line = ["--method", "linformer", "--set", "projection_dim=8", "--layers", "1", "-o", tmp_path / "out", "--json"]
+    assert status(source, *line) == 0
     out, err = capsys.readouterr()
     done = json.loads(out)
     assert err == ""
@@ -361,8 +347,8 @@ def test_layers(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["efficient_attention"]["layers"] == [1]
 
 
-def test_the_report_names_the_calibrated_length(tmp_path, capsys):
-    source, file = save(tmp_path / "source", "bert"), tmp_path / "analysis.json"
+def test_the_report_names_the_calibrated_length(source, tmp_path, capsys):
+    file = tmp_path / "analysis.json"
     chosen = {"method": "longformer", "window_size": 4, "layers": [1], "calibrated_length": 70, "version": 2}
     file.write_text(json.dumps({"calibrated": chosen}))
     assert status(source, "--config", file, "-o", tmp_path / "out") == 0
@@ -371,8 +357,7 @@ def test_the_report_names_the_calibrated_length(tmp_path, capsys):
     assert "calibrated: on inputs of up to 70 tokens" in out
 
 
-def test_a_file_can_give_the_methods_of_the_layers(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_a_file_can_give_the_methods_of_the_layers(source, tmp_path, capsys):
     mix = [{"layers": [0], "method": "longformer", "window_size": 4}, {"layers": [1], "method": "linear"}]
     file = tmp_path / "mix.json"
     for values in ({"layers": mix}, {"layers": [], "calibrated": {"layers": mix}}):
@@ -408,8 +393,7 @@ def test_parse_layers():
             cli.parse_layers(text)
 
 
-def test_from_one_method_to_another(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_from_one_method_to_another(source, tmp_path, capsys):
     convert_checkpoint(source, tmp_path / "a", "linformer", hyperparameters={"projection_dim": 8, "share": "none"})
     model = load_model(open_checkpoint(tmp_path / "a"))
     with torch.no_grad():
@@ -440,9 +424,8 @@ def test_from_one_method_to_another(tmp_path, capsys):
     convert_checkpoint(tmp_path / "a", tmp_path / "c", "nystromformer", max_length=256)
 
 
-def test_loading_with_another_method_reports_unused_parameters(tmp_path):
-    save(tmp_path / "source", "bert")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
+def test_loading_with_another_method_reports_unused_parameters(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "out", "linformer", hyperparameters={"projection_dim": 8})
     stream = io.StringIO()
     handler, verbosity = logging.StreamHandler(stream), transformers.logging.get_verbosity()
     transformers.logging.add_handler(handler)
@@ -511,12 +494,11 @@ def cached(folder, source, name="models--org--tiny", revision="0" * 40):
     return snapshot
 
 
-def test_hub_ids(tmp_path, monkeypatch, capsys):
+def test_hub_ids(source, tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    source = save(tmp_path / "source", "bert")
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
     snapshot = cached(tmp_path / "cache", source)
     assert status("org/tiny", "--method", "linear", "-o", tmp_path / "out") == 0
@@ -540,8 +522,7 @@ def test_hub_ids(tmp_path, monkeypatch, capsys):
 # Everything or nothing
 
 
-def test_existing_folders_are_replaced_only_with_force(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_existing_folders_are_replaced_only_with_force(source, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("mine")
@@ -583,8 +564,7 @@ def test_outputs_that_would_damage_other_files_are_refused(tmp_path, capsys, mon
     "failure", [OSError("disk full"), KeyboardInterrupt(), MemoryError()], ids=lambda e: type(e).__name__
 )
 @pytest.mark.parametrize("folder", ["out", "new/folders/out"])
-def test_nothing_remains_after_a_failure(failure, folder, tmp_path, monkeypatch, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_nothing_remains_after_a_failure(failure, folder, source, tmp_path, monkeypatch, capsys):
     if folder == "out":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.txt").write_text("mine")
@@ -601,27 +581,7 @@ def test_nothing_remains_after_a_failure(failure, folder, tmp_path, monkeypatch,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_failed_swap_restores_the_old_folder(tmp_path, monkeypatch):
-    source = save(tmp_path / "source", "bert")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    rename, calls = os.rename, []
-
-    def second_fails(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        rename(*arguments)
-
-    monkeypatch.setattr(os, "rename", second_fails)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(source, tmp_path / "out", "linear", force=True)
-    assert len(calls) == 3 and sorted(tmp_path.rglob("*")) == before
-
-
-def test_drafts_of_dead_processes_are_deleted_and_others_kept(tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_drafts_of_dead_processes_are_deleted_and_others_kept(source, tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     names = [f".out.converting-{dead.pid}", f".out.converting-{os.getpid()}", f".out.converting-{os.getppid()}"]
@@ -639,16 +599,16 @@ def test_drafts_of_dead_processes_are_deleted_and_others_kept(tmp_path):
 DRIVER = """
 import signal, sys, time
 from hf_efficient_attn import cli
-from hf_efficient_attn.conversion import checkpoint
+from hf_efficient_attn.conversion import tensors as conversion
 # A shell that starts this in the background ignores SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-write = checkpoint.save_file
+write = conversion.save_file
 def slow(tensors, path, metadata=None):
     write(tensors, path, metadata=metadata)
     print("writing", flush=True)
     time.sleep(60)
 if sys.argv[1] == "slow":
-    checkpoint.save_file = slow
+    conversion.save_file = slow
 cli.main(sys.argv[2:])
 """
 
@@ -661,8 +621,7 @@ def start(speed, *arguments):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
-def test_interrupted_while_writing(sent, tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_interrupted_while_writing(sent, source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     line = (source, "--method", "linear", "-o", tmp_path / "out", "--force")
@@ -684,8 +643,7 @@ def test_interrupted_while_writing(sent, tmp_path):
     assert err == "error: interrupted\n"
 
 
-def test_terminated_while_writing(tmp_path, monkeypatch):
-    source = save(tmp_path / "source", "bert")
+def test_terminated_while_writing(source, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_conversion, "write_card", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         status(source, "--method", "linear", "-o", tmp_path / "out")
@@ -694,8 +652,7 @@ def test_terminated_while_writing(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_an_exact_implementation_that_is_not_installed_is_accepted(tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_an_exact_implementation_that_is_not_installed_is_accepted(source, tmp_path):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
     convert_checkpoint(source, tmp_path / "out", "linear")
@@ -703,8 +660,7 @@ def test_an_exact_implementation_that_is_not_installed_is_accepted(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_as_a_process(tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_as_a_process(source, tmp_path):
     running = start("fast", source, "--method", "kdeformr", "-o", tmp_path / "out")
     out, err = running.communicate(timeout=60)
     assert running.returncode == 2 and out == ""
@@ -734,8 +690,7 @@ def test_as_a_process(tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_refused_in_one_line(arguments, message, tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_refused_in_one_line(arguments, message, source, tmp_path, capsys):
     assert status(source, *arguments, "-o", tmp_path / "out") == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err, err
@@ -754,8 +709,7 @@ def test_the_help_text_has_an_example():
     assert "Example: hf-efficient-attn convert" in " ".join(result.stdout.split())
 
 
-def test_the_report(tmp_path, capsys):
-    source = save(tmp_path / "source", "bert")
+def test_the_report(source, tmp_path, capsys):
     line = ["--method", "linformer:projection_dim=8", "--set", "seed=3", "-o", tmp_path / "out"]
     assert status(source, *line) == 0
     out, err = capsys.readouterr()
@@ -765,8 +719,7 @@ def test_the_report(tmp_path, capsys):
     assert "model.safetensors" in out and "BertForMaskedLM.from_pretrained" in out
 
 
-def test_the_global_state_is_unchanged(tmp_path):
-    source = save(tmp_path / "source", "bert")
+def test_the_global_state_is_unchanged(source, tmp_path):
     torch.manual_seed(1)
     state, verbosity = torch.get_rng_state(), transformers.logging.get_verbosity()
     handler = signal.getsignal(signal.SIGTERM)

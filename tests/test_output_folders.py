@@ -105,7 +105,7 @@ def test_a_file_that_appears_during_the_work_is_not_lost(exists, name, whole, tm
     assert {path: text for path, text in tree(tmp_path).items() if text} == {f"out/{name}": b"mine"}
 
 
-def test_force_deletes_only_what_was_there_at_the_start(whole, tmp_path, monkeypatch, capsys):
+def test_force_keeps_a_folder_in_which_something_appears_during_the_work(whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     (out / "old").mkdir(parents=True)
     for name in ("old.txt", "old/old.txt", "changed.txt"):
@@ -121,7 +121,8 @@ def test_force_deletes_only_what_was_there_at_the_start(whole, tmp_path, monkeyp
     notes = json.loads(capsys.readouterr().out)["notes"]
     kept = [path for path in tmp_path.iterdir() if path != out]
     assert len(kept) == 1 and any(str(kept[0]) in note for note in notes)
-    expected = {"new.txt": b"mine", "old": None, "old/new.txt": b"mine", "changed.txt": b"mine now"}
+    mine = {"new.txt": b"mine", "old/new.txt": b"mine", "changed.txt": b"mine now"}
+    expected = {**mine, "old": None, "old.txt": b"old", "old/old.txt": b"old"}
     assert tree(kept[0]) == expected
     assert not (out / "new.txt").exists()
     open_checkpoint(out)

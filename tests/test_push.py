@@ -17,7 +17,6 @@ import converted
 import hf_efficient_attn as hea
 import hub_server
 from hf_efficient_attn import cli, hub
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from tiny_models import output, tiny_batch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -116,21 +115,14 @@ def test_a_pushed_checkpoint_is_loaded_from_the_hub_in_new_processes(server, tmp
     assert any(line.startswith(f"GET /{REPOSITORY}/resolve/") for line in server.requests)
 
 
-def test_without_yes_there_are_no_requests(folder, online, capsys):
+def test_without_yes_or_with_dry_run_there_are_no_requests(folder, online, capsys):
     assert status("push", folder, REPOSITORY, "--private") == 0
     out = capsys.readouterr().out
-    assert online.requests == []
-    assert "(private)" in out
+    assert "(private)" in out and "Nothing was sent" in out
     names = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:]
     assert names == [*sorted(p.name for p in folder.iterdir() if p.name != "README.md"), "README.md"]
-    assert "Nothing was sent" in out
-
-
-def test_a_dry_run_is_the_default_by_name(folder, online, capsys):
-    assert status("push", folder, REPOSITORY) == 0
-    shown = capsys.readouterr().out
-    assert status("push", folder, REPOSITORY, "--dry-run") == 0
-    assert capsys.readouterr().out == shown and "Nothing was sent" in shown
+    assert status("push", folder, REPOSITORY, "--private", "--dry-run") == 0
+    assert capsys.readouterr().out == out
     assert status("push", folder, REPOSITORY, "--dry-run", "--yes") == 2
     assert "--dry-run sends nothing, and --yes sends the files: give one of them" in capsys.readouterr().err
     assert online.requests == []
@@ -263,14 +255,6 @@ def test_the_file_of_a_method_is_missed(folder, monkeypatch, capsys):
     assert lines() == [f"Card: readers need your code, {end}"]
 
 
-@pytest.mark.parametrize("install", ["hf_efficient_attn", "/home/me/package", "file:///home/me/package"])
-def test_what_nobody_else_can_install_is_refused(install, folder, online, capsys):
-    for sending in ([], ["--yes"]):
-        assert status("push", folder, REPOSITORY, "--install", install, *sending) == 2
-        assert "--install" in capsys.readouterr().err
-    assert online.requests == []
-
-
 def test_files_that_truncate_below_the_length_of_the_card_are_refused(folder, online, capsys):
     (folder / "modules.json").write_text("[]")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
@@ -305,31 +289,6 @@ def test_missing_measurements_are_reported(folder, capsys):
     assert line() == []
 
 
-def _link_outside(folder):
-    (folder / "vocab.txt").symlink_to("/etc/hostname")
-
-
-def _link_to_nowhere(folder):
-    (folder / "vocab.txt").symlink_to(folder / "not-there")
-
-
-def _link_to_a_folder(folder):
-    (folder / "again").symlink_to(folder)
-
-
-def _folder_of_pickles(folder):
-    (folder / "optimizer").mkdir()
-    torch.save({}, folder / "optimizer" / "state.pt")
-
-
-def _pickle_under_another_name(folder):
-    (folder / "extra.dat").write_bytes(pickle.dumps({"a": 1}))
-
-
-def _zip_under_another_name(folder):
-    torch.save({"a": torch.zeros(2)}, folder / "extra.dat")
-
-
 DAMAGED = {
     "not converted": (lambda f: _edit(f, attn_implementation=None), "names no attention method"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
@@ -337,12 +296,15 @@ DAMAGED = {
     "no card": (lambda f: (f / "README.md").unlink(), "write_card"),
     "broken card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), "front matter"),
     "pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin (a pickle"),
-    "pickle below": (_folder_of_pickles, "optimizer/state.pt (a pickle"),
-    "hidden pickle": (_pickle_under_another_name, "extra.dat (a pickle"),
-    "hidden zip": (_zip_under_another_name, "extra.dat (a pickle"),
-    "link outside": (_link_outside, "vocab.txt (a link that leads outside)"),
-    "link nowhere": (_link_to_nowhere, "leads nowhere"),
-    "link to folder": (_link_to_a_folder, "link to a folder"),
+    "pickle below": (
+        lambda f: ((f / "optimizer").mkdir(), torch.save({}, f / "optimizer" / "state.pt")),
+        "optimizer/state.pt (a pickle",
+    ),
+    "hidden pickle": (lambda f: (f / "extra.dat").write_bytes(pickle.dumps({"a": 1})), "extra.dat (a pickle"),
+    "hidden zip": (lambda f: torch.save({"a": torch.zeros(2)}, f / "extra.dat"), "extra.dat (a pickle"),
+    "link outside": (lambda f: (f / "vocab.txt").symlink_to("/etc/hostname"), "vocab.txt (a link that leads outside)"),
+    "link nowhere": (lambda f: (f / "vocab.txt").symlink_to(f / "not-there"), "leads nowhere"),
+    "link to folder": (lambda f: (f / "again").symlink_to(f), "link to a folder"),
     "draft": (lambda f: (f / ".README.md.123").write_text("x"), ".README.md.123 (a hidden or unfinished file)"),
     "unfinished": (lambda f: (f / "model.safetensors.incomplete").write_text("x"), "unfinished file"),
     "secrets": (lambda f: (f / ".env").write_text("KEY=1"), ".env (a hidden"),
@@ -370,10 +332,19 @@ def test_refused_before_any_request(case, folder, online, capsys):
     assert online.requests == []
 
 
-@pytest.mark.parametrize("name", ["name", "a/b/c", "a/b--c", "a/.b", "../b", "a b/c", "a/" + "x" * 100, "a/b.git", ""])
-def test_names_that_cannot_be_repositories(name, folder, online, capsys):
-    assert status("push", folder, name, "--yes") == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+@pytest.mark.parametrize("sending", [[], ["--yes"]], ids=["list", "yes"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([n] for n in ["name", "a/b/c", "a/b--c", "a/.b", "../b", "a b/c", "a/" + "x" * 100, "a/b.git", ""]),
+        *([REPOSITORY, "--install", x] for x in ["hf_efficient_attn", "/home/me/package", "file:///home/me/package"]),
+    ],
+    ids=lambda value: value[-1][:20],
+)
+def test_names_and_sources_that_cannot_be(arguments, sending, folder, online, capsys):
+    assert status("push", folder, *arguments, *sending) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and ("--install" in err) == ("--install" in arguments)
     assert online.requests == []
 
 
@@ -494,8 +465,3 @@ def test_links_inside_the_folder_and_subfolders_are_sent(folder, online):
     files = online.repositories[REPOSITORY].files
     assert {"1_Pooling/config.json", "1_Pooling/README.md", "notes.txt", "README.md"} <= set(files)
     assert files["notes.txt"][0] == (folder / "tokenizer.json").read_bytes()
-
-
-def test_push_from_python_refuses_a_missing_folder(tmp_path):
-    with pytest.raises(UnsupportedAttentionError, match="is not a folder"):
-        hub.push(tmp_path / "nothing", REPOSITORY)

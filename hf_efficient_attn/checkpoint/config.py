@@ -16,13 +16,7 @@ _REMOVED = (
 
 
 def check_config(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Check a config, and remove from it what refers to code or files elsewhere.
-
-    Args:
-        values: The contents of `config.json`.
-
-    Returns:
-        The config without these keys, and the names of the keys that were removed.
+    """Copy `config.json` without what refers to code or files elsewhere; also return the names of the keys left out.
 
     Raises:
         UnsupportedAttentionError: There is no model type, an attention implementation is unknown, or the checkpoint is

@@ -34,15 +34,7 @@ def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
 
 
 def check_encoding(path: pathlib.Path, what: str) -> None:
-    """Check that a path means the same to the system as to safetensors, which takes paths in UTF-8 only.
-
-    Args:
-        path: The path.
-        what: What the message calls it.
-
-    Raises:
-        UnsupportedAttentionError: The path has no form in UTF-8, or another one in the encoding of the system.
-    """
+    """Refuse a path without a form in UTF-8, which safetensors needs, or with another one in the system's encoding."""
     try:
         is_possible = os.fsencode(path) == str(path).encode("utf-8")
     except UnicodeEncodeError:
@@ -71,9 +63,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
     """Turn every error inside the `with` block into an `UnsupportedAttentionError` of one short line.
 
-    Args:
-        what: The beginning of the message. It is followed by the message of the error.
-        passing: Types of errors that are not changed.
+    The message begins with `what`. Errors of the types in `passing` are not changed.
     """
     try:
         yield
@@ -88,18 +78,11 @@ def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
 
 
 def regular_file(path: pathlib.Path, inside: pathlib.Path) -> os.stat_result:
-    """Check that a path is a regular file inside a folder.
-
-    Args:
-        path: The file. It may be a symbolic link to another file inside the folder.
-        inside: The folder.
-
-    Returns:
-        The status of the file.
+    """Check that a path is a regular file inside a folder, or a symbolic link to one; return its status.
 
     Raises:
         UnsupportedAttentionError: The path does not exist, is not a regular file, or is a link that leads out of the
-            folder.
+            folder `inside`.
     """
     name = short_name(path, inside)
     try:
@@ -118,18 +101,7 @@ def regular_file(path: pathlib.Path, inside: pathlib.Path) -> os.stat_result:
 
 
 def plain_name(name: Any, what: str) -> str:
-    """Check that a value is the name of a file or folder, without a path.
-
-    Args:
-        name: The value.
-        what: The file that contains it, for the error message.
-
-    Returns:
-        The name.
-
-    Raises:
-        UnsupportedAttentionError: The value is not text, or leads to another folder on some system.
-    """
+    """Return a value that the file `what` contains if it is a name without a path, on every system; else refuse it."""
     if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\:\0"):
         raise UnsupportedAttentionError(f"{what} names {short(name)}, which is not a plain name of a file beside it")
     return name

@@ -13,23 +13,20 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.io.json import MAX_BYTES, read_json_object, write_json
 
-_SENTENCE = "sentence_*_config.json"
 _MAX_TOKENIZER = 2**30  # bytes; the tokenizers of many languages have tens of megabytes
-_KEYS: dict[str, list[tuple[str, ...]]] = {
-    "tokenizer_config.json": [("model_max_length",)],
-    "tokenizer.json": [("truncation", "max_length")],
-    _SENTENCE: [
-        ("max_seq_length",),
-        ("tokenizer_args", "model_max_length"),
-        ("processor_kwargs", "model_max_length"),
-        ("processing_kwargs", "text", "max_length"),
-        ("processing_kwargs", "common", "max_length"),
-    ],
-}
+_SENTENCE = "sentence_*_config.json"
+_KEYS = {
+    _SENTENCE: (
+        "max_seq_length", "tokenizer_args.model_max_length", "processor_kwargs.model_max_length",
+        "processing_kwargs.text.max_length", "processing_kwargs.common.max_length",
+    ),
+    "tokenizer_config.json": ("model_max_length",),
+    "tokenizer.json": ("truncation.max_length",),
+}  # fmt: skip
 # Lengths of models that embed queries and documents differently, which belong to their training.
-_TASK_KEYS = ("query_length", "document_length")
+_TASK_KEYS = {_SENTENCE: ("query_length", "document_length")}
 
 
 class Limit(NamedTuple):
@@ -60,27 +57,16 @@ def find_limits(folder: pathlib.Path) -> list[Limit]:
 
     Files without the key, or with null in its place, set no limit.
 
-    Args:
-        folder: The folder of the checkpoint.
-
     Raises:
         UnsupportedAttentionError: A file is not a JSON object.
     """
-    return [
-        Limit(path.relative_to(folder).as_posix(), ".".join(key), number)
-        for path, values, keys in _files(folder)
-        for key in keys
-        if (number := _number(values, key)) is not None
-    ]
+    return [limit for *_, limits in _files(folder, _KEYS) for limit in limits]
 
 
 def sentence_limit(folder: pathlib.Path) -> Limit | None:
     """The limit that applies when texts are truncated; None if there is none.
 
     It is that of sentence-transformers if its files set one, otherwise that of the tokenizer.
-
-    Args:
-        folder: The folder of the checkpoint.
     """
     limits = [limit for limit in find_limits(folder) if not limit.file.endswith("tokenizer.json")]
     of_sentences = [limit for limit in limits if not limit.file.endswith("tokenizer_config.json")]
@@ -89,13 +75,7 @@ def sentence_limit(folder: pathlib.Path) -> Limit | None:
 
 def task_lengths(folder: pathlib.Path) -> list[Limit]:
     """The lengths of queries and of documents that the files of sentence-transformers set apart from each other."""
-    return [
-        Limit(path.relative_to(folder).as_posix(), key, number)
-        for path, values, keys in _files(folder)
-        if keys is _KEYS[_SENTENCE]
-        for key in _TASK_KEYS
-        if (number := _number(values, (key,))) is not None
-    ]
+    return [limit for *_, limits in _files(folder, _TASK_KEYS) for limit in limits]
 
 
 def set_limits(folder: pathlib.Path, max_length: int) -> list[ChangedLimit]:
@@ -114,38 +94,37 @@ def set_limits(folder: pathlib.Path, max_length: int) -> list[ChangedLimit]:
     Raises:
         UnsupportedAttentionError: A file is not a JSON object.
     """
-    changed: list[ChangedLimit] = []
-    for path, values, keys in _files(folder):
-        name, before = path.relative_to(folder).as_posix(), len(changed)
-        for key in keys:
-            number = _number(values, key)
-            if number is None or number == max_length or (number > max_length and keys is not _KEYS[_SENTENCE]):
-                continue
-            inner = values
-            for part in key[:-1]:
+    changed = []
+    for path, values, limits in _files(folder, _KEYS):
+        is_larger_kept = path.name in _KEYS
+        wrong = [x for x in limits if x.tokens < max_length or (x.tokens > max_length and not is_larger_kept)]
+        for limit in wrong:
+            inner, (*parents, last) = values, limit.key.split(".")
+            for part in parents:
                 inner = inner[part]
-            inner[key[-1]] = max_length
-            changed.append(ChangedLimit(name, ".".join(key), number, max_length))
-        if len(changed) > before:
+            inner[last] = max_length
+            changed.append(ChangedLimit(limit.file, limit.key, limit.tokens, max_length))
+        if wrong:
             write_json(path, values)
     return changed
 
 
-def _files(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any], list[tuple[str, ...]]]]:
-    """The files that set limits, with their contents and keys.
+def _files(
+    folder: pathlib.Path, keys: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[pathlib.Path, dict[str, Any], list[Limit]]]:
+    """The files that can set limits, with their contents and the limits under the given keys.
 
     Subfolders with a model of their own are skipped: their limits are those of another model.
     """
     folders = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir() and not _has_model(path))]
-    for name in (_SENTENCE, "tokenizer_config.json", "tokenizer.json"):
-        for part in folders:
-            for path in sorted(part.glob(name)):
-                max_bytes = _MAX_TOKENIZER if name == "tokenizer.json" else 2**25
-                yield (
-                    path,
-                    read_json_object(path, max_bytes=max_bytes, name=path.relative_to(folder).as_posix()),
-                    _KEYS[name],
-                )
+    for pattern in keys:
+        for path in (path for part in folders for path in sorted(part.glob(pattern))):
+            name, max_bytes = path.relative_to(folder).as_posix(), MAX_BYTES
+            if path.name == "tokenizer.json":
+                max_bytes = _MAX_TOKENIZER
+            values = read_json_object(path, max_bytes=max_bytes, name=name)
+            found = [(key, _number(values, key)) for key in keys[pattern]]
+            yield path, values, [Limit(name, key, number) for key, number in found if number is not None]
 
 
 def _has_model(folder: pathlib.Path) -> bool:
@@ -154,9 +133,9 @@ def _has_model(folder: pathlib.Path) -> bool:
     return path.is_file() and "model_type" in read_json_object(path, name=f"{folder.name}/config.json")
 
 
-def _number(values: Mapping[str, Any], key: tuple[str, ...]) -> int | None:
+def _number(values: Mapping[str, Any], key: str) -> int | None:
     """The positive integer under a key; None if there is none."""
     found: Any = values
-    for part in key:
+    for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found if type(found) is int and found > 0 else None

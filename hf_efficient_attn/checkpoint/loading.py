@@ -60,17 +60,11 @@ def quiet() -> Iterator[None]:
 
 
 def load_model(checked: CheckedSource) -> PreTrainedModel:
-    """Load the model of a checkpoint, with the attention that its config names.
+    """Load the model of a checkpoint, in eval mode on the CPU, with the attention that its config names.
 
     The class is the one that `config.architectures` names, with its head, or that of AutoModel if the config names
-    none. The dtype is that of most values in the checkpoint.
-
-    Args:
-        checked: The result of `open_checkpoint`.
-
-    Returns:
-        The model, in eval mode on the CPU. Its parameters are views of the files, private to this process, until they
-        are changed.
+    none. The dtype is that of most values in the checkpoint. The parameters are views of the files, private to this
+    process, until they are changed.
 
     Raises:
         UnsupportedAttentionError: Transformers does not have the class, or the checkpoint's tensors are missing or do
@@ -81,10 +75,20 @@ def load_model(checked: CheckedSource) -> PreTrainedModel:
 
 def load_with_report(checked: CheckedSource) -> LoadedModel:
     """Load the model of a checkpoint as `load_model` does, with a report for the user."""
+    kind, counts = checked.config["model_type"], Counter[torch.dtype]()
     with quiet(), refusing(f"{short(checked.name)}: no model can be built from its config"):
-        config = _make_config(checked)
+        if kind not in CONFIG_MAPPING:
+            near = difflib.get_close_matches(kind[:60], list(CONFIG_MAPPING), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UnsupportedAttentionError(
+                f"Transformers has no model of type {short(kind)}.{hint} Code that comes with a checkpoint is never run"
+            )
+        config = CONFIG_MAPPING[kind].from_dict(dict(checked.config))
         cls, notes = _model_class(checked, config)
         tensors = dict(checked.weights.all_tensors())
+        for tensor in tensors.values():
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                counts[tensor.dtype] += tensor.numel()
         with _limited_size(checked.weights):
             # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
             load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
@@ -92,7 +96,7 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
                 None,
                 config=config,
                 state_dict=tensors,
-                dtype=_main_dtype(tensors),
+                dtype=counts.most_common(1)[0][0] if counts else torch.float32,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
@@ -103,23 +107,15 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]))
 
 
-def _make_config(checked: CheckedSource) -> PreTrainedConfig:
-    """The config of Transformers for the checkpoint's model type."""
-    kind = checked.config["model_type"]
-    if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind[:60], list(CONFIG_MAPPING), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UnsupportedAttentionError(
-            f"Transformers has no model of type {short(kind)}.{hint} Code that comes with a checkpoint is never run"
-        )
-    return CONFIG_MAPPING[kind].from_dict(dict(checked.config))
-
-
 def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], list[str]]:
     """The class that `config.architectures` names, and notes for the user."""
+    registered: dict[str, type] = {}  # by programs, for this config, with one of Transformers' Auto classes
+    for auto in vars(modeling_auto).values():
+        found = getattr(getattr(auto, "_model_mapping", None), "_extra_content", {}).get(type(config))
+        registered |= {cls.__name__: cls for cls in (found if isinstance(found, (tuple, list)) else [found]) if cls}
     names = checked.config.get("architectures") or []
     for name in names:
-        cls = getattr(transformers, name, None) or _registered_class(name, config)
+        cls = getattr(transformers, name, None) or registered.get(name)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             if not isinstance(config, cls.config_class or ()):
                 raise UnsupportedAttentionError(
@@ -140,26 +136,6 @@ def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type
     return cls, [f"config.json names no architectures: loaded as a {cls.__name__}, as AutoModel does"]
 
 
-def _registered_class(name: str, config: PreTrainedConfig) -> type | None:
-    """The class of this name that is registered for the config with one of Transformers' Auto classes."""
-    for auto in vars(modeling_auto).values():
-        extra = getattr(getattr(auto, "_model_mapping", None), "_extra_content", {})
-        found = extra.get(type(config))
-        for cls in found if isinstance(found, (tuple, list)) else [found]:
-            if cls is not None and cls.__name__ == name:
-                return cls
-    return None
-
-
-def _main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The floating-point dtype of most values; float32 if there is none."""
-    counts: Counter[torch.dtype] = Counter()
-    for tensor in tensors.values():
-        if tensor.is_floating_point() and tensor.element_size() > 1:
-            counts[tensor.dtype] += tensor.numel()
-    return counts.most_common(1)[0][0] if counts else torch.float32
-
-
 @contextlib.contextmanager
 def _limited_size(weights: Weights) -> Iterator[None]:
     """Refuse models that are far larger than their checkpoint, while they are built on the meta device."""
@@ -169,11 +145,9 @@ def _limited_size(weights: Weights) -> Iterator[None]:
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         nonlocal num_parameters, num_values
-        if tensor is None:
-            return
-        num_parameters += 1
+        num_parameters += tensor is not None
         # Tensors on other devices are those of the checkpoint, which replace those on the meta device.
-        num_values += math.prod(tensor.shape) if tensor.device.type == "meta" else 0
+        num_values += math.prod(tensor.shape) if tensor is not None and tensor.device.type == "meta" else 0
         if num_parameters > max_parameters or num_values > max_values:
             raise UnsupportedAttentionError(
                 f"config.json describes a model far larger than the checkpoint, which holds {weights.num_values} "
@@ -193,21 +167,17 @@ def _limited_size(weights: Weights) -> Iterator[None]:
 
 def _check_report(checked: CheckedSource, cls: type, report: Mapping[str, Any], notes: list[str]) -> None:
     """Refuse models whose tensors are missing or have other shapes; add to `notes` if only a pooler is missing."""
-    mismatched = sorted(report["mismatched_keys"], key=str)
-    if mismatched:
-        name, found, expected = mismatched[0]
-        raise UnsupportedAttentionError(
-            f"{short(checked.name)}: tensor {short(name)} is {_shape(found)} where config.json asks for "
-            f"{_shape(expected)}{_and_others(mismatched)}"
-        )
-    missing = sorted(report["missing_keys"])
+    mismatched, missing = sorted(report["mismatched_keys"], key=str), sorted(report["missing_keys"])
     # Models saved without a pooler get a random one every time they are loaded, which is harmless.
     lacking = [name for name in missing if "pooler" not in name.split(".")]
+    more = f" (and {len(mismatched or lacking) - 1} more)" if len(mismatched or lacking) > 1 else ""
+    if mismatched:
+        name, found, expected = mismatched[0]
+        problem = f"tensor {short(name)} is {_shape(found)} where config.json asks for {_shape(expected)}{more}"
+        raise UnsupportedAttentionError(f"{short(checked.name)}: {problem}")
     if lacking:
-        raise UnsupportedAttentionError(
-            f"{short(checked.name)}: the checkpoint lacks tensor {short(lacking[0])}{_and_others(lacking)}, which a "
-            f"{cls.__name__} needs"
-        )
+        problem = f"the checkpoint lacks tensor {short(lacking[0])}{more}, which a {cls.__name__} needs"
+        raise UnsupportedAttentionError(f"{short(checked.name)}: {problem}")
     if missing:
         notes.append(
             f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
@@ -216,7 +186,3 @@ def _check_report(checked: CheckedSource, cls: type, report: Mapping[str, Any], 
 
 def _shape(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "a single number"
-
-
-def _and_others(names: Sequence[object]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

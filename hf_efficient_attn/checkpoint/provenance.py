@@ -18,18 +18,15 @@ _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
-    """Read where a checkpoint comes from.
+    """Read where a checkpoint comes from: the contents of `efficient_attention.json`.
+
+    The base model is the one that was converted first; licence, tags, task and languages are those of its card. Values
+    that are not plain text are left out. `max_length` is the number of tokens that a conversion was told to take,
+    `trained_positions` those that the model took before it, `install` what pip takes to install this package.
 
     Args:
         checked: The checkpoint.
         version: The version of this package, for the result.
-
-    Returns:
-        The contents of `efficient_attention.json`: {"format": 1, "base_model": hub id or None, "base_name", "license",
-        "tags", "pipeline_tag", "language", "max_length": the tokens that a conversion was told to take or None,
-        "trained_positions": those that the model took before it or None, "install": what pip takes to install this
-        package or None, "hf_efficient_attn": version}. The base model is the one that was converted first; licence,
-        tags, task and languages are those of its card. Values of the card that are not plain text are left out.
 
     Raises:
         UnsupportedAttentionError: The source's card or `efficient_attention.json` cannot be read.
@@ -37,10 +34,9 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
     origin = checked.folder / FILE
     if os.path.lexists(origin):
         values = read_object(origin, checked.inside)
-        base_model = _text(values.get("base_model"))
+        base_model, base_name = _text(values.get("base_model")), _text(values.get("base_name")) or checked.name
         if base_model is not None and not _HUB_ID.fullmatch(base_model):
             base_model = None
-        base_name = _text(values.get("base_name")) or checked.name
     else:
         values, base_model, base_name = _front_matter(checked), checked.hub_id, checked.name
         values = {key: value for key, value in values.items() if key not in ("max_length", TRAINED, INSTALL)}
@@ -60,13 +56,12 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
     }
 
 
-def check_hub_id(name: str) -> str:
-    """Return `name` if it can be the id of a model on the hub; otherwise raise `UnsupportedAttentionError`."""
+def check_hub_id(name: str, what: str) -> None:
+    """Check that a name can be the id of a model on the hub; `what` begins the message if it cannot."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UnsupportedAttentionError(f"--base-model {name!r} cannot be the id of a model: {error}") from error
-    return name
+        raise UnsupportedAttentionError(f"{what} {name!r} cannot be the id of a model: {error}") from error
 
 
 def _front_matter(checked: CheckedSource) -> dict[str, Any]:

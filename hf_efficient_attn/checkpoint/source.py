@@ -1,9 +1,10 @@
 """Opening a checkpoint: finding its files and checking each one before it is used."""
 
+import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,30 +112,37 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
     return _check(folder, folder.parent.parent, text, allow_pickle)
 
 
+@contextlib.contextmanager
+def progress_of_hub() -> Iterator[None]:
+    """Hide the progress bars of huggingface_hub unless stderr is a terminal."""
+    is_quiet = not are_progress_bars_disabled() and not sys.stderr.isatty()
+    try:
+        if is_quiet:
+            disable_progress_bars()
+        yield
+    finally:
+        if is_quiet:
+            enable_progress_bars()
+
+
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:
     """Download a checkpoint, or find it in the cache; return its folder."""
     sentence = f"{short(name)} is neither a folder nor the id of a model on the hub"
     try:
         validate_repo_id(name)
+        with progress_of_hub():
+            folder = snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+            if allow_pickle and not any(pathlib.Path(folder).glob("*.safetensors")):
+                patterns = [*_DOWNLOADED, "pytorch_model*.bin"]
+                folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
     except HFValidationError as error:
         raise UnsupportedAttentionError(f"{sentence}, which has the form ORGANISATION/NAME") from error
-    quiet = not are_progress_bars_disabled() and not sys.stderr.isatty()
-    try:
-        if quiet:
-            disable_progress_bars()
-        folder = snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
-        if allow_pickle and not any(pathlib.Path(folder).glob("*.safetensors")):
-            patterns = [*_DOWNLOADED, "pytorch_model*.bin"]
-            folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
     except RepositoryNotFoundError as error:
         raise UnsupportedAttentionError(f"{sentence} that you can read; if it is private, log in first") from error
     except LocalEntryNotFoundError as error:
         raise UnsupportedAttentionError(
             f"{sentence} that is available now: it is not in the cache, and the hub cannot be reached"
         ) from error
-    finally:
-        if quiet:
-            enable_progress_bars()
     return pathlib.Path(folder)
 
 
@@ -157,18 +165,8 @@ def _check(folder: pathlib.Path, inside: pathlib.Path, hub_id: str | None, allow
     weights = find_weights(folder, inside, allow_pickle=allow_pickle)
     with refusing("config.json", UnsupportedAttentionError):
         config, dropped = check_config(values)
-    companions, left_out = _find_companions(folder, inside, weights)
-    return CheckedSource(
-        folder=folder,
-        inside=inside,
-        name=hub_id or folder.name,
-        hub_id=hub_id,
-        config=config,
-        dropped_keys=tuple(dropped),
-        weights=weights,
-        companions=companions,
-        left_out=left_out,
-    )
+    name, (companions, left_out) = hub_id or folder.name, _find_companions(folder, inside, weights)
+    return CheckedSource(folder, inside, name, hub_id, config, tuple(dropped), weights, companions, left_out)
 
 
 def _find_companions(

@@ -10,50 +10,41 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from hf_efficient_attn.checkpoint.files import check_encoding, short
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.writing import naming_full_disk
 
 # The drafts that this process is writing. A draft with its process id that is not among them is left from a process
 # that was killed and had the same id, as happens in containers.
 _active: set[pathlib.Path] = set()
 
-# {path relative to a folder: what identifies the entry and its contents}.
-Contents: TypeAlias = Mapping[str, tuple[int, ...]]
+# The entries of a folder and its subfolders: their relative paths, and what identifies files and their contents.
+Contents: TypeAlias = frozenset[tuple[str | int, ...]]
 
 
-class Output(NamedTuple):
+@dataclass
+class Output:
     """A folder that can be written.
 
     Attributes:
         path: Its absolute path.
-        present: What the folder contains now and may be deleted; None if it does not exist.
-        force: Whether the folder may be replaced.
+        present: What it contains at the beginning and may be deleted.
+        force: Whether it may be replaced.
+        kept: Where the former folder is at the end, if anything appeared or changed in it during the work.
     """
 
     path: pathlib.Path
-    present: Contents | None
+    present: Contents
     force: bool
-
-
-@dataclass
-class Draft:
-    """A folder under construction.
-
-    Attributes:
-        folder: The folder.
-        kept: Where the files are that appeared in the output during the work; None if there are none.
-    """
-
-    folder: pathlib.Path
     kept: pathlib.Path | None = None
 
 
 def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, force: bool) -> Output:
-    """Check that a folder can be written without damage to other files.
+    """Check that an output folder can be written without damage to other files, such as those of the source.
 
     Args:
         output: The folder that will be written.
@@ -64,9 +55,7 @@ def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, forc
         The output, with what it contains at this moment. `staged` deletes nothing else.
 
     Raises:
-        UnsupportedAttentionError: The output's name is not possible; it exists and `force` is False; it exists and is
-            not a folder, or contains the source, the working directory or the home directory; or it is inside the
-            source or a file.
+        UnsupportedAttentionError: The folder cannot be written, or would replace what must stay.
     """
     text = os.fspath(output)
     if not text or "\0" in text:
@@ -78,28 +67,24 @@ def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, forc
         check_encoding(path, f"the output {short(str(path))}")
         parent = next(folder for folder in (*path.parents, path) if os.path.lexists(folder))
         exists, is_folder, is_link = path.exists(), path.is_dir(), given.is_symlink()
-    if path == source or path.is_relative_to(source):
-        raise UnsupportedAttentionError(f"the output {short(text)} is in the source: give a folder outside it")
-    if source.is_relative_to(path):
-        raise UnsupportedAttentionError(f"the output {short(text)} holds the source, which would be lost: give another")
-    if is_link:
-        raise UnsupportedAttentionError(f"the output {short(text)} is a symbolic link: give the folder it leads to")
-    if exists and not is_folder:
-        raise UnsupportedAttentionError(f"the output {short(text)} is a file: give the name of a new folder")
-    if not parent.is_dir():
-        raise UnsupportedAttentionError(
-            f"the output {short(text)} cannot be made: {short(str(parent))} is not a folder; give another"
-        )
-    for kept in (pathlib.Path.cwd(), pathlib.Path.home()):
-        if kept.resolve().is_relative_to(path):
-            raise UnsupportedAttentionError(f"the output {short(text)} holds {kept}, which is never replaced")
-    if exists and not force and any(path.iterdir()):
-        raise UnsupportedAttentionError(f"the output {short(text)} exists already; --force (force=True) replaces it")
-    return Output(path, _contents(path) if exists else None, force)
+    kept = [folder for folder in (pathlib.Path.cwd(), pathlib.Path.home()) if folder.resolve().is_relative_to(path)]
+    problems = {
+        "is in the source: give a folder outside it": path.is_relative_to(source),
+        "holds the source, which would be lost: give another": source.is_relative_to(path),
+        "is a symbolic link: give the folder it leads to": is_link,
+        "is a file: give the name of a new folder": exists and not is_folder,
+        f"cannot be made: {short(str(parent))} is not a folder; give another": not parent.is_dir(),
+        f"holds {kept[0] if kept else ''}, which is never replaced": bool(kept),
+        "exists already; --force (force=True) replaces it": is_folder and not force and any(path.iterdir()),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise UnsupportedAttentionError(f"the output {short(text)} {problem}")
+    return Output(path, _contents(path), force)
 
 
 @contextlib.contextmanager
-def staged(output: Output) -> Iterator[Draft]:
+def staged(output: Output) -> Iterator[pathlib.Path]:
     """Write a folder as a whole, or not at all.
 
     Args:
@@ -107,9 +92,9 @@ def staged(output: Output) -> Iterator[Draft]:
 
     Yields:
         A new, empty folder beside it. When the `with` block ends it is renamed to the output; after an error, Ctrl-C or
-        SIGTERM it is deleted. Of a folder that is replaced, only what it contained at the beginning is deleted. A
-        process that is killed leaves at most this folder, `.NAME.converting-PID`, and the next conversion to the same
-        output deletes it.
+        SIGTERM it is deleted. A folder that is replaced is deleted only if nothing appeared or changed in it since the
+        beginning. A process that is killed leaves at most this folder, `.NAME.converting-PID`, and the next conversion
+        to the same output deletes it.
 
     Raises:
         UnsupportedAttentionError: This process is already writing the same output; or something has appeared in its
@@ -120,50 +105,33 @@ def staged(output: Output) -> Iterator[Draft]:
     folder = path.with_name(f".{path.name}.converting-{os.getpid()}")
     if folder in _active:
         raise UnsupportedAttentionError(f"another conversion to {short(str(path))} is running in this process")
-    draft, created = Draft(folder), []
+    created: list[pathlib.Path] = []
     _active.add(folder)
     try:
         with _exit_on_sigterm():
             with _blaming(str(path)):
-                created = _make_parents(path.parent)
+                created = [parent for parent in path.parents if not parent.exists()]
+                path.parent.mkdir(parents=True, exist_ok=True)
                 if _remove_leftovers(path):
-                    output = _after_return(output)
+                    if not output.force:
+                        raise UnsupportedAttentionError(
+                            f"the output {short(str(path))} exists again: a conversion that was killed while it "
+                            "replaced this folder had moved it; --force (force=True) replaces it"
+                        )
+                    output.present = _contents(path)
                 folder.mkdir()
-            with _naming(path):
-                yield draft
+            with naming_full_disk(f"the output {short(str(path))}", "; nothing of it was kept"):
+                yield folder
             if output.force:
-                draft.kept = _replace(folder, output)
+                output.kept = _replace(folder, output)
             else:
-                _add(folder, output)
+                _add(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         _active.discard(folder)
         for parent in created:
             with contextlib.suppress(OSError):  # not empty, since the output is in it
                 parent.rmdir()
-
-
-def _after_return(output: Output) -> Output:
-    """The output, in which a folder exists again that a killed conversion was about to replace."""
-    if not output.force:
-        raise UnsupportedAttentionError(
-            f"the output {short(str(output.path))} exists again: a conversion that was killed while it replaced this "
-            "folder had moved it; --force (force=True) replaces it"
-        )
-    return output._replace(present=_contents(output.path))
-
-
-@contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Name the output in errors about a full disk, some of which name nothing."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise OSError(
-            f"the output {short(str(path))} cannot be written: {os.strerror(error.errno)}; nothing of it was kept"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -182,116 +150,68 @@ def _blaming(output: str) -> Iterator[None]:
         raise OSError(text) from error
 
 
-def _make_parents(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Create a folder and its parents; return those that did not exist, innermost first."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-    return missing
-
-
 def _contents(folder: pathlib.Path) -> Contents:
-    """Everything in a folder and its subfolders."""
-    found = {}
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = os.path.join(parent, name)
-            with contextlib.suppress(FileNotFoundError):
-                found[os.path.relpath(path, folder)] = _identity(path)
-    return found
+    """Everything in a folder and its subfolders. A folder has its name only: what is in it has entries of its own."""
+    found: set[tuple[str | int, ...]] = set()
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            identity = (status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns)
+            found.add((str(path.relative_to(folder)), *(() if stat.S_ISDIR(status.st_mode) else identity)))
+    return frozenset(found)
 
 
-def _identity(path: str) -> tuple[int, ...]:
-    """What tells an entry of a folder from another one of the same name, or with other contents."""
-    status = os.lstat(path)
-    if stat.S_ISDIR(status.st_mode):  # what is in it has entries of its own
-        return (stat.S_IFMT(status.st_mode),)
-    return stat.S_IFMT(status.st_mode), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _add(folder: pathlib.Path, output: Output) -> None:
+def _add(folder: pathlib.Path, path: pathlib.Path) -> None:
     """Rename a draft to an output that did not exist or was empty, and fail if that is no longer so."""
-    path, made = output.path, False
     try:
-        if os.name == "nt":  # here a rename fails if anything is in its place
-            if output.present is not None:
-                path.rmdir()
-        elif output.present is None:
-            path.mkdir()  # fails if anything is in its place
-            made = True
-        os.rename(folder, path)  # onto an empty folder; fails if it is not empty any more
-    except BaseException as error:
-        if made:
-            with contextlib.suppress(OSError):  # not empty any more
-                path.rmdir()
-        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise UnsupportedAttentionError(
-                f"something else has written {short(str(path))} during the conversion: it is left as it is, and the "
-                "result is dropped; give another folder, or --force (force=True) to replace it"
-            ) from error
-        raise
+        if os.name == "nt" and path.is_dir():
+            path.rmdir()  # fails if it is not empty; on Windows a rename replaces no folder
+        os.rename(folder, path)  # onto an empty folder at most
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise UnsupportedAttentionError(
+            f"something else has written {short(str(path))} during the conversion: it is left as it is, and the "
+            "result is dropped; give another folder, or --force (force=True) to replace it"
+        ) from error
 
 
 def _replace(folder: pathlib.Path, output: Output) -> pathlib.Path | None:
-    """Rename a draft to an output, and delete what the output contained at the beginning.
-
-    The output returns if an error occurs.
+    """Rename a draft to an output, whose former contents return if an error occurs.
 
     Returns:
-        The folder with everything else that was in the output; None if there was nothing else.
+        Where the former output is, if anything in it is not what it contained at the beginning. Otherwise it is
+        deleted, and None is returned.
     """
-    path, present = output.path, output.present or {}
-    replaced = path.with_name(f".{path.name}.replaced-{os.getpid()}")
-    if not os.path.lexists(path):
-        _add(folder, output._replace(present=None))
-        return None
-    kept = replaced
+    path = output.path
+    former = replaced = path.with_name(f".{path.name}.replaced-{os.getpid()}")
     try:
-        os.rename(path, replaced)
-        if not (replaced.is_dir() and _contents(replaced).items() <= present.items()):
-            # No later conversion deletes what has this name.
-            kept = _free_name(path)
-            os.rename(replaced, kept)
-        _add(folder, output._replace(present=None))
-        _delete(kept, present)
+        if os.path.lexists(path):
+            os.rename(path, replaced)
+            if not (replaced.is_dir() and _contents(replaced) <= output.present):
+                former = _free_name(path)  # no later conversion deletes what has this name
+                os.rename(replaced, former)
+        _add(folder, path)
     except BaseException as error:
-        if not folder.exists():  # the draft has become the output
-            _delete(kept, present)
-            raise
-        kept = replaced if os.path.lexists(replaced) else kept
-        if not os.path.lexists(path):
-            os.rename(kept, path)
-        elif os.path.lexists(kept):
-            safe = _free_name(path)
-            os.rename(kept, safe)
-            raise UnsupportedAttentionError(f"{error}; what was there before is now {short(str(safe))}") from error
+        former = replaced if os.path.lexists(replaced) else former
+        if folder.exists() and os.path.lexists(former):  # the draft has not become the output
+            if not os.path.lexists(path):
+                os.rename(former, path)
+            else:
+                safe = _free_name(path)
+                os.rename(former, safe)
+                raise UnsupportedAttentionError(f"{error}; what was there before is now {short(str(safe))}") from error
         raise
-    return kept if os.path.lexists(kept) else None
+    if former == replaced:
+        shutil.rmtree(replaced, ignore_errors=True)
+        return None
+    return former
 
 
 def _free_name(path: pathlib.Path) -> pathlib.Path:
     """A name beside a path that nothing has."""
     names = (path.with_name(f"{path.name}.kept-{os.getpid()}" + "x" * number) for number in range(1000))
     return next(name for name in names if not os.path.lexists(name))
-
-
-def _delete(folder: pathlib.Path, present: Contents) -> None:
-    """Delete a folder with these contents. Whatever else is in it stays."""
-    if not folder.is_dir():
-        return
-    for parent, folders, files in os.walk(folder, topdown=False):
-        for name in (*files, *folders):
-            path = os.path.join(parent, name)
-            with contextlib.suppress(OSError):  # folders that are not empty
-                if stat.S_ISDIR(os.lstat(path).st_mode):
-                    os.rmdir(path)
-                elif _identity(path) == present.get(os.path.relpath(path, folder)):
-                    os.unlink(path)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
 
 
 def _remove_leftovers(output: pathlib.Path) -> bool:
@@ -304,10 +224,8 @@ def _remove_leftovers(output: pathlib.Path) -> bool:
     pattern = re.compile(re.escape(f".{output.name}.") + r"(converting|replaced)-(\d{1,10})")
     for path in sorted(output.parent.iterdir()):
         found = pattern.fullmatch(path.name)
-        if not found or path.is_symlink() or not path.is_dir():
-            continue
         # `staged` ensures that nothing else in this process writes to the output.
-        if int(found[2]) != os.getpid() and _is_alive(int(found[2])):
+        if not found or path.is_symlink() or not path.is_dir() or _is_alive(int(found[2])):
             continue
         if found[1] == "replaced" and not output.exists():
             os.rename(path, output)
@@ -318,15 +236,13 @@ def _remove_leftovers(output: pathlib.Path) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process exists."""
-    if os.name == "nt":  # Windows has no signal that only asks
-        return True
+    """Whether another process with this id exists."""
+    if pid == os.getpid() or os.name == "nt":  # Windows has no signal that only asks
+        return pid != os.getpid()
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

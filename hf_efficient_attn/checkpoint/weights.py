@@ -69,9 +69,7 @@ class Weights:
 
     def output_name(self, path: pathlib.Path) -> str:
         """The name of the safetensors file that replaces a weight file when the checkpoint is converted."""
-        if not self.sharded:
-            return SINGLE
-        return re.sub(r"^pytorch_model", "model", path.stem) + ".safetensors" if path in self.loaded else path.name
+        return re.sub(r"^pytorch_model", "model", path.stem) + ".safetensors"
 
 
 def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bool) -> Weights:
@@ -82,28 +80,24 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
         inside: Links to files inside this folder are followed.
         allow_pickle: Whether to read `pytorch_model.bin` if there are no safetensors.
 
-    Returns:
-        The weights.
-
     Raises:
         UnsupportedAttentionError: There are no weights, only pickles while `allow_pickle` is False, or a file is
             damaged; or an index names files in other folders.
     """
-    for single, index, pickled in ((SINGLE, INDEX, False), (PICKLED, PICKLED_INDEX, allow_pickle)):
-        if single == PICKLED and not allow_pickle:
-            break
+    kinds = [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)] if allow_pickle else [(SINGLE, INDEX)]
+    for single, index in kinds:
         sharded = not os.path.lexists(folder / single)
         if sharded and not os.path.lexists(folder / index):
             continue
         listed = read_object(folder / index, inside) if sharded else {}
+        metadata = listed.get("metadata", {})
+        if not isinstance(metadata, dict):
+            raise UnsupportedAttentionError(f"{index}: metadata is not a JSON object")
         paths = _files_of(listed, folder, index) if sharded else [folder / single]
-        if not pickled:
-            return Weights({path: _shapes_of(path, inside) for path in paths}, sharded, _metadata_of(listed, index), {})
-        loaded = {path: _load_pickle(path, inside) for path in paths}
-        shapes = {
-            path: {name: tuple(tensor.shape) for name, tensor in tensors.items()} for path, tensors in loaded.items()
-        }
-        return Weights(shapes, sharded, _metadata_of(listed, index), loaded)
+        loaded = {path: _load_pickle(path, inside) for path in paths} if single == PICKLED else {}
+        files = {path: {name: tuple(x.shape) for name, x in tensors.items()} for path, tensors in loaded.items()}
+        files = files or {path: _shapes_of(path, inside) for path in paths}
+        return Weights(files, sharded, metadata, loaded)
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
     if not pickles:
         raise UnsupportedAttentionError(f"{short(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")
@@ -127,13 +121,6 @@ def _files_of(listed: Mapping[str, Any], folder: pathlib.Path, index: str) -> li
         if not name.endswith(suffix):
             raise UnsupportedAttentionError(f"{index}: weight_map names {short(name)}, which is not a {suffix} file")
     return [folder / name for name in sorted(names)]
-
-
-def _metadata_of(listed: Mapping[str, Any], index: str) -> dict[str, Any]:
-    metadata = listed.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise UnsupportedAttentionError(f"{index}: metadata is not a JSON object")
-    return metadata
 
 
 def _shapes_of(path: pathlib.Path, inside: pathlib.Path) -> dict[str, tuple[int, ...]]:

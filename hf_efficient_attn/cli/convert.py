@@ -142,25 +142,25 @@ def parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAtten
 def describe_conversion(done: dict[str, Any]) -> list[str]:
     """Lines that describe a conversion."""
     lines = [f"{done['architecture']} of {done['source']} -> {done['output']}"]
+    labels: dict[Any, tuple[str, str]] = {}
+    for group in done["exact_up_to"]:
+        own = ", ".join(f"{key}={value}" for key, value in group["settings"].items())
+        label = group["method"] + (f" ({own})" if own else "")
+        exact = f", exact up to {group['tokens']} tokens" if group["tokens"] else ""
+        labels |= dict.fromkeys(group["layers"], (label, exact))
     if len(done["exact_up_to"]) > 1:
-        lines.append("layers:")
-        lines += [f"  {layer}: {label}" for layer, label in _by_layer(done)]
+        lines += ["layers:", *(f"  {layer}: {''.join(labels[layer])}" for layer in done["layers"])]
     else:
-        changed = done["exact_up_to"][0]["settings"] if done["exact_up_to"] else {}
-        lines.append(f"attention: {_describe({'method': done['method'], **changed})}")
+        lines.append(f"attention: {next(iter(labels.values()))[0] if labels else done['method']}")
         if done["layers"]:
             lines.append(f"layers: {', '.join(map(str, done['layers']))}")
     if "calibrated_length" in done["settings"]:
         lines.append(f"calibrated: on inputs of up to {done['settings']['calibrated_length']} tokens")
     if done["positions"]:
         lines.append(f"positions: {done['positions']}")
-    parameters = done["parameters"]
-    lines.append(
-        f"tensors: {parameters['kept']} kept bit for bit, {len(parameters['new'])} new or changed, "
-        f"{len(parameters['dropped'])} dropped"
-    )
-    for kind in ("new", "dropped"):
-        names = parameters[kind]
+    kept, new, dropped = (done["parameters"][kind] for kind in ("kept", "new", "dropped"))
+    lines.append(f"tensors: {kept} kept bit for bit, {len(new)} new or changed, {len(dropped)} dropped")
+    for kind, names in (("new", new), ("dropped", dropped)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             lines.append(f"  {kind}: {', '.join(names[:3])}{more}")
@@ -168,19 +168,3 @@ def describe_conversion(done: dict[str, Any]) -> list[str]:
     lines += [f"left out: {name} ({why})" for name, why in done["left_out"].items()]
     lines += [f"note: {note}" for note in done["notes"]]
     return [*lines, "", "To load it:", *("    " + line for line in done["load"].splitlines())]
-
-
-def _by_layer(done: dict[str, Any]) -> list[tuple[Any, str]]:
-    """Every layer of a mix with its method, the hyperparameters that are not the defaults, and where it is exact."""
-    found: dict[Any, str] = {}
-    for entry in done["exact_up_to"]:
-        label = _describe({"method": entry["method"], **entry["settings"]})
-        label += f", exact up to {entry['tokens']} tokens" if entry["tokens"] else ""
-        found |= dict.fromkeys(entry["layers"], label)
-    return [(layer, found[layer]) for layer in done["layers"]]
-
-
-def _describe(settings: dict[str, Any]) -> str:
-    """A method with hyperparameters."""
-    own = [f"{key}={value}" for key, value in settings.items() if key != "method"]
-    return settings["method"] + (f" ({', '.join(own)})" if own else "")

@@ -52,7 +52,12 @@ def push(
         plan = hub.plan_push(folder, repository, private=private, install=install)
         if as_json:
             return print_json({**_to_dict(plan), **({"card": plan.card} if show_card else {})})
-        return _show_card(plan) if show_card else _show_plan(plan)
+        if not show_card:
+            return _show_plan(plan)
+        typer.echo(plan.card, nl=False)
+        for reason in plan.refusals:
+            typer.echo(f"--yes would refuse: {reason}", err=True)
+        return None
     with _quiet():
         report = hub.push(folder, repository, private=private, install=install, message=message)
     if as_json:
@@ -78,13 +83,6 @@ def _to_dict(plan: "PushPlan") -> dict[str, Any]:
         "install": plan.install,
         "sent": False,
     }
-
-
-def _show_card(plan: "PushPlan") -> None:
-    """Print the card on stdout, and why it would not be sent on stderr."""
-    typer.echo(plan.card, nl=False)
-    for reason in plan.refusals:
-        typer.echo(f"--yes would refuse: {reason}", err=True)
 
 
 def _show_plan(plan: "PushPlan") -> None:
@@ -119,17 +117,15 @@ def _format_bytes(count: int) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide progress bars and warnings of huggingface_hub unless stderr is a terminal."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+    from huggingface_hub.utils import logging
 
-    level, bars = logging.get_verbosity(), not are_progress_bars_disabled()
-    if sys.stderr.isatty():
-        yield
-        return
-    logging.set_verbosity_error()
-    disable_progress_bars()
+    from hf_efficient_attn.checkpoint.source import progress_of_hub
+
+    level = logging.get_verbosity()
+    if not sys.stderr.isatty():
+        logging.set_verbosity_error()
     try:
-        yield
+        with progress_of_hub():
+            yield
     finally:
         logging.set_verbosity(level)
-        if bars:
-            enable_progress_bars()

@@ -42,11 +42,7 @@ def convert(
         UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, or the model does not support the
             method.
     """
-    settings = None
-    if isinstance(method_or_config, str) and method_or_config not in available_methods():
-        _check_implementation(method_or_config, layers, hyperparameters)
-    else:
-        settings = _settings(method_or_config, layers, hyperparameters)
+    settings = choice_of(method_or_config, layers, hyperparameters)
     for handler, modules in foreign_attention(model):
         _convert_foreign(model, handler, modules, settings or str(method_or_config))
         return model
@@ -85,12 +81,26 @@ def _convert_foreign(
         raise
 
 
-def _settings(
+def choice_of(
     method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
     layers: Sequence[Any] | None,
-    hyperparameters: dict[str, Any],
-) -> EfficientAttentionConfig:
-    """The choice that the arguments of `convert` describe."""
+    hyperparameters: Mapping[str, Any],
+) -> EfficientAttentionConfig | None:
+    """The choice that the arguments of `convert` describe; None for one of Transformers' own implementations.
+
+    Raises:
+        UnsupportedAttentionError: there is no such choice, whatever the model is.
+    """
+    if isinstance(method_or_config, str) and method_or_config not in available_methods():
+        if method_or_config not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
+            known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
+            raise UnsupportedAttentionError(unknown_method(method_or_config, known))
+        if layers is not None or hyperparameters:
+            raise UnsupportedAttentionError(
+                f"{method_or_config!r} is exact attention in all layers and takes no layers or hyperparameters; to "
+                "keep some layers exact, name the others: convert(model, method, layers=[...])"
+            )
+        return None
     if not isinstance(method_or_config, (EfficientAttentionConfig, Mapping)):
         make_config(method_or_config)  # refuses what is no method, None included
         return EfficientAttentionConfig(method_or_config, hyperparameters, layers)
@@ -103,15 +113,3 @@ def _settings(
         )
     changed = make_config(settings.entries[0].config, **hyperparameters)
     return EfficientAttentionConfig(changed, None, settings.layers if layers is None else layers)
-
-
-def _check_implementation(name: str, layers: Sequence[Any] | None, hyperparameters: dict[str, Any]) -> None:
-    """Refuse a name that is not one of Transformers' own implementations, and arguments that those do not have."""
-    if name not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
-        known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
-        raise UnsupportedAttentionError(unknown_method(name, known))
-    if layers is not None or hyperparameters:
-        raise UnsupportedAttentionError(
-            f"{name!r} is no method of this package and takes no layers or hyperparameters; to keep some layers exact, "
-            "name the others: convert(model, method, layers=[...])"
-        )

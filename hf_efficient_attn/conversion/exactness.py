@@ -1,5 +1,6 @@
 """From which length of a text, or size of a picture, a converted model differs from exact attention."""
 
+import bisect
 import contextlib
 import copy
 import inspect
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import initialization
 from transformers.modeling_utils import PreTrainedModel
 
@@ -22,6 +23,7 @@ from hf_efficient_attn.methods import MethodConfig
 
 # The largest picture that is considered, in multiples of the size that the model was trained on.
 _MAX_ENLARGEMENT = 32
+_ARGUMENT = "interpolate_pos_encoding"
 
 
 class ExactUpTo(NamedTuple):
@@ -67,19 +69,17 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 def exact_lengths(model: PreTrainedModel) -> list[ExactUpTo]:
     """The methods of a converted model with their layers, in the order of the layers."""
-    found: dict[MethodConfig, list[Layer]] = {}
-    for layer, method in _methods(model).items():
-        found.setdefault(method, []).append(layer)
-    groups = [
-        ExactUpTo(in_order(layers), method.method, changed_hyperparameters(method), method.exact_length)
+    methods, found = _methods(model), dict[MethodConfig, list[Layer]]()
+    for layer in in_order(methods):
+        found.setdefault(methods[layer], []).append(layer)
+    return [
+        ExactUpTo(layers, method.method, changed_hyperparameters(method), method.exact_length)
         for method, layers in found.items()
     ]
-    order = in_order(layer for group in groups for layer in group.layers)
-    return sorted(groups, key=lambda group: order.index(group.layers[0]))
 
 
 def picture_sizes(model: PreTrainedModel) -> Pictures | None:
-    """What the conversion of a model means for pictures; None if the model takes other inputs or its sizes are unknown.
+    """What the conversion means for pictures; None if the model takes other inputs or its sizes are unknown.
 
     The numbers of tokens are measured in a copy of the model without values, so nothing is computed.
     """
@@ -101,28 +101,16 @@ def picture_sizes(model: PreTrainedModel) -> Pictures | None:
     patch = getattr(model.config, "patch_size", None)
     step = patch if isinstance(patch, int) and patch > 0 else 1
     takes_larger = _tokens_in_picture(copied, size + step, size) is not None
-    differs_from = size if differs(size) else None
-    if differs_from is None and takes_larger:
-        # The number of tokens grows with the picture. Between `low` and `high` it becomes too large.
-        low, high = 0, 1
-        while not differs(size + high * step) and high * step < size * _MAX_ENLARGEMENT:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if differs(size + middle * step) else (middle, high)
-        differs_from = size + high * step
+    # The number of tokens grows with the picture.
+    heights = range(size, size * _MAX_ENLARGEMENT if takes_larger else size + 1, step)
+    index = bisect.bisect_left(heights, True, key=differs)
+    differs_from = heights[index] if index < len(heights) else None
     argument = _ARGUMENT if takes_larger and _ARGUMENT in inspect.signature(copied.forward).parameters else None
     return Pictures(size, max(native[layer] for layer in exact), differs_from, takes_larger, argument)
 
 
 def describe(groups: Sequence[ExactUpTo], pictures: Pictures | None, positions: int | None) -> list[str]:
-    """Sentences about the length from which a converted model differs from exact attention.
-
-    Args:
-        groups: the result of `exact_lengths`.
-        pictures: the result of `picture_sizes`.
-        positions: the result of `num_positions`.
-    """
+    """Sentences about the length from which a model differs from exact attention; `positions` as `num_positions`."""
     sentences = []
     unit = "" if pictures is None else " of a picture"
     for tokens in dict.fromkeys(group.tokens for group in groups):
@@ -139,22 +127,17 @@ def describe(groups: Sequence[ExactUpTo], pictures: Pictures | None, positions: 
             f"the model takes {positions} tokens, so its output does not change: the method takes effect with longer "
             "inputs (--max-length) or smaller hyperparameters only"
         )
-    return [*sentences, *([] if pictures is None else _describe_pictures(pictures))]
-
-
-_ARGUMENT = "interpolate_pos_encoding"
-
-
-def _describe_pictures(pictures: Pictures) -> list[str]:
-    """Sentences about pictures."""
-    size, start = pictures.size, pictures.differs_from
-    known = f"{pictures.tokens} tokens at {size} px"
+    if pictures is None:
+        return sentences
+    size, start, known = pictures.size, pictures.differs_from, f"{pictures.tokens} tokens at {pictures.size} px"
     if start == size:
-        sentences = [f"{known}: differs from exact attention at this and every larger size"]
+        sentences.append(f"{known}: differs from exact attention at this and every larger size")
     elif start is not None:
-        sentences = [f"{known}: computed exactly; differs from exact attention from {start} px on"]
+        sentences.append(f"{known}: computed exactly; differs from exact attention from {start} px on")
     else:
-        sentences = [f"{known}: computed exactly, so that the output does not change; choose smaller hyperparameters"]
+        sentences.append(
+            f"{known}: computed exactly, so that the output does not change; choose smaller hyperparameters"
+        )
     if pictures.argument is not None:
         sentences.append(f"pictures of other sizes than {size} px: model(pixel_values, {pictures.argument}=True)")
     elif not pictures.takes_larger:
@@ -193,15 +176,13 @@ def _tokens_in_picture(model: PreTrainedModel, height: int, native: int) -> Mapp
         if isinstance(states, Tensor) and states.ndim == 3:
             found[layer] = states.shape[1]
 
-    hooks = []
-    for module in attention_modules(model):
-        layer = module.location.label
-        if layer is not None:
-
-            def hook(_: nn.Module, args: Any, kwargs: Any, layer: Layer = layer) -> None:
-                record(layer, args, kwargs)
-
-            hooks.append(module.module.register_forward_pre_hook(hook, with_kwargs=True))
+    hooks = [
+        module.module.register_forward_pre_hook(
+            lambda _, args, kwargs, layer=module.location.label: record(layer, args, kwargs), with_kwargs=True
+        )
+        for module in attention_modules(model)
+        if module.location.label is not None
+    ]
     channels = getattr(model.config, "num_channels", 3)
     pixels = torch.empty(1, channels, height, height, device="meta", dtype=model.dtype)
     options = {_ARGUMENT: True} if _ARGUMENT in inspect.signature(model.forward).parameters and height != native else {}

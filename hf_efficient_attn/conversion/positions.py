@@ -1,7 +1,6 @@
 """`extend_positions`: longer tables of learned positions."""
 
 import inspect
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +12,6 @@ from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.models import models_in, transformers_models
 from hf_efficient_attn.integration.positions import find_tables, position_offset
 from hf_efficient_attn.integration.settings import EXACT
-
-
-class PositionTable(NamedTuple):
-    """A learned table over token positions: the module that holds it, the table itself, and the model's config."""
-
-    module: nn.Module
-    embedding: nn.Embedding
-    config: PreTrainedConfig
 
 
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
@@ -67,7 +58,11 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
             extended = torch.cat((embedding.weight[:offset], _extend(embedding.weight[offset:], max_length, method)))
         embedding.weight = nn.Parameter(extended, requires_grad=embedding.weight.requires_grad)
         embedding.num_embeddings = new_size
-        _extend_buffers(module, old_size, new_size)
+        for name, buffer in list(module.named_buffers(recurse=False)):  # both are (1, positions)
+            if name == "position_ids" and buffer.shape[-1] == old_size:  # counts on
+                setattr(module, name, torch.arange(new_size, device=buffer.device, dtype=buffer.dtype).expand(1, -1))
+            elif name == "token_type_ids" and buffer.shape[-1] == old_size:  # 0
+                setattr(module, name, buffer.new_zeros(1, new_size))
         # The entries before `offset` are not counted in the config.
         config.max_position_embeddings = new_size - getattr(embedding, "offset", 0)
         for other in ("n_positions", "n_ctx"):
@@ -96,26 +91,16 @@ def _extend(table: Tensor, length: int, method: str) -> Tensor:
     return stretched[0].t().to(table.dtype).contiguous()
 
 
-def _extend_buffers(module: nn.Module, old_size: int, new_size: int) -> None:
-    """Extend `position_ids`, which counts on, and `token_type_ids`, which is 0; both are (1, positions)."""
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if name == "position_ids" and buffer.shape[-1] == old_size:
-            setattr(module, name, torch.arange(new_size, device=buffer.device, dtype=buffer.dtype).expand(1, -1))
-        elif name == "token_type_ids" and buffer.shape[-1] == old_size:
-            setattr(module, name, buffer.new_zeros(1, new_size))
-
-
-def position_tables(root: PreTrainedModel) -> list[PositionTable]:
-    """Every learned table over token positions in a model; see `find_tables`.
+def position_tables(root: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding, PreTrainedConfig]]:
+    """Every learned table over token positions in a model: its module, the table itself, and the outermost config.
 
     Raises:
         UnsupportedAttentionError: there is none. The message says which positions the model has instead.
     """
-    found: dict[int, PositionTable] = {}
+    found: dict[int, tuple[nn.Module, nn.Embedding, PreTrainedConfig]] = {}
     for part in models_in(root):
-        for module, name in find_tables(part, part.config):
-            table = getattr(module, name)
-            found.setdefault(id(table), PositionTable(module, table, part.config))
+        for table in find_tables(part, part.config):
+            found.setdefault(id(table.embedding), (table.module, table.embedding, part.config))
     if found:
         return list(found.values())
     config = root.config

@@ -6,6 +6,7 @@ markers is kept, as are the keys of the front matter that the card does not set.
 
 import functools
 import importlib.resources
+import itertools
 import logging
 import os
 import pathlib
@@ -17,9 +18,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import yaml_dump
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.context import PLACEHOLDER, context, escape, pipeline_of
-from hf_efficient_attn.hub.facts import TASKS, Facts, Measurement, read_facts
+from hf_efficient_attn.hub.facts import TASKS, Facts, read_facts
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import available_methods
 
@@ -74,7 +74,8 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
     old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
     text = update_card(old, facts, name)
     if old is not None and _split(old) is None:
-        backup = _unused_backup(path)
+        backups = (path.with_name(f"{NAME}.bak{number if number > 1 else ''}") for number in itertools.count(1))
+        backup = next(free for free in backups if not free.exists())
         os.replace(path, backup)
         logger.warning("%s was not written by hf_efficient_attn: it is kept as %s", path, backup.name)
     with replacing(path) as draft:
@@ -91,9 +92,9 @@ def update_card(text: str | None, facts: Facts, name: str | None = None) -> str:
         facts: What the card says.
         name: The title, by default the name of the folder.
     """
-    before, after, front = (None if text is None else _split(text)) or ("", "\n", {})
-    data = _merge(front, front_matter(facts, name))
-    return _join(data, f"{before}{START}\n{render(facts, name)}{END}{after}")
+    before, after, old = (None if text is None else _split(text)) or ("", "\n", ModelCardData())
+    data = _merge(old, front_matter(facts, name))
+    return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{render(facts, name)}{END}{after}"
 
 
 def _title(facts: Facts, name: str | None) -> str:
@@ -129,27 +130,27 @@ def for_repository(text: str, repo_id: str) -> str:
     return REGEX_YAML_BLOCK.sub(rename_results, OWN_PART.sub(rename, text, count=1), count=1)
 
 
-def front_matter(facts: Facts, name: str | None = None) -> dict[str, Any]:
-    """The card's own keys of the front matter, as ModelCardData writes them; `name` as for `render`."""
-    tags = [tag for tag in facts.tags if _TAG.fullmatch(tag) and tag not in _OTHER_TAGS]
-    task, pipeline = facts.pipeline_tag, pipeline_of(facts)
+def front_matter(facts: Facts, name: str | None = None) -> ModelCardData:
+    """The card's own keys of the front matter; `name` as for `render`."""
+    origin, results = facts.origin, eval_results(facts)
+    task, license_id = origin["pipeline_tag"], origin["license"]
     if task is None or not _SLUG.fullmatch(task):
-        task = pipeline.task if pipeline else None
-    languages: list[str] = [language for language in facts.languages if _LANGUAGE.fullmatch(language)]
-    license_id, results = facts.license, eval_results(facts)
+        task = pipeline_of(facts)
+    is_known = license_id is None or _LICENSE.fullmatch(license_id) is not None
+    tags = [tag for tag in origin["tags"] if _TAG.fullmatch(tag) and tag not in _OTHER_TAGS]
     data = ModelCardData(
         library_name="transformers",
-        base_model=facts.base_model,
-        license=license_id if license_id is None or _LICENSE.fullmatch(license_id) else "other",
-        language=languages or None,
+        base_model=origin["base_model"],
+        license=license_id if is_known else "other",
+        language=[language for language in origin["language"] if _LANGUAGE.fullmatch(language)] or None,
         pipeline_tag=task,
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
         model_name=_title(facts, name) if results else None,
         eval_results=results or None,
     )
-    if license_id is not None and not _LICENSE.fullmatch(license_id):
+    if not is_known:
         data["license_name"] = re.sub(r"[^a-z0-9.]+", "-", license_id.lower()).strip("-.") or "unnamed"
-    return data.to_dict()
+    return data
 
 
 def eval_results(facts: Facts) -> list[EvalResult]:
@@ -157,32 +158,29 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     benchmark = facts.benchmark
     if benchmark is None:
         return []
-    data, task = benchmark.data, TASKS[benchmark.task]
-
-    def result(entry: Measurement, metric: tuple[str, str], value: float) -> EvalResult:
-        return EvalResult(
+    data, task = benchmark["data"]["name"], TASKS[benchmark["task"]]
+    metrics = {"agreement": _METRICS[benchmark["agreement"]], "error": _ERROR}
+    return [
+        EvalResult(
             task_type=task,
             dataset_type=re.sub(r"[^a-z0-9]+", "-", data.lower()).strip("-") or "unnamed",
             dataset_name=data,
-            metric_type=metric[0],
-            metric_value=float(f"{value:.6g}"),
-            metric_name=f"{metric[1]}, {entry.length} tokens",
-            metric_args={"length": entry.length, "batch": entry.batch},
+            metric_type=metric,
+            metric_value=float(f"{row[key]:.6g}"),
+            metric_name=f"{title}, {row['length']} tokens",
+            metric_args={"length": row["length"], "batch": row["batch"]},
         )
-
-    found = []
-    for entry in benchmark.measurements:
-        if entry.own and entry.agreement is not None:
-            found.append(result(entry, _METRICS[benchmark.agreement], entry.agreement))
-        if entry.own and entry.error is not None:
-            found.append(result(entry, _ERROR, entry.error))
-    return found
+        for row in benchmark["measurements"]
+        for key, (metric, title) in metrics.items()
+        if row["own"] and row[key] is not None
+    ]
 
 
-def read_front_matter(text: str) -> dict[str, Any]:
-    """Read the front matter of a card as huggingface_hub does; raise ValueError if that fails."""
+def read_card(text: str) -> ModelCard:
+    """A card as huggingface_hub reads it; raise ValueError if that fails."""
+    text = text.replace("\r\n", "\n")
     try:
-        return ModelCard(text).data.to_dict() if text.lstrip().startswith("---") else {}
+        return ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}")
     except Exception as error:  # those of the YAML library among others
         raise ValueError(f"the front matter cannot be read: {' '.join(str(error).split())}") from error
 
@@ -190,87 +188,46 @@ def read_front_matter(text: str) -> dict[str, Any]:
 def card_problems(text: str) -> list[str]:
     """What the hub's own check of a card's front matter would report, as far as that is known without the hub."""
     try:
-        data = read_front_matter(text)
+        data: dict[str, Any] = read_card(text).data.to_dict()
     except ValueError as error:
         return [str(error)]
     if not data:
         return ["there is no front matter"]
-    found = []
-    if "license" not in data:
-        found.append("no license: users cannot know what they may do; add 'license:' to the front matter")
-    elif not isinstance(data["license"], str) or not _LICENSE.fullmatch(data["license"]):
-        found.append("license is not one of the hub's identifiers")
-    found += [
-        f"no {key}: {why} add '{key}:' to the front matter"
-        for key, why in (
-            ("base_model", "readers cannot find the original; convert again with --base-model ORG/NAME, or"),
-            ("pipeline_tag", "the hub does not know the task;"),
-        )
-        if key not in data
-    ]
-    tag = data.get("pipeline_tag")
-    if tag is not None and not (isinstance(tag, str) and _SLUG.fullmatch(tag)):
-        found.append("pipeline_tag is not one of the hub's tasks")
-    tags = data.get("tags") or []
-    if not isinstance(tags, list) or not all(isinstance(item, str) for item in tags):
+    missing = {
+        "license": "users cannot know what they may do;",
+        "base_model": "readers cannot find the original; convert again with --base-model ORG/NAME, or",
+        "pipeline_tag": "the hub does not know the task;",
+    }
+    found = [f"no {key}: {why} add '{key}:' to the front matter" for key, why in missing.items() if key not in data]
+    for key, form, known in (("license", _LICENSE, "identifiers"), ("pipeline_tag", _SLUG, "tasks")):
+        if key in data and not (isinstance(data[key], str) and form.fullmatch(data[key])):
+            found.append(f"{key} is not one of the hub's {known}")
+    tags = data.get("tags", [])
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         found.append("tags is not a list of texts")
     return found
 
 
-def _split(text: str) -> tuple[str, str, dict[str, Any]] | None:
+def _split(text: str) -> tuple[str, str, ModelCardData] | None:
     """(text before the card's part, text after it, front matter); None if the text is not a card of this package."""
-    text = text.replace("\r\n", "\n")
     try:
-        front = read_front_matter(text)
+        card = read_card(text)
     except ValueError:
         return None
-    block = REGEX_YAML_BLOCK.search(text)
-    body = text[block.end() :] if block else text
-    part, lines = OWN_PART.search(body), body.split("\n")
+    body, part, lines = card.text, OWN_PART.search(card.text), card.text.split("\n")
     if part is None or lines.count(START) != 1 or lines.count(END) != 1:
         return None
-    return body[: part.start()], body[part.end() :], front
+    assert isinstance(card.data, ModelCardData)
+    return body[: part.start()], body[part.end() :], card.data
 
 
-def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def _merge(old: ModelCardData, new: ModelCardData) -> ModelCardData:
     """The user's keys, replaced by the card's. A licence, task or language is kept if the card has none."""
-    tags = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods())]
-    merged = {key: value for key, value in {**old, **new}.items() if key not in ("tags", "model-index")}
-    if tags := list(dict.fromkeys([*new.get("tags", ()), *tags])):
-        merged["tags"] = tags
-    results = [*_results_of_others(old), *new.get("model-index", ())]
+    others = [result for result in old.eval_results or () if not str(result.metric_type).startswith(_OWN_METRICS)]
+    results = [*others, *(new.eval_results or ())]
+    tags = [tag for tag in old.tags or () if tag not in (*_TAGS, *available_methods())]
+    values = {**old.to_dict(), **new.to_dict(), "tags": [*(new.tags or ()), *tags] or None}
+    values.pop("model-index", None)
     if results:
-        name = (new.get("model-index") or results)[0]["name"]
-        merged["model-index"] = [{"name": name, "results": [r for entry in results for r in entry["results"]]}]
-    return merged
-
-
-def _results_of_others(old: dict[str, Any]) -> list[dict[str, Any]]:
-    """The key model-index without the results of an earlier card of this package."""
-    kept = []
-    for entry in old.get("model-index") or ():
-        results = []
-        for result in entry["results"]:
-            metrics = [m for m in result["metrics"] if not str(m["type"]).startswith(_OWN_METRICS)]
-            if metrics:
-                results.append({**result, "metrics": metrics})
-        if results:
-            kept.append({**entry, "results": results})
-    return kept
-
-
-def _join(data: dict[str, Any], body: str) -> str:
-    """Front matter and body, after a check that huggingface_hub reads the same values from them."""
-    text = f"---\n{ModelCardData(**data).to_yaml()}\n---\n{body}"
-    card = ModelCard(text)
-    if card.data.to_dict() != ModelCardData(**data).to_dict() or card.text != body:
-        raise UnsupportedAttentionError("huggingface_hub reads other values from the card than were written")
-    return text
-
-
-def _unused_backup(path: pathlib.Path) -> pathlib.Path:
-    """README.md.bak, or the first of .bak2, .bak3, ... that does not exist."""
-    number = 1
-    while (backup := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
-        number += 1
-    return backup
+        values |= {"model_name": new.model_name or old.model_name, "eval_results": results}
+    return ModelCardData(**values)

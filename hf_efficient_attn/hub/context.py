@@ -1,16 +1,18 @@
 """The values that the template of a card uses. All of the card's text is in the template, `card.md.jinja`."""
 
-import dataclasses
 import inspect
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import transformers
 
-from hf_efficient_attn.hub.facts import TASKS, Distillation, Facts, clean
+from hf_efficient_attn.checkpoint.provenance import INSTALL
+from hf_efficient_attn.hub.facts import TASKS, Facts, clean
 from hf_efficient_attn.integration.layers import ranges
+from hf_efficient_attn.integration.settings import changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models import auto_class, model_type
 
@@ -20,38 +22,28 @@ PLACEHOLDER = "ORG/NAME"
 SOURCE = "SOURCE"
 
 
-class Pipeline(NamedTuple):
-    """A pipeline of Transformers that takes the model: its task, and an example of a call."""
-
-    task: str
-    call: str
-
-
-# By the end of the architecture's name. The first that fits counts.
-_PIPELINES = {
-    "ForMaskedLM": Pipeline("fill-mask", 'pipe(f"Paris is the {pipe.tokenizer.mask_token} of France.")'),
-    "ForCausalLM": Pipeline("text-generation", 'pipe("Once upon a time", max_new_tokens=20)'),
-    "LMHeadModel": Pipeline("text-generation", 'pipe("Once upon a time", max_new_tokens=20)'),
-    "ForImageClassification": Pipeline("image-classification", 'pipe("image.jpg")'),
-    "ForSequenceClassification": Pipeline("text-classification", 'pipe("A sentence.")'),
-    "ForTokenClassification": Pipeline("token-classification", 'pipe("A sentence.")'),
-    "WhisperForConditionalGeneration": Pipeline("automatic-speech-recognition", 'pipe("speech.wav")'),
-    "ForQuestionAnswering": Pipeline("question-answering", 'pipe(question="Who wrote it?", context="She wrote it.")'),
+# Tasks of pipelines of Transformers by the end of the architecture's name. The first that fits counts.
+_TASKS = {
+    "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForImageClassification": "image-classification",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "WhisperForConditionalGeneration": "automatic-speech-recognition",
+    "ForQuestionAnswering": "question-answering",
+    "BigGANModel": None,
+    "WhisperModel": None,
+    "Model": "feature-extraction",
 }
 _IMAGE_MODELS = ("ViT", "T2TViT", "DeiT", "Beit", "Swin", "Dinov2")
 
 
-def pipeline_of(facts: Facts) -> Pipeline | None:
-    """The pipeline that fits the architecture, or None if its name does not tell."""
+def pipeline_of(facts: Facts) -> str | None:
+    """The task of the pipeline that fits the architecture, or None if its name does not tell."""
     name = facts.architecture or ""
-    for ending, pipeline in _PIPELINES.items():
-        if name.endswith(ending):
-            return pipeline
-    if not name.endswith("Model") or name in ("BigGANModel", "WhisperModel"):
-        return None
-    if name.startswith(_IMAGE_MODELS):
-        return Pipeline("image-feature-extraction", 'pipe("image.jpg")')
-    return Pipeline("feature-extraction", 'pipe("A text.")')
+    task = next((task for ending, task in _TASKS.items() if name.endswith(ending)), None)
+    return "image-feature-extraction" if task == "feature-extraction" and name.startswith(_IMAGE_MODELS) else task
 
 
 def escape(value: object) -> str:
@@ -67,33 +59,27 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
     num_layers = None if own_type else facts.layers
     configs = [entry.config for _, choice in facts.choices for entry in choice.entries]
     exact = {config.method: config.exact_length for config in sorted(configs, key=lambda c: -c.exact_length)}
-    own_files = find_own_files(facts)
+    own_files, install = find_own_files(facts), facts.origin[INSTALL]
+    # Whether a model of Transformers interpolates its positions for pictures of another size.
+    forward = getattr(getattr(transformers, architecture, None), "forward", None)
+    other_sizes = forward is not None and "interpolate_pos_encoding" in inspect.signature(forward).parameters
     return {
         "facts": facts,
-        "benchmark": facts.benchmark,
-        "calibrated": [choice.calibrated_length for _, choice in facts.choices if choice.calibrated_length],
         "command": _command(facts, own_files),
-        "import_options": "".join(f" {word}" for word in import_options(own_files)),
-        "distillation": facts.distillation,
-        "install": facts.install and shlex.quote(facts.install),
+        "import_options": import_options(own_files),
+        "install": install and shlex.quote(install),
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
         "methods": _methods(facts, num_layers),
         "model_class": auto_class(architecture) or architecture or "AutoModel",
         "num_layers": num_layers,
-        "other_sizes": _takes_other_sizes(architecture),
+        "other_sizes": other_sizes,
         "own_files": own_files,
         "own_type": own_type,
         "pipeline": pipeline_of(facts),
         "repository": PLACEHOLDER,
-        "task": facts.benchmark and TASKS[facts.benchmark.task],
+        "tasks": TASKS,
         "title": name,
     }
-
-
-def _takes_other_sizes(architecture: str) -> bool:
-    """Whether a model of Transformers interpolates its positions for pictures of another size."""
-    forward = getattr(getattr(transformers, architecture, None), "forward", None)
-    return forward is not None and "interpolate_pos_encoding" in inspect.signature(forward).parameters
 
 
 def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
@@ -101,47 +87,33 @@ def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
     found = []
     for part, settings in facts.choices:
         for entry in settings.entries:
+            config, layers = entry.config, entry.layers
             exact = [layer for layer in range(num_layers or 0) if settings.for_layer(layer) is None]
-            fields = dataclasses.fields(entry.config)
-            layers = entry.layers
             if layers is None and num_layers and facts.windowed and not part:
                 layers = tuple(layer for layer in range(num_layers) if layer not in facts.windowed)
+            rows = [(x.name, getattr(config, x.name), x.default, x.metadata.get("help", "")) for x in fields(config)]
             found.append(
                 {
-                    "info": method_info(entry.config.method),
+                    "info": method_info(config.method),
                     "part": part,
                     "layers": None if layers is None else ranges(layers),
                     "numbered": any(isinstance(layer, int) for layer in layers or ()),
                     "exact": ranges(exact) if len(settings.entries) > 1 else "",
-                    "hyperparameters": [
-                        (spec.name, getattr(entry.config, spec.name), spec.default, spec.metadata.get("help") or "")
-                        for spec in fields
-                        if getattr(entry.config, spec.name) != spec.default
-                    ],
+                    "hyperparameters": [row for row in rows if row[1] != row[2]],
                 }
             )
     return found
 
 
-def _distillation_words(distilled: Distillation) -> list[str]:
+def _distillation_words(distilled: dict[str, Any]) -> list[str]:
     """The options of `distill` that say how it trains."""
-    options: dict[str, object] = {
-        "--data": distilled.data,
-        "--steps": distilled.steps,
-        "--loss": distilled.loss,
-        "--learning-rate": distilled.learning_rate,
-        "--length": distilled.tokens,
-        "--batch-size": distilled.batch_size,
-        "--seed": distilled.seed,
-    }
-    second = distilled.finetuning
-    if second is not None:
-        options["--finetune-steps"] = second.steps
-        options["--finetune-target"] = second.target
-        options["--finetune-learning-rate"] = second.learning_rate
-        if second.lora_rank is not None:
-            options["--lora-rank"] = second.lora_rank
-    return [str(word) for pair in options.items() for word in pair]
+    values = {**distilled["plan"], "data": distilled["data"]["name"], "length": distilled["tokens"]}
+    keys = ["data", "steps", "loss", "learning_rate", "length", "batch_size", "seed"]
+    if distilled["finetuning"] is not None:
+        values |= distilled["finetuning"]
+        keys += ["finetune_steps", "finetune_target", "finetune_learning_rate", "lora_rank"]
+    given = [key for key in keys if values[key] is not None]
+    return [word for key in given for word in (f"--{key.replace('_', '-')}", str(values[key]))]
 
 
 class OwnFile(NamedTuple):
@@ -191,16 +163,19 @@ def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
     if part or len(settings.entries) != 1:
         return None
     config, layers = settings.entries[0].config, settings.entries[0].layers
-    distilled = facts.distillation
-    words = ["convert" if distilled is None else "distill", facts.base_model or SOURCE, "--method", config.method]
-    for spec in dataclasses.fields(config):
-        value = getattr(config, spec.name)
-        if value != spec.default:
-            words += ["--set", f"{spec.name}={value}"]
+    distilled, max_length = facts.distillation, facts.origin["max_length"]
+    words = [
+        "convert" if distilled is None else "distill",
+        facts.origin["base_model"] or SOURCE,
+        "--method",
+        config.method,
+    ]
+    for key, value in changed_hyperparameters(config).items():
+        words += ["--set", f"{key}={value}"]
     if layers is not None:
         words += ["--layers", ranges(layers)]
-    if facts.max_length is not None:
-        words += ["--max-length", str(facts.max_length)]
+    if max_length is not None:
+        words += ["--max-length", str(max_length)]
     if distilled is not None:
         words += _distillation_words(distilled)
     return shlex.join(["hf-efficient-attn", *words, "-o", "OUT", *import_options(own_files)])

@@ -17,15 +17,11 @@ _FORGES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "hugging
 
 
 def check_install(text: str, where: str = "--install") -> str:
-    """Check what a card is to tell its readers to install.
-
-    Args:
-        text: A URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
-            hf_efficient_attn==0.2.0.
-        where: What the message begins with.
+    """Check what a card is to tell its readers to install; the message begins with `where`.
 
     Returns:
-        The text.
+        The text: a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
+        hf_efficient_attn==0.2.0.
 
     Raises:
         UnsupportedAttentionError: It is a path on this machine, a name without a version, a URL with a password or

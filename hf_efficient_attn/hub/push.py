@@ -7,31 +7,24 @@ import pathlib
 import shlex
 import warnings
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from huggingface_hub import HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.limits import find_limits
-from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL
+from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, check_hub_id
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import (
-    NAME,
-    OWN_PART,
-    card_problems,
-    for_repository,
-    read_front_matter,
-    update_card,
-    write_card,
-)
+from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, read_card, update_card
 from hf_efficient_attn.hub.context import find_own_files, import_options
-from hf_efficient_attn.hub.facts import Facts, check_repo_id, clean, read_facts
+from hf_efficient_attn.hub.facts import Facts, clean, read_facts
 from hf_efficient_attn.hub.install import check_install
-from hf_efficient_attn.io.json import encode_json, read_json_object, write_json
+from hf_efficient_attn.io.json import encode_json, read_json_object
+from hf_efficient_attn.io.writing import replacing
 
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
 _HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
@@ -65,6 +58,7 @@ class PushPlan:
         install: What the card tells its readers to give to `pip install`; None if that is not known, or if the card was
             written by hand.
         card: The text of the card as it would be sent.
+        changes: {name: new contents} of files in the folder that `push` writes first, so that they say what to install.
     """
 
     folder: pathlib.Path
@@ -76,6 +70,7 @@ class PushPlan:
     refusals: tuple[str, ...]
     install: str | None
     card: str
+    changes: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ def plan_push(
             `repo_id` is not of the form ORG/NAME; or `install` is neither a URL nor a version.
     """
     install = None if install is None else check_install(install)
-    check_repo_id(repo_id, "the repository")
+    check_hub_id(repo_id, "the repository")
     if "/" not in repo_id:
         raise UnsupportedAttentionError(
             f"the repository must be given as ORG/NAME, with your name for ORG: not {repo_id!r}"
@@ -132,18 +127,21 @@ def plan_push(
         )
     text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
     try:
-        read_front_matter(text)
+        read_card(text)
     except ValueError as error:
         raise UnsupportedAttentionError(f"{folder / NAME}: {error}") from error
     stays = tuple(name for name in found if pathlib.PurePath(name).match(_BACKUPS) and "/" not in name)
     sizes = {name: (folder / name).stat().st_size for name in found if name not in stays and name != NAME}
-    install = install or facts.install
-    is_own = OWN_PART.search(text) is not None
+    install = install or facts.origin[INSTALL]
+    is_own, changes = OWN_PART.search(text) is not None, {}
     if is_own and install is not None:
-        about = _with_install(folder, install)
-        sizes |= {FILE: len(encode_json(about))} if about else {}
-        if not _says(text, install):
-            text = update_card(text, dataclasses.replace(facts, install=install))
+        stored = read_json_object(folder / FILE) if FILE in found else {}
+        if stored.get(INSTALL) != install:
+            changes[FILE] = encode_json({**stored, INSTALL: install})
+            sizes[FILE] = len(changes[FILE])
+        if f"pip install {shlex.quote(install)}\n" not in text:
+            text = update_card(text, dataclasses.replace(facts, origin={**facts.origin, INSTALL: install}))
+            changes[NAME] = text.encode()
     card = for_repository(text, repo_id)
     return PushPlan(
         folder=folder,
@@ -151,46 +149,31 @@ def plan_push(
         private=private,
         files=(*sorted(sizes.items()), (NAME, len(card.encode()))),
         stays=stays,
-        problems=(*card_problems(text), *_missing_measurements(facts), *_missing_files(facts, found)),
+        problems=(*card_problems(text), *_problems(facts, found)),
         refusals=tuple(_why_not_yet(facts, install if is_own else "written by hand")),
         install=install if is_own else None,
         card=card,
+        changes=changes,
     )
 
 
-def _says(card: str, install: str) -> bool:
-    """Whether a card tells its readers to install something."""
-    return f"pip install {shlex.quote(install)}\n" in card
-
-
-def _with_install(folder: pathlib.Path, install: str) -> dict[str, Any] | None:
-    """The contents of efficient_attention.json with what to install; None if the file does not change."""
-    path = folder / FILE
-    stored = read_json_object(path) if path.exists() else {}
-    return None if stored.get(INSTALL) == install else {**stored, INSTALL: install}
-
-
-def _missing_files(facts: Facts, found: Collection[str]) -> list[str]:
-    """The files that register methods of the checkpoint and are not in its folder."""
-    return [
+def _problems(facts: Facts, found: Collection[str]) -> list[str]:
+    """What the card does not say about speed and error, and the files of methods that are not in the folder."""
+    own_files, benchmark = find_own_files(facts), facts.benchmark
+    words = ["hf-efficient-attn", "benchmark", str(facts.folder), "--card", *import_options(own_files)]
+    command, problems = f"'{shlex.join(words)}'", []
+    if benchmark is None:
+        problems.append(f"no measurements: {command} adds them")
+    elif not benchmark["complete"]:
+        problems.append(f"the measurements are not complete: {command} measures the rest")
+    elif not any(row["own"] for row in benchmark["measurements"]):
+        problems.append(f"no measurement of this checkpoint's own methods and layers: {command} adds them")
+    return problems + [
         f"readers need {file.name or 'your code'}, which registers {file.method}: put it into the folder, or write "
         f"into {NAME} where it is"
-        for file in find_own_files(facts)
+        for file in own_files
         if file.name not in found
     ]
-
-
-def _missing_measurements(facts: Facts) -> list[str]:
-    """What the card does not say about speed and error, and the command that adds it."""
-    words = ["hf-efficient-attn", "benchmark", str(facts.folder), "--card", *import_options(find_own_files(facts))]
-    command = f"'{shlex.join(words)}'"
-    if facts.benchmark is None:
-        return [f"no measurements: {command} adds them"]
-    if not facts.benchmark.complete:
-        return [f"the measurements are not complete: {command} measures the rest"]
-    if not any(entry.own for entry in facts.benchmark.measurements):
-        return [f"no measurement of this checkpoint's own methods and layers: {command} adds them"]
-    return []
 
 
 def _why_not_yet(facts: Facts, install: str | None) -> list[str]:
@@ -202,26 +185,14 @@ def _why_not_yet(facts: Facts, install: str | None) -> list[str]:
             "another one: give --install with a URL (https://... or git+https://...) or a version "
             "(hf_efficient_attn==0.2.0); a push with --yes stores it for later ones"
         )
-    if facts.max_length is not None:
-        found += [
-            f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims "
-            f"{facts.max_length}: convert again with --max-length {facts.max_length}, or change the number in the file"
-            for limit in find_limits(facts.folder)
-            if limit.tokens < facts.max_length
-        ]
+    max_length = facts.origin["max_length"] or 0
+    found += [
+        f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims {max_length}: "
+        f"convert again with --max-length {max_length}, or change the number in the file"
+        for limit in find_limits(facts.folder)
+        if limit.tokens < max_length
+    ]
     return found
-
-
-def _store_install(plan: PushPlan) -> None:
-    """Let efficient_attention.json and the card of the folder say what to install, if they do not yet."""
-    path = plan.folder / NAME
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if plan.install is None or OWN_PART.search(text) is None:
-        return
-    if about := _with_install(plan.folder, plan.install):
-        write_json(plan.folder / FILE, about)
-    if not _says(text, plan.install):
-        write_card(plan.folder)
 
 
 def push(
@@ -270,7 +241,9 @@ def push(
         raise UnsupportedAttentionError(
             "there is no token for the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
         )
-    _store_install(plan)
+    for name, content in plan.changes.items():
+        with replacing(plan.folder / name) as draft:
+            draft.write_bytes(content)
     api = HfApi(token=token, library_name="hf_efficient_attn")
     title = message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn"
     done: list[str] = []
@@ -333,25 +306,16 @@ def _reason(error: BaseException) -> str:
 
 def _publishable_files(folder: pathlib.Path) -> list[str]:
     """The paths of all files in a folder and its subfolders, sorted; refuse the folder if one must not be published."""
-    inside, found, refused = folder.resolve(), [], []
-    for parent, folders, files in os.walk(folder, followlinks=False):
-        folders.sort()
-        for name in sorted([*folders, *files]):
-            path = pathlib.Path(parent, name)
-            relative = path.relative_to(folder).as_posix()
-            reason = _why_refused(path, inside)
-            if reason:
-                refused.append(f"{clean(relative)} ({reason})")
-                if name in folders:
-                    folders.remove(name)
-            elif name in files:
-                found.append(relative)
+    inside = folder.resolve()
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    reasons = {name: _why_refused(path, inside) for name, path in paths.items()}
+    refused = [f"{clean(name)} ({reason})" for name, reason in reasons.items() if reason]
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
         raise UnsupportedAttentionError(
             f"{folder} holds files that must not be published: {', '.join(refused[:5])}{more}; remove them"
         )
-    return sorted(found)
+    return sorted(name for name, path in paths.items() if path.is_file())
 
 
 def _why_refused(path: pathlib.Path, inside: pathlib.Path) -> str | None:
@@ -383,10 +347,8 @@ def _is_pickle(path: pathlib.Path) -> bool:
     """Whether a file begins like a pickle of protocol 2 to 5, or is an archive that PyTorch wrote."""
     with path.open("rb") as file:
         start = file.read(2)
-    if len(start) == 2 and start[0] == 0x80 and 2 <= start[1] <= 5:
+    if start[:1] == b"\x80" and start[1:] in (b"\2", b"\3", b"\4", b"\5"):
         return True
-    if not zipfile.is_zipfile(path):
-        return False
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".pkl") for name in archive.namelist())

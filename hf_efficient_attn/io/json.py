@@ -12,15 +12,7 @@ MAX_BYTES = 32 * 2**20
 
 
 def read_json(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | None = None) -> Any:
-    """Read a JSON file.
-
-    Args:
-        path: The file.
-        max_bytes: The largest size in bytes that is read.
-        name: What error messages call the file; by default its path.
-
-    Returns:
-        The value in the file.
+    """Read a JSON file; error messages call it `name`, by default its path.
 
     Raises:
         UnsupportedAttentionError: The file does not exist or cannot be read, is larger than `max_bytes`, or is not
@@ -41,23 +33,13 @@ def read_json(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | Non
 
 
 def read_json_object(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | None = None) -> dict[str, Any]:
-    """Read a JSON file that contains an object.
+    """Read a JSON file that contains an object, as `read_json` does; refuse other values."""
+    return _object(read_json(path, max_bytes=max_bytes, name=name), name or str(path))
 
-    Args:
-        path: The file.
-        max_bytes: The largest size in bytes that is read.
-        name: What error messages call the file; by default its path.
 
-    Returns:
-        The object in the file.
-
-    Raises:
-        UnsupportedAttentionError: As for `read_json`, or the file contains another value than an object.
-    """
-    values = read_json(path, max_bytes=max_bytes, name=name)
+def _object(values: Any, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise UnsupportedAttentionError(f"{name or path}: a JSON object is expected, not {kind}")
+        raise UnsupportedAttentionError(f"{where}: a JSON object is expected, not {type(values).__name__}")
     return values
 
 
@@ -80,10 +62,7 @@ def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
             values = json.loads(line)
         except json.JSONDecodeError as error:
             raise UnsupportedAttentionError(f"{path}, line {number}: not JSON ({error.msg})") from None
-        if not isinstance(values, dict):
-            kind = type(values).__name__
-            raise UnsupportedAttentionError(f"{path}, line {number}: a JSON object is expected, not {kind}")
-        yield number, values
+        yield number, _object(values, f"{path}, line {number}")
 
 
 def encode_json(value: Any) -> bytes:

@@ -20,14 +20,7 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".t
 
 
 def text_of(path: pathlib.Path) -> str:
-    """Read the text of a file.
-
-    Args:
-        path: A text file (.txt, .txt.gz), or a JSON lines file (.jsonl, .jsonl.gz), whose fields "text" are joined
-            with an empty line between them.
-
-    Returns:
-        The text.
+    """The text of a file: .txt, or .jsonl, whose fields "text" are joined with an empty line between them; also .gz.
 
     Raises:
         UnsupportedAttentionError: The file does not exist, is a folder, is not UTF-8 text or is damaged, a line of
@@ -55,13 +48,7 @@ def text_of(path: pathlib.Path) -> str:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find the tokens that a tokenizer adds to a text.
-
-    Args:
-        tokenizer: For example that of BERT, which adds [CLS] and [SEP], or that of GPT-2, which adds nothing.
-
-    Returns:
-        The ids of the tokens before the text, and of those after it.
+    """The ids of the tokens that a tokenizer adds before and after a text, such as [CLS] and [SEP] of BERT.
 
     Raises:
         UnsupportedAttentionError: The tokenizer changes the tokens of the text itself when it adds special tokens.
@@ -77,13 +64,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...],
 
 
 def pictures_of(path: pathlib.Path) -> list[tuple[str, Callable[[], bytes]]]:
-    """List the images in a folder and its subfolders, or in a zip file.
-
-    Args:
-        path: The folder or zip file.
+    """The images in a folder and its subfolders, or in a zip file, sorted by name.
 
     Returns:
-        (name, function that returns the bytes of the image file) of every image, sorted by name.
+        (name, function that returns the bytes of the image file) of every image.
 
     Raises:
         UnsupportedAttentionError: The path is neither a folder nor a zip file, or contains no images.
@@ -104,18 +88,7 @@ def pictures_of(path: pathlib.Path) -> list[tuple[str, Callable[[], bytes]]]:
 
 
 def open_picture(name: str, read: Callable[[], bytes]) -> "Image":
-    """Decode an image of `pictures_of`.
-
-    Args:
-        name: The name of the image, for error messages.
-        read: Returns the bytes of the image file.
-
-    Returns:
-        The image in RGB.
-
-    Raises:
-        UnsupportedAttentionError: The image cannot be decoded.
-    """
+    """Decode an image of `pictures_of` in RGB; refuse it, by its name, if that is not possible."""
     try:
         return decode(read())
     except Exception as error:  # noqa: BLE001 (decoders raise many types, and all of them mean the same here)

@@ -23,12 +23,7 @@ def check_drawing() -> None:
 
 
 def check_picture(path: pathlib.Path) -> None:
-    """Check that a figure can be written to a path.
-
-    Raises:
-        UnsupportedAttentionError: Matplotlib is not installed or does not know the format, or the folder does not
-            exist.
-    """
+    """Refuse a path to which no figure can be written, such as one with a format that matplotlib does not know."""
     check_drawing()
     from matplotlib.backend_bases import FigureCanvasBase  # an optional dependency
 
@@ -47,16 +42,12 @@ def check_writable(path: pathlib.Path) -> None:
 
 
 def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> None:
-    """Check that results can be written into a folder, which is created later if it does not exist.
+    """Refuse a folder into which results and figures cannot be written. It is created later if it does not exist.
 
     Args:
-        folder: The folder.
-        names: The files that will be written. Some of them are figures.
+        folder: The folder, whose parent must exist.
+        names: The files that will be written. Unless `force` is given they must not exist.
         force: Whether existing files may be replaced.
-
-    Raises:
-        UnsupportedAttentionError: A file exists and `force` is False, the parent of the folder does not exist, or
-            matplotlib is not installed.
     """
     for name in names:
         if (folder / name).exists() and not force:
@@ -69,26 +60,28 @@ def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> 
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Replace a file as a whole, or not at all.
-
-    Args:
-        path: The file to write.
-
-    Yields:
-        A temporary file beside it. When the `with` block ends it is renamed to `path`; after an error it is deleted.
-
-    Raises:
-        OSError: The file cannot be written, for example because the disk is full.
-    """
-    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+def naming_full_disk(what: str, remark: str = "") -> Iterator[None]:
+    """Let errors about a full disk say what could not be written: some of them name nothing."""
     try:
-        yield draft
-        os.replace(draft, path)
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise OSError(f"{path} cannot be written: {os.strerror(error.errno)}") from error  # the original names nothing
+        raise OSError(f"{what} cannot be written: {os.strerror(error.errno)}{remark}") from error
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Replace a file as a whole, or not at all.
+
+    Yields:
+        A temporary file beside it. When the `with` block ends it is renamed to `path`; after an error it is deleted.
+    """
+    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        with naming_full_disk(str(path)):
+            yield draft
+            os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 

@@ -1,0 +1,65 @@
+"""The notes in the report of a conversion."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_efficient_attn.checkpoint.limits import ChangedLimit, sentence_limit, task_lengths
+from hf_efficient_attn.checkpoint.provenance import INSTALL, TRAINED
+from hf_efficient_attn.conversion.exactness import num_positions
+from hf_efficient_attn.hub.context import own_files_of
+from hf_efficient_attn.models import auto_class
+
+
+def notes_of(
+    draft: pathlib.Path, model: PreTrainedModel, origin: Mapping[str, Any], changed: Sequence[ChangedLimit] | None
+) -> list[str]:
+    """Notes about the number of tokens that a result takes, and about what its card cannot say.
+
+    Args:
+        draft: The folder of the result.
+        model: The model.
+        origin: The contents of `efficient_attention.json`.
+        changed: The limits that were changed to `max_length`; None if no number was given.
+    """
+    notes, trained, positions = [], origin[TRAINED], num_positions(model)
+    if changed is None:
+        limit = sentence_limit(draft)
+        if limit is not None and positions is not None and limit.tokens < positions:
+            notes.append(
+                f"texts are truncated at {limit.tokens} tokens ({limit.key} in {limit.file}), although the model takes "
+                f"{positions}: --max-length {positions} raises that number"
+            )
+    else:
+        if trained is not None and positions is not None and positions > trained:
+            notes.append(
+                f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not "
+                f"trained on texts of more than {trained} tokens: check its results on texts as long as yours, or "
+                "fine-tune it on them"
+            )
+        notes += [f"{x.file}: {x.key} {x.after} in place of {x.before}; the rest is unchanged" for x in changed]
+        short = [x for x in task_lengths(draft) if x.tokens < origin["max_length"]]
+        if short:
+            lengths = ", ".join(f"{x.key} {x.tokens} in {x.file}" for x in short)
+            notes.append(f"texts are still truncated where the task says so: {lengths} is unchanged")
+    if origin["base_model"] is None:
+        notes.append("the card does not name the original model: if it is on the hub, give --base-model ORG/NAME")
+    if origin[INSTALL] is not None:
+        notes.append(f"as in the source, the card tells its readers to 'pip install {origin[INSTALL]}'")
+    return notes
+
+
+def loading_lines(model: PreTrainedModel, output: str, *, embeds_sentences: bool) -> str:
+    """The Python lines that load the result, with sentence-transformers if the files are those of such a model."""
+    own_class = auto_class(type(model).__name__)
+    stored = model.config.efficient_attention
+    lines = ["import hf_efficient_attn"] if own_class or stored else []
+    classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
+    lines += [file.line for file in own_files_of(classes)]
+    name = own_class or type(model).__name__
+    library, call = "transformers", f"{name}.from_pretrained"
+    if embeds_sentences:
+        library, name, call = "sentence_transformers", "SentenceTransformer", "SentenceTransformer"
+    return "\n".join([*lines, f"from {library} import {name}", f"model = {call}({output!r})"])
