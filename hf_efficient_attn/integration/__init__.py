@@ -7,7 +7,7 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `PreTrainedConfig.efficient_attention` is an attribute (`configs.EfficientAttentionAttribute`).
 - `PreTrainedConfig.to_dict` also contains the method and its hyperparameters (`configs.extend_configs`).
 - `PreTrainedConfig._attn_implementation` refuses methods for parts that a model does not have (`configs.check_parts`).
-- `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`models.switch`), and
+- `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`switching.switch`), and
   `_from_config` restores the config of a model that is refused.
 - `PreTrainedModel.get_correct_attn_implementation` suggests the method with the most similar name if a name is unknown,
   and refuses model classes that know only Transformers' own implementations.
@@ -16,10 +16,10 @@ was just made. `register` therefore extends its base classes once, in these plac
   `_prepare_cache_for_generation` texts that would become longer than their position table.
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`recurrent`).
 
-`models.switch` changes no class. It numbers the attention modules and attaches the parameters that their method learns.
-A few kinds of modules also get a forward that passes hidden states instead of keys and values (`hidden_states`). Those
-of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is one transaction: if it
-fails, everything is as it was before (`transaction`).
+`switching.switch` changes no class. It numbers the attention modules and attaches the parameters that their method
+learns. A few kinds of modules also get a forward that passes hidden states instead of keys and values
+(`hidden_states`). Those of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is
+one transaction: if it fails, everything is as it was before (`transaction`).
 
 An attention module can describe itself by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (the largest number of keys), which determine the sizes of learned

@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 import sys
-from types import FrameType
+import traceback
 from typing import Any
 
 from torch import nn
@@ -14,12 +14,14 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, unknown_method
-from hf_efficient_attn.integration import models
+from hf_efficient_attn.integration.checks import refuse_unknown_implementation
 from hf_efficient_attn.integration.configs import check_parts, method_of, requested_methods, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
+from hf_efficient_attn.integration.models import configs_of, models_in, with_parts
 from hf_efficient_attn.integration.positions import refuse_long_generation
 from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
+from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -48,17 +50,16 @@ def _extend_construction() -> None:
     @functools.wraps(post_init)
     def post_init_and_switch(self: PreTrainedModel) -> None:
         post_init(self)
-        if any(method_of(part.config) for part in models.models_in(self)):
-            models.switch([self], is_complete=not _is_part())
+        if any(method_of(part.config) for part in models_in(self)):
+            switch([self], is_complete=not _is_part())
 
     from_config = vars(PreTrainedModel)["_from_config"].__func__
 
     @functools.wraps(from_config)
     def from_config_or_restore(cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-        if not requested_methods(kwargs.get("attn_implementation")):
-            return from_config(cls, config, **kwargs)
         # The original writes `attn_implementation` into the caller's config before it makes the model.
-        before = Snapshot([], models.with_parts([config]))
+        names = requested_methods(kwargs.get("attn_implementation"))
+        before = Snapshot([], with_parts([config]) if names else [])
         try:
             return from_config(cls, config, **kwargs)
         except BaseException:
@@ -75,13 +76,8 @@ def _is_part() -> bool:
     Then the constructor of the other one, or that of a derived class, is a caller of its constructor. Only the callers
     know: a part is made by the same calls as a model of its own.
     """
-    constructors = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
-            constructors += 1
-        frame = frame.f_back
-    return constructors > 1
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "__init__")
+    return sum(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames) > 1
 
 
 def _extend_switching() -> None:
@@ -97,12 +93,12 @@ def _extend_switching() -> None:
         def change_configs() -> None:
             if isinstance(attn_implementation, str) and attn_implementation in available_methods():
                 # The original skips classes whose source it cannot read, such as those of a notebook.
-                for config in models.configs_of(self):
+                for config in configs_of(self):
                     config._attn_implementation_internal = attn_implementation
             else:
                 set_implementation(self, attn_implementation, *args, **kwargs)
 
-        models.switch([self], change_configs)
+        switch([self], change_configs)
 
     correct = PreTrainedModel.get_correct_attn_implementation
 
@@ -110,7 +106,7 @@ def _extend_switching() -> None:
     def correct_or_explain(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         names = available_methods()
         if requested_attention in names:
-            models.refuse_unknown_implementation(type(self), requested_attention)
+            refuse_unknown_implementation(type(self), requested_attention)
         try:
             return correct(self, requested_attention, *args, **kwargs)
         except ValueError as error:
@@ -155,7 +151,7 @@ def extend_generation() -> None:
     # `generate_batch` and `continuous_batching_context_manager` call it as well.
     @functools.wraps(initialize)
     def initialize_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for config in models.configs_of(self):
+        for config in configs_of(self):
             if name := method_of(config):
                 raise UnsupportedAttentionError(
                     f"{name}: continuous batching (generate_batch) packs the tokens of several texts into one sequence "
@@ -171,10 +167,10 @@ def extend_generation() -> None:
     @functools.wraps(prepare)
     def prepare_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
-        if any(method_of(config) for config in models.configs_of(self)):
+        if any(method_of(config) for config in configs_of(self)):
             # In an encoder-decoder the mask belongs to the encoder.
             inputs = {} if self.config.is_encoder_decoder else given["model_kwargs"]
-            for part in models.models_in(self.get_decoder()):
+            for part in models_in(self.get_decoder()):
                 refuse_long_generation(part, given["max_cache_length"], inputs)
         return prepare(self, *args, **kwargs)
 
@@ -200,17 +196,13 @@ def extend_caches() -> None:
     ) -> None:
         initialize(self, ddp_cache_data, config, *args, **kwargs)
         if type(self) is DynamicCache and config is not None:
-            add_states(self, config)
+            add_states(self, config.get_text_config(decoder=True))
 
     @replaced_in_graphs(nothing)
     def add_states(self: DynamicCache, config: PreTrainedConfig) -> None:
-        config = config.get_text_config(decoder=True)
         name = method_of(config)
-        if name is None:
-            return
-        settings = settings_of(config, name)
-        for index, layer in enumerate(self.layers):
-            method = settings.for_cached_layer(index)
+        for index, layer in enumerate(self.layers if name is not None else ()):
+            method = settings_of(config, str(name)).for_cached_layer(index)
             is_plain = type(layer) is DynamicLayer and not layer.is_initialized
             if is_plain and method is not None and is_recurrent(method):
                 self.layers[index] = StateLayer(method)

@@ -36,13 +36,7 @@ def layer_of(module: nn.Module, path: str) -> Layer | None:
 
 
 def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:
-    """Whether an item of `layers` selects an attention module.
-
-    Args:
-        chosen: the item.
-        layer: the layer of the module.
-        path: where the module is in its model, as `models.attention_modules` determines it.
-    """
+    """Whether an item of `layers` selects the attention module of a layer, at a path in its model."""
     if not isinstance(chosen, str):
         return chosen == layer
     return begins_with(path, chosen) or (isinstance(layer, str) and begins_with(layer, chosen))
@@ -109,10 +103,13 @@ def _order(layer: Layer | None) -> tuple[Any, ...]:
 
 
 def layer_seed(layer: Layer | None) -> int:
-    """The seed of a layer's random draws in eval mode: different for each layer, equal in every process, below 2^31."""
+    """The seed of a layer's random draws in eval mode: equal in every process, below 2^31.
+
+    Layers with different numbers have different seeds. Those of two names are equal with probability 2^-30.
+    """
     if isinstance(layer, str):
         # Computed by hand, because torch.compile does not trace the hash functions of the standard library.
-        return 1000003 * (1001 + functools.reduce(lambda number, c: (31 * number + ord(c)) % 1000, layer, 0))
+        return 2**30 + functools.reduce(lambda number, c: (1000003 * number + ord(c)) % (2**30 - 35), layer, 0)
     return 1000003 * ((layer or 0) + 1)
 
 

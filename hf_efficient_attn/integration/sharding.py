@@ -9,7 +9,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, over_heads
-from hf_efficient_attn.ops.tracing import replaced_in_graphs
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute of models and attention modules with their `SequenceParallel`.
 PARALLEL = "_efficient_attention_parallel"
@@ -36,6 +36,16 @@ class SequenceParallel:
         return SequenceParallel(self.group)
 
 
+def _refuse() -> NoReturn:
+    raise UnsupportedAttentionError(
+        "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
+    )
+
+
+# A call that is compiled is refused.
+_check_eager = replaced_in_graphs(_refuse)(nothing)
+
+
 def is_parallel(module: nn.Module) -> bool:
     """Whether the model of an attention module is divided over processes."""
     return getattr(module, PARALLEL, None) is not None
@@ -50,23 +60,13 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
     parallel: SequenceParallel | None = getattr(module, PARALLEL, None)
     if parallel is None:
         return None
-    shards = kwargs.get(SHARDS) or parallel.current
+    _check_eager()
+    shards: Shards | None = kwargs.get(SHARDS) or parallel.current
     if shards is None:
         raise UnsupportedAttentionError(
             f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "
             "that was given to sequence_parallel; with gradient checkpointing, its layers must pass keyword arguments"
         )
-    return _of_this_call(shards)
-
-
-def _refuse(shards: Shards) -> NoReturn:
-    raise UnsupportedAttentionError(
-        "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
-    )
-
-
-@replaced_in_graphs(_refuse)
-def _of_this_call(shards: Shards) -> Shards:
     return shards
 
 
@@ -81,20 +81,9 @@ def attend(
     seed: int,
     parameters: Mapping[str, Tensor],
 ) -> Tensor:
-    """Attention of the tokens of this process to all tokens.
+    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None.
 
-    Args:
-        method: None for exact attention.
-        tensors: query (B, H, n, D), key (B, H_kv, n, D) and value (B, H_kv, n, Dv).
-        shards: the shards of the call.
-        is_causal: whether attention is causal.
-        scale: the factor of the scores; 1/sqrt(D) if None.
-        dropout_p: refused unless 0.
-        seed: of the layer.
-        parameters: the learned parameters of all heads.
-
-    Returns:
-        (B, H, n, Dv).
+    Dropout is refused.
     """
     query, key, value = tensors
     if key.shape[2] != query.shape[2] or query.shape[2] != shards.lengths[shards.rank]:
