@@ -190,19 +190,6 @@ def test_cost_does_not_grow(family, method):
     assert min(times[2000]) <= 1.2 * min(times[100])
 
 
-@pytest.mark.parametrize("padding", ["none", "left"])
-@each_method
-@each_family
-def test_sampling_and_beams_are_those_without_a_cache(family, method, padding):
-    model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding=padding)
-    for options in ({"do_sample": True, "top_k": 10}, {"num_beams": 2}, {"num_beams": 3, "num_return_sequences": 2}):
-        tokens = []
-        for use_cache in (True, False):
-            torch.manual_seed(3)
-            tokens.append(generate(model, batch, use_cache=use_cache, **options))
-        assert torch.equal(*tokens)
-
-
 @each_method
 @each_family
 def test_ways_to_switch(family, method, tmp_path):
@@ -262,7 +249,7 @@ def test_generation_continues_from_a_cache(family, method):
     assert torch.equal(generate(model, more, past_key_values=cache), expected)
 
 
-@each_method
+@pytest.mark.parametrize("method", [*RECURRENT, "longformer"])
 @each_family
 def test_prompts_in_chunks(family, method):
     model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
@@ -277,7 +264,8 @@ def test_prompts_in_chunks(family, method):
             cache = out.past_key_values
             logits.append(out.logits)
     torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=1e-4)
-    assert torch.equal(cache.layers[0].valid, mask.sum(1))
+    if method in RECURRENT:
+        assert torch.equal(cache.layers[0].valid, mask.sum(1))
     assert torch.equal(generate(model, batch, prefill_chunk_size=16), generate(model, batch, use_cache=False))
 
 
@@ -327,37 +315,13 @@ def test_tokens_can_be_removed_only_while_the_past_is_recorded(family, method):
     torch.testing.assert_close(last, whole[:, 23:], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers.Cache, "activate_past_recording"), reason="this Transformers records no past"
-)
-@each_method
 @each_family
-def test_assisted_generation(family, method):
-    model, batch = tiny_model(family, method, head=True), tiny_batch(family, batch=1)
-    expected = generate(model, batch, use_cache=False)
-    assert torch.equal(generate(model, batch, prompt_lookup_num_tokens=3), expected)
-    for assistant in (tiny_model(family, method, head=True), tiny_model(family, method, head=True, seed=1)):
-        assert torch.equal(generate(model, batch, assistant_model=assistant), expected)
-
-
-@each_method
-@each_family
-def test_other_caches_store_keys(family, method):
-    """A cache that is created without a config, or from keys and values, stores keys as for every other method."""
-    model, batch = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
-    cache = transformers.DynamicCache()
-    tokens = generate(model, batch, past_key_values=cache)
-    assert cache.layers[0].keys.shape[2] == 81
-    assert torch.equal(tokens, generate(model, batch, use_cache=False))
+def test_layers_that_store_keys(family):
+    """Those of methods without a recurrence, and those that get keys when the cache is made."""
     given = [(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))] * 2
-    filled = transformers.DynamicCache(given, config=model.config)
-    assert not any(isinstance(layer, StateLayer) for layer in filled.layers)
-
-
-@each_family
-def test_methods_without_a_recurrence_store_keys(family):
-    model = tiny_model(family, "kdeformer", head=True)
-    assert not any(isinstance(layer, StateLayer) for layer in cache_after(model, 10).layers)
+    filled = transformers.DynamicCache(given, config=tiny_model(family, "linear", head=True).config)
+    for cache in (filled, cache_after(tiny_model(family, "kdeformer", head=True), 10)):
+        assert not any(isinstance(layer, StateLayer) for layer in cache.layers)
 
 
 @each_method
@@ -517,10 +481,13 @@ def test_a_sequence_keeps_its_features_in_training(family):
     torch.testing.assert_close(last, whole[:, -2:], atol=1e-4, rtol=1e-3)
 
 
-@each_method
+@pytest.mark.parametrize("method", [*RECURRENT, "longformer"])
 def test_trained_gpt2(data, method):
     folder = data / "models" / "gpt2-char-shakespeare"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=method)
+    choice = {"method": method, **({} if method in RECURRENT else {"window_size": 32})}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=method, efficient_attention=choice
+    )
     torch.manual_seed(0)
     ids = torch.randint(0, 65, (2, 150))
     mask = torch.ones_like(ids)

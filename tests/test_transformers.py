@@ -352,54 +352,6 @@ def test_keys_of_another_length_stay_exact_too():
     torch.testing.assert_close(out.transpose(1, 2), exact)
 
 
-# Composite models
-
-
-def _clip():
-    text = {**SIZES_CLIP, "vocab_size": 60, "max_position_embeddings": 80, "bos_token_id": 2, "eos_token_id": 59}
-    vision = {**SIZES_CLIP, "image_size": 32, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    torch.manual_seed(0)
-    return transformers.CLIPModel(config).eval()
-
-
-SIZES_CLIP = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-
-
-def _clip_batch():
-    return {**tiny_batch("bert"), **tiny_batch("vit")}
-
-
-def test_composite_models_are_switched_whole_and_in_part(calls, tmp_path):
-    model, inputs = _clip(), _clip_batch()
-    before = output(model, inputs)
-    hea.convert(model, "longformer", window_size=8, layers=[0])
-    output(model, inputs)
-    assert sorted(call["is_causal"] for call in calls) == [False, True]
-    assert {call["config"] for call in calls} == {hea.LongformerConfig(window_size=8)}
-    expected = output(model, inputs)
-    model.save_pretrained(tmp_path / "whole")
-    again = transformers.AutoModel.from_pretrained(tmp_path / "whole")
-    assert torch.equal(output(again, inputs), expected)
-    # The choice given on the outer config alone goes down to the parts.
-    hea.convert(model, "sdpa").save_pretrained(tmp_path / "exact")
-    assert torch.equal(output(model, inputs), before)
-    loaded = transformers.AutoModel.from_pretrained(
-        tmp_path / "exact", attn_implementation="longformer", efficient_attention={"window_size": 8, "layers": [0]}
-    )
-    assert torch.equal(output(loaded, inputs), expected)
-    # One part only, through saving and loading.
-    model.set_attn_implementation({"vision_config": "linear"})
-    calls.clear()
-    part = output(model, inputs)
-    assert [call["config"].method for call in calls] == ["linear"] * 2
-    model.save_pretrained(tmp_path / "part")
-    again = transformers.AutoModel.from_pretrained(tmp_path / "part")
-    assert again.config.vision_config._attn_implementation == "linear"
-    assert again.config.text_config._attn_implementation == "sdpa"
-    assert torch.equal(output(again, inputs), part)
-
-
 def test_an_encoder_decoder_model(calls):
     config = transformers.BartConfig(
         vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,

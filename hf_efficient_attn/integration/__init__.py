@@ -37,7 +37,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_efficient_attn.integration.attention import make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
-from hf_efficient_attn.integration.extensions import extend_caches, extend_generation, extend_models
+from hf_efficient_attn.integration.extensions import extend_classes
 from hf_efficient_attn.integration.head_numbers import remember
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -54,9 +54,7 @@ def register() -> None:
     # imports Dynamo, as Transformers does; where the methods are defined it would delay what needs no models.
     torch.compiler.assume_constant_result(in_onnx_export)
     extend_configs()
-    extend_models()
-    extend_generation()
-    extend_caches()
+    extend_classes()
     on_register(_register_method)
 
 

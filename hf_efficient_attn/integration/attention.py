@@ -21,8 +21,8 @@ from hf_efficient_attn.integration.refusals import (
     warn_of_exact_cross_attention,
     why_cross_attention_is_exact,
 )
+from hf_efficient_attn.integration.sequence_parallel import attend, shards_of
 from hf_efficient_attn.integration.settings import warn_beyond_calibration
-from hf_efficient_attn.integration.sharding import attend, shards_of
 from hf_efficient_attn.integration.windows import take_window
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.shards import Shards

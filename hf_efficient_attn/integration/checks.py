@@ -1,8 +1,9 @@
 """What a switch checks before it changes a model: layers that do not exist, and methods that the model cannot run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
+from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -81,21 +82,11 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
     The bias belongs to the attention modules, or to the layers and models around them. Modules inside of attention
     modules, and attention modules that do not ask the interface, are no concern of a method.
     """
-    owners = {id(found.owner) for found in through}
-    asking = {id(found.module) for found in through}
     biased = {id(found.module) for found in through if has_distance_bias(type(found.module))}
-    inside: dict[str, tuple[bool, bool]] = {}  # path: whether its model is concerned, whether it is in attention
-    for path, module in model.named_modules():
-        is_concerned, is_inner = inside.get(path.rpartition(".")[0], (False, False))
-        if isinstance(module, PreTrainedModel):
-            is_concerned = id(module) in owners
-        is_attention_module = is_attention(module)
-        inside[path] = (is_concerned, is_inner or is_attention_module)
-        change = None
-        if id(module) in biased:
-            continue
-        if id(module) in asking or (is_concerned and not is_inner and not is_attention_module):
-            change = score_change(module, is_attention=is_attention_module)
+    asking = [(found.location.name, found.module) for found in through if id(found.module) not in biased]
+    around = [*_around_attention(model, {id(found.owner) for found in through})]
+    for path, module in (*around, *asking):
+        change = score_change(module, is_attention=is_attention(module))
         if change is not None:
             exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
             raise UnsupportedAttentionError(
@@ -125,6 +116,18 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
                 f"{owner} does not support attn_implementation={EXACT!r}: possibly only a (queries, keys) mask, which "
                 "is never built here, makes its attention causal; load it with 'eager'"
             )
+
+
+def _around_attention(
+    module: nn.Module, owners: Set[int], path: str = "", is_concerned: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of some models, by their ids, that are neither attention modules nor inside of one; with paths."""
+    if not is_attention(module):
+        is_concerned = id(module) in owners if isinstance(module, PreTrainedModel) else is_concerned
+        if is_concerned:
+            yield path, module
+        for name, child in module.named_children():
+            yield from _around_attention(child, owners, f"{path}.{name}".lstrip("."), is_concerned)
 
 
 def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
@@ -183,7 +186,7 @@ def _check_windows(
     """Refuse a model whose windows would be lost, and a choice that would change windowed modules only."""
     kind = type(model).__name__
     for each in chosen:
-        if each.location.window is not None and windows.ARGUMENT not in each.location.arguments:
+        if each.location.window is not None and windows.ARGUMENT not in (each.location.arguments or ()):
             raise UnsupportedAttentionError(
                 f"{kind} gives {each.location.name} a window of its own that only a (queries, keys) mask knows, which "
                 f"is never built here: use attn_implementation={EXACT!r} for this model"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.learned import first_number
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.shards import HeadSlice
 
@@ -38,7 +39,8 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     Raises:
         UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
     """
-    total = _total_heads(module)
+    config = getattr(module, "config", None)
+    total = first_number(config, ("num_attention_heads", "n_head", "n_heads", "num_heads"))
     if total is None or num_heads >= total:
         return None
     for parameter in _sharded_parameters(module):
@@ -86,16 +88,6 @@ def refuse_lost_padding(mask: Tensor, is_causal: bool) -> None:
             "DeepSpeed's Ulysses calls attention without the attention_mask, so that padding would count as tokens: "
             "pad a decoder's sequences on the right, or use hf_efficient_attn.sequence_parallel, which keeps padding"
         )
-
-
-def _total_heads(module: nn.Module) -> int | None:
-    """The query heads of a layer by its config."""
-    config = getattr(module, "config", None)
-    for key in ("num_attention_heads", "n_head", "n_heads", "num_heads"):
-        value = getattr(config, key, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
 
 
 def _sharded_parameters(module: nn.Module) -> list[Any]:

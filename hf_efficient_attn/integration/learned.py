@@ -239,13 +239,17 @@ def _like(found: AttentionModule, kind: str) -> tuple[torch.device | None, torch
 def _sizes(found: AttentionModule, method: MethodConfig, kind: str) -> dict[str, int]:
     """The sizes that determine the learned parameters of a module."""
     module, config = found.module, found.config
-    num_heads = _first(module, ("num_attention_heads", "num_heads", "n_heads"))
-    num_heads = num_heads or _first(config, ("num_attention_heads", "n_head", "n_heads"))
-    num_kv_heads = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or num_heads
+    num_heads = first_number(module, ("num_attention_heads", "num_heads", "n_heads"))
+    num_heads = num_heads or first_number(config, ("num_attention_heads", "n_head", "n_heads"))
+    num_kv_heads = (
+        first_number(module, ("num_key_value_heads",)) or first_number(config, ("num_key_value_heads",)) or num_heads
+    )
     # With multi-head latent attention (DeepSeek-V2 and later), `head_dim` is the part with rotary positions, and values
     # have another size than keys.
-    head_dim = _first(module, ("qk_head_dim", "head_dim", "attention_head_size")) or _first(config, ("head_dim",))
-    hidden_size = _first(config, ("hidden_size", "n_embd", "dim"))
+    head_dim = first_number(module, ("qk_head_dim", "head_dim", "attention_head_size")) or first_number(
+        config, ("head_dim",)
+    )
+    hidden_size = first_number(config, ("hidden_size", "n_embd", "dim"))
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
     max_length = _max_length(method, module, config) if learns_for_length(method) else 1
@@ -262,7 +266,7 @@ def _sizes(found: AttentionModule, method: MethodConfig, kind: str) -> dict[str,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads or num_heads,
         "head_dim": head_dim,
-        "value_dim": _first(module, ("value_head_dim", "v_head_dim")) or head_dim,
+        "value_dim": first_number(module, ("value_head_dim", "v_head_dim")) or head_dim,
         "max_length": max_length,
     }
 
@@ -273,8 +277,8 @@ def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfi
     It comes from the method's own `max_length`, from the module, from the table of positions, or from the number of
     patches in an image, in this order.
     """
-    length = getattr(method, "max_length", 0) or _first(module, ("max_tokens",))
-    length = length or _first(config, ("max_position_embeddings", "n_positions", "max_source_positions"))
+    length = getattr(method, "max_length", 0) or first_number(module, ("max_tokens",))
+    length = length or first_number(config, ("max_position_embeddings", "n_positions", "max_source_positions"))
     if length:
         return length
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
@@ -289,7 +293,7 @@ def _pair(size: int | Sequence[int]) -> tuple[int, ...]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _first(holder: object, names: tuple[str, ...]) -> int | None:
+def first_number(holder: object, names: tuple[str, ...]) -> int | None:
     """The first of these attributes that is a positive integer."""
     for name in names:
         value = getattr(holder, name, None)

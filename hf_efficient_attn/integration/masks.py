@@ -207,22 +207,29 @@ def _check_pattern(pairs: _Pairs, is_causal: bool, mask: Tensor | None, window: 
     last = pairs.kv_length - 1
     queries = torch.arange(pairs.q_length, device=pairs.device) + pairs.q_offset
     valid = torch.ones(pairs.batch_size, last + 1, dtype=torch.bool, device=pairs.device) if mask is None else mask
-    if window is None:
-        low = pairs.kv_offset + valid.to(torch.int64).argmax(1, keepdim=True)
-        high = pairs.kv_offset + last - valid.flip(1).to(torch.int64).argmax(1, keepdim=True)
-    else:
-        low, high = queries - window + int(is_causal), queries + window
-    high = queries if is_causal else high
-    ends = [(low, True), (high, True), (high + 1, False)] + ([(low - 1, False)] if window is not None else [])
-    plain = torch.ones((), dtype=torch.bool, device=pairs.device)
-    for keys, is_reached in ends:
+    valid_query = valid[:, last + 1 - pairs.q_length :] if is_causal else valid[:, :1] | True
+
+    def contained(keys: Tensor) -> Tensor:
+        """Which of the positions are those of valid keys, (B, ...)."""
         position = keys - pairs.kv_offset
-        key_is_valid = valid.gather(1, position.clamp(0, last).expand(pairs.batch_size, -1))
-        counts = (position >= 0) & (position <= last) & key_is_valid
-        if is_causal:  # the queries are the last keys
-            counts = counts & valid[:, last + 1 - pairs.q_length :]
+        return (position >= 0) & (position <= last) & valid[:, position.clamp(0, last)]
+
+    if window is not None:
+        low, high = queries - window + int(is_causal), queries if is_causal else queries + window
+        ends = [(keys, True, contained(keys)) for keys in (low, high)]
+        ends += [(keys, False, contained(keys)) for keys in (low - 1, high + 1)]
+    else:  # without an index, for which the compiler of some versions of PyTorch makes wrong code
+        first, reverse = (x.to(torch.int64).argmax(1, keepdim=True) for x in (valid, valid.flip(1)))
+        ends = [(pairs.kv_offset + first, True, valid_query)]
+        if is_causal:
+            next_is_valid = pad(valid_query[:, 1:], (0, 1), value=False)
+            ends += [(queries, True, valid_query), (queries + 1, False, next_is_valid)]
+        else:
+            ends += [(pairs.kv_offset + last - reverse, True, valid_query)]
+    plain = torch.ones((), dtype=torch.bool, device=pairs.device)
+    for keys, is_reached, counts in ends:
         found = pairs.contain(queries, keys.clamp(pairs.kv_offset, pairs.kv_offset + last))
-        plain = plain & ((found if is_reached else ~found) | ~counts).all()
+        plain = plain & ((found if is_reached else ~found) | ~(counts & valid_query)).all()
     if is_tracing(plain):
         torch._assert_async(plain, _PATTERN)
     elif not bool(unwrapped(plain).all()):

@@ -39,7 +39,7 @@ _READS_CACHE = {"DiffusionGemmaDecoderTextAttention"}
 _COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
 _FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
 # Models that do not use the table of attention classes in their file.
-_WITHOUT_TABLE = re.compile(r"GitVision|OcrVisionEncoder|Ocr2VisionEncoder|Text")
+_WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
 # Transformers' functions that make a mask in the form of an implementation.
 _MASKS = frozenset({"create_bidirectional_mask", "create_causal_mask"})
 # The attribute of a module that has the forward pre-hook below.
@@ -100,10 +100,11 @@ def composes_mask(model: nn.Module) -> bool:
 def attention_table(kind: type[nn.Module]) -> str | None:
     """The table, with an entry for "eager", from which a model takes its attention class; None without one."""
     for cls in kind.__mro__:
-        if issubclass(cls, PreTrainedModel) and not _WITHOUT_TABLE.search(cls.__name__):
-            for name, value in vars(sys.modules[cls.__module__]).items():
-                if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
-                    return name
+        if _WITHOUT_TABLE.fullmatch(cls.__name__):
+            return None
+        for name, value in vars(sys.modules[cls.__module__]).items() if issubclass(cls, PreTrainedModel) else ():
+            if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
+                return name
     return None
 
 

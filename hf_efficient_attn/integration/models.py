@@ -31,15 +31,16 @@ class ModuleLocation(NamedTuple):
         label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
             number, the part of the name up to it, such as "encoder.layers.0".
         window: the sliding window that its model gives it, as `windows.window_of` determines it; None for none.
-        arguments: what its class gives to the attention function, as `model_code.attention_arguments` finds it.
+        arguments: what its class gives to the attention function, as `model_code.attention_arguments` finds it; None
+            before a switch. A graph cannot look for it.
     """
 
     layer: Layer | None
     name: str
     is_cross: bool
     label: Layer | None
-    window: int | None
-    arguments: frozenset[str]
+    window: int | None = None
+    arguments: frozenset[str] | None = None
 
 
 class AttentionModule(NamedTuple):
@@ -74,8 +75,7 @@ def location_of(module: nn.Module) -> ModuleLocation:
             f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
             "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
         )
-    is_cross, arguments = bool(getattr(module, "is_cross_attention", False)), attention_arguments(type(module))
-    return ModuleLocation(layer, f"layer {layer}", is_cross, layer, None, arguments)
+    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
 
 
 def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:

@@ -1,7 +1,7 @@
 """Decoding from a state: a layer of Transformers' cache that holds the state of a recurrent method instead of all keys.
 
 `DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
-method has a recurrence (`extensions.extend_caches`). It follows the protocol of `cache_layers`.
+method has a recurrence (`extensions`). It follows the protocol of `cache_layers`.
 
 - The first keys of a sequence are returned as they are, with a reference to the layer. The attention function computes
   the prompt as it does without a cache, and then tells the layer how to make its state. If the layer is never asked,

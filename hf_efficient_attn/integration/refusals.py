@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.model_code import attention_arguments
-from hf_efficient_attn.integration.models import LOCATION
+from hf_efficient_attn.integration.models import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -137,8 +137,9 @@ def _is_lost(module: nn.Module, argument: str, value: object) -> bool:
         return False
     if any(word in argument for word in _ATTENTION_WORDS):
         return True
-    location = getattr(module, LOCATION, None)
-    return argument in (attention_arguments(type(module)) if location is None else location.arguments)
+    location: ModuleLocation | None = getattr(module, LOCATION, None)
+    known = None if location is None else location.arguments
+    return argument in (attention_arguments(type(module)) if known is None else known)
 
 
 def no_attentions(name: str) -> str:

@@ -90,10 +90,8 @@ class EfficientAttentionConfig(KnownFields):
             )
         else:
             config = make_config(self.method, **hyperparameters)
-            method, entries = (
-                config.method,
-                (Entry(None if layers is None else tuple(map(check_layer, layers)), config),),
-            )
+            checked = None if layers is None else tuple(map(check_layer, layers))
+            method, entries = config.method, (Entry(checked, config),)
         named = [index for entry in entries for index in entry.layers or ()]
         names = [name for name in named if isinstance(name, str)]
         inside = [f"{a!r} contains {b!r}" for a in names for b in names if a != b and begins_with(b, a)]
@@ -175,12 +173,9 @@ class EfficientAttentionConfig(KnownFields):
         length = values.pop("calibrated_length", None)
         if method is not None:
             known = get_method(method).info.config_class.hyperparameters()
-            for key in values:
-                if key not in known:
-                    others = [*known, "method", "layers", "calibrated_length"]
-                    raise UnsupportedAttentionError(
-                        f"{method}: {unknown_name('key of efficient_attention', key, others)}"
-                    )
+            for key in [key for key in values if key not in known]:
+                others = [*known, "method", "layers", "calibrated_length"]
+                raise UnsupportedAttentionError(f"{method}: {unknown_name('key of efficient_attention', key, others)}")
         return cls(method, values, layers, length)
 
 
