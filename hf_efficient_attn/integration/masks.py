@@ -90,7 +90,10 @@ def padding_mask(
     mask = None if attention_mask is None else _key_mask(attention_mask, batch_size, kv_length, kv_offset)
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         pairs = _Pairs(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
-        _check_pattern(pairs, is_causal, mask, window)
+        if window is None:
+            _check_pattern(pairs, is_causal, mask)
+        else:
+            _check_window(pairs, is_causal, mask, window)
     dtype = _DTYPES[is_causal, window is not None]
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
@@ -102,6 +105,10 @@ def padding_mask(
 
 def read_mask(name: str, mask: object) -> KeyMask:
     """Read a mask of `padding_mask`, as an attention module passes it on.
+
+    Args:
+        name: what reads it, a method, for the message.
+        mask: the mask. A bool one (B, Nk) was made by other code, and says nothing about causality.
 
     Raises:
         UnsupportedAttentionError: it is another mask.
@@ -132,8 +139,9 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
     """
     found = next((name for name in _PACKING if given.get(name) is not None), None)
     ids, mask = given.get("position_ids"), given.get("attention_mask")
-    # With another mask a model makes masks for a part of it.
-    is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+    is_known = mask is None or (
+        isinstance(mask, Tensor) and mask.ndim == 2
+    )  # else a model makes masks for a part of it
     if found is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
         restarts = ids[:, 1:] < ids[:, :-1]
         if mask is not None and mask.shape[1] >= ids.shape[1]:
@@ -169,7 +177,17 @@ def _key_mask(attention_mask: Tensor, batch: int, kv_length: int, kv_offset: int
 
 
 class _Pairs(NamedTuple):
-    """The pairs of queries and keys of a mask: a function of batch index, head, query position and key position."""
+    """The pairs of queries and keys of a mask, as Transformers describes them.
+
+    Attributes:
+        function: of batch index, head, query position and key position.
+        batch_size: B.
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        device: of the mask.
+    """
 
     function: Callable[..., Tensor]
     batch_size: int
@@ -189,48 +207,60 @@ class _Pairs(NamedTuple):
         return self.function(batch, torch.zeros((), dtype=torch.int64, device=self.device), queries, keys)
 
 
-def _check_pattern(pairs: _Pairs, is_causal: bool, mask: Tensor | None, window: int | None) -> None:
-    """Refuse a composed mask unless it equals causal or full attention, or a sliding window.
-
-    Composed masks can be plain: while a graph is traced, Transformers assumes that every sequence is packed, because it
-    cannot look at the positions; and a window that contains all keys is no window. In the patterns that Transformers
-    composes, every query attends to an interval of keys around it. So it is enough to check the ends of the intervals,
-    which takes O(N) pairs: a query attends to the first and the last key of its interval, and not to the keys beside
-    it. While a graph is traced, the check is part of the graph.
-
-    Args:
-        pairs: the composed mask.
-        is_causal: whether the intervals end with the query.
-        mask: bool (B, Nk), False for padding, whose pairs do not matter; None for none.
-        window: the number of keys, the query's own included; on each side, not included, if not causal. None for all.
-    """
-    last = pairs.kv_length - 1
-    queries = torch.arange(pairs.q_length, device=pairs.device) + pairs.q_offset
-    valid = torch.ones(pairs.batch_size, last + 1, dtype=torch.bool, device=pairs.device) if mask is None else mask
-    valid_query = valid[:, last + 1 - pairs.q_length :] if is_causal else valid[:, :1] | True
-
-    def contained(keys: Tensor) -> Tensor:
-        """Which of the positions are those of valid keys, (B, ...)."""
-        position = keys - pairs.kv_offset
-        return (position >= 0) & (position <= last) & valid[:, position.clamp(0, last)]
-
-    if window is not None:
-        low, high = queries - window + int(is_causal), queries if is_causal else queries + window
-        ends = [(keys, True, contained(keys)) for keys in (low, high)]
-        ends += [(keys, False, contained(keys)) for keys in (low - 1, high + 1)]
-    else:  # without an index, for which the compiler of some versions of PyTorch makes wrong code
-        first, reverse = (x.to(torch.int64).argmax(1, keepdim=True) for x in (valid, valid.flip(1)))
-        ends = [(pairs.kv_offset + first, True, valid_query)]
-        if is_causal:
-            next_is_valid = pad(valid_query[:, 1:], (0, 1), value=False)
-            ends += [(queries, True, valid_query), (queries + 1, False, next_is_valid)]
-        else:
-            ends += [(pairs.kv_offset + last - reverse, True, valid_query)]
-    plain = torch.ones((), dtype=torch.bool, device=pairs.device)
-    for keys, is_reached, counts in ends:
-        found = pairs.contain(queries, keys.clamp(pairs.kv_offset, pairs.kv_offset + last))
-        plain = plain & ((found if is_reached else ~found) | ~(counts & valid_query)).all()
+def _refuse_unless(plain: Tensor) -> None:
+    """Refuse a pattern by a bool scalar. While a graph is traced, the check is part of the graph."""
     if is_tracing(plain):
         torch._assert_async(plain, _PATTERN)
     elif not bool(unwrapped(plain).all()):
         raise UnsupportedAttentionError(_PATTERN)
+
+
+def _check_pattern(pairs: _Pairs, is_causal: bool, mask: Tensor | None) -> None:
+    """Refuse a composed mask unless it equals plain causal or full attention.
+
+    Composed masks can be plain: while a graph is traced, Transformers assumes that every sequence is packed, because it
+    cannot look at the positions; and a window that contains all keys is no window. In the patterns that Transformers
+    composes, every query attends to an interval of keys around it. So it is enough to check the ends of the intervals,
+    which takes O(N) pairs: every query attends to the first valid key, and, if causal, to itself but not to the next
+    key, otherwise to the last valid key.
+
+    Args:
+        pairs: the composed mask.
+        is_causal: which of the two patterns is expected.
+        mask: bool (B, Nk), False for padding, whose pairs do not matter; None for none.
+    """
+    queries, kv_length = pairs.queries(), pairs.kv_length
+    valid = torch.ones(pairs.batch_size, kv_length, dtype=torch.bool, device=pairs.device) if mask is None else mask
+    reaches_first = pairs.contain(queries, pairs.kv_offset + valid.to(torch.int64).argmax(1, keepdim=True))
+    if is_causal:
+        valid_query = valid[:, kv_length - pairs.q_length :]
+        plain = ((reaches_first & pairs.contain(queries, queries)) | ~valid_query).all()
+        reaches_next = pairs.contain(queries[:-1], queries[1:])
+        plain = plain & ~(reaches_next & valid_query[:, :-1] & valid_query[:, 1:]).any()
+    else:
+        last = pairs.kv_offset + kv_length - 1 - valid.flip(1).to(torch.int64).argmax(1, keepdim=True)
+        plain = (reaches_first & pairs.contain(queries, last)).all()
+    _refuse_unless(plain)
+
+
+def _check_window(pairs: _Pairs, is_causal: bool, mask: Tensor | None, window: int) -> None:
+    """Refuse a composed mask unless it equals a sliding window, by the ends of every query's interval of keys.
+
+    Args:
+        pairs: the composed mask.
+        is_causal: whether the window is of earlier keys only.
+        mask: bool (B, Nk), False for padding, whose pairs do not matter; None for none.
+        window: the number of keys, the query's own included; on each side, not included, if not causal.
+    """
+    queries, last = pairs.queries(), pairs.kv_length - 1
+    low, high = (queries - window + 1, queries) if is_causal else (queries - window, queries + window)
+    plain = torch.ones((), dtype=torch.bool, device=pairs.device)
+    for keys, is_reached in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
+        position = keys - pairs.kv_offset
+        counts = (position >= 0) & (position <= last)
+        if mask is not None:
+            counts = counts & mask[:, position.clamp(0, last)]
+        # A packed row is valid everywhere, and only its positions say where its texts begin.
+        found = pairs.contain(queries, keys.clamp(pairs.kv_offset, pairs.kv_offset + last))
+        plain = plain & ((found if is_reached else ~found) | ~counts).all()
+    _refuse_unless(plain)
