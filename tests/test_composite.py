@@ -151,6 +151,21 @@ def test_hyperparameters_of_one_part(model, folder, tmp_path, calls):
     assert not torch.equal(out, output(model, inputs_of(model)))
 
 
+def test_a_choice_on_the_outer_config_goes_down_to_the_parts(model, folder, tmp_path, calls):
+    exact, choice = output(model, inputs_of(model)), {"window_size": 8, "layers": [0]}
+    loaded = type(model).from_pretrained(folder, attn_implementation="longformer", efficient_attention=choice)
+    out, called = methods_called(loaded, calls)
+    assert called == {hea.LongformerConfig(window_size=8)}
+    if not isinstance(model, transformers.SiglipModel):  # both parts of which are bidirectional
+        assert {call["is_causal"] for call in calls} == {False, True}
+    assert torch.equal(methods_called(hea.convert(model, "longformer", **choice), calls)[0], out)
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(methods_called(type(model).from_pretrained(tmp_path / "whole"), calls)[0], out)
+    assert torch.equal(output(hea.convert(model, "sdpa"), inputs_of(model)), exact)
+    hea.convert(model, "sdpa").save_pretrained(tmp_path / "exact again")
+    assert "efficient_attention" not in json.loads((tmp_path / "exact again" / "config.json").read_text())
+
+
 def test_parts_are_switched_one_after_the_other(model, calls):
     exact = output(model, inputs_of(model))
     vision, text = parts(model)

@@ -20,9 +20,10 @@ def test_the_short_form_is_read_back(text):
 
 @pytest.mark.exhaustive
 def test_every_layer_has_its_own_seed_which_is_equal_in_every_process():
-    layers = [*range(200), "t2t.0", "t2t.1"]
+    names = [f"{stack}.{i}.{part}" for stack in ("encoder", "stage") for i in range(500) for part in ("", "a", "b1")]
+    layers = [*range(200), "t2t.0", "t2t.1", *names]
     seeds = [layer_seed(layer) for layer in layers]
-    assert len(set(seeds)) == len(layers) and max(seeds) < 2**31
+    assert len(set(seeds)) == len(layers) and max(seeds) < 2**31 and seeds[:3] == [1000003, 2000006, 3000009]
     program = "from hf_efficient_attn.integration.layers import layer_seed; print(layer_seed('t2t.0'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) == layer_seed("t2t.0")

@@ -135,17 +135,6 @@ def test_reordering_repeating_and_selecting_rows(family):
     after(lambda cache: cache.batch_select_indices(torch.tensor([1])), [1])
 
 
-def test_beam_search_with_landmarks_is_that_of_scores():
-    """The scores that beam search reports are those of a cache that sees only the chosen sequence."""
-    model, ids = exact_model("gpt2"), tokens(1, 60)
-    cache = hea.NearFarCache(model.config, 24)
-    options = {"num_beams": 3, "past_key_values": cache, "return_dict_in_generate": True, "output_scores": True}
-    out = generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
-    logits = decode(model, hea.NearFarCache(model.config, 24), out.sequences, prompt=60)
-    score = logits.log_softmax(2)[0, 59:-1].gather(1, out.sequences[0, 60:, None]).sum() / 12
-    assert float(out.sequences_scores[0]) == pytest.approx(float(score), abs=1e-3)
-
-
 @each_family
 def test_crop_takes_back_the_newest_tokens_only(family):
     model, ids = exact_model(family), tokens(2, 60)

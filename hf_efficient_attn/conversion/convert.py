@@ -8,8 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.integration.foreign import ForeignHandler, foreign_attention
-from hf_efficient_attn.integration.models import choose, configs_of, switch, transformers_models
+from hf_efficient_attn.integration.models import choose, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
 

@@ -7,7 +7,7 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `PreTrainedConfig.efficient_attention` is an attribute (`configs.EfficientAttentionAttribute`).
 - `PreTrainedConfig.to_dict` also contains the method and its hyperparameters (`configs.extend_configs`).
 - `PreTrainedConfig._attn_implementation` refuses methods for parts that a model does not have (`configs.check_parts`).
-- `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`models.switch`), and
+- `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`switching.switch`), and
   `_from_config` restores the config of a model that is refused.
 - `PreTrainedModel.get_correct_attn_implementation` suggests the method with the most similar name if a name is unknown,
   and refuses model classes that know only Transformers' own implementations.
@@ -16,10 +16,10 @@ was just made. `register` therefore extends its base classes once, in these plac
   `_prepare_cache_for_generation` texts that would become longer than their position table.
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`recurrent`).
 
-`models.switch` changes no class. It numbers the attention modules and attaches the parameters that their method learns.
-A few kinds of modules also get a forward that passes hidden states instead of keys and values (`hidden_states`). Those
-of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is one transaction: if it
-fails, everything is as it was before (`transaction`).
+`switching.switch` changes no class. It numbers the attention modules and attaches the parameters that their method
+learns. A few kinds of modules also get a forward that passes hidden states instead of keys and values
+(`hidden_states`). Those of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is
+one transaction: if it fails, everything is as it was before (`transaction`).
 
 An attention module can describe itself by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (the largest number of keys), which determine the sizes of learned
@@ -37,7 +37,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_efficient_attn.integration.attention import make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
-from hf_efficient_attn.integration.extensions import extend_caches, extend_generation, extend_models
+from hf_efficient_attn.integration.extensions import extend_classes
 from hf_efficient_attn.integration.head_numbers import remember
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -54,9 +54,7 @@ def register() -> None:
     # imports Dynamo, as Transformers does; where the methods are defined it would delay what needs no models.
     torch.compiler.assume_constant_result(in_onnx_export)
     extend_configs()
-    extend_models()
-    extend_generation()
-    extend_caches()
+    extend_classes()
     on_register(_register_method)
 
 

@@ -2,7 +2,12 @@
 
 No attention class is patched: a model's attention module passes what `cache.update` returns straight to its attention
 function, so that the keys themselves can say which layer of which cache they come from. The attention function asks
-this layer for its output.
+this layer for its output. A layer that is used so defines what it holds (`_content`) and four operations on it:
+
+- `_attention`: add new tokens, and compute their attention to all tokens;
+- `_add`: add tokens without attention, after `crop` has restored what was held before them;
+- `_forget`: remove the last tokens without such a record, or refuse to;
+- `_first_attention`, if it starts as an ordinary layer: attention to keys that `update` returned as they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -46,35 +52,6 @@ class NewKeys(Tensor):
                 "the model itself changes its cached keys, generate with use_cache=False"
             )
         return result
-
-
-def as_new_keys(key: Tensor, layer: object) -> Tensor:
-    """Keys of new tokens that only the attention functions of this package can use, by asking the layer."""
-    new = key.as_subclass(NewKeys)
-    setattr(new, LAYER, layer)
-    return new
-
-
-def plain_keys(key: Tensor) -> Tensor:
-    """The tensor of what `as_new_keys` returned."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return key.as_subclass(Tensor)
-
-
-def number_to_crop(tokens_to_remove: int, seen: int) -> int:
-    """The number of tokens that a call of `crop` removes from a layer that has seen so many."""
-    if tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH):
-        return max(0, seen - tokens_to_remove)
-    return -tokens_to_remove
-
-
-class Call(NamedTuple):
-    """Options of one call of a layer's `attention`; see there."""
-
-    scale: float | None
-    dropout_p: float
-    seed: int | Tensor | None
-    parameters: Mapping[str, Tensor] | None
 
 
 class Tokens(NamedTuple):
@@ -114,19 +91,17 @@ class MethodLayer(DynamicLayer):
         valid: number of tokens without padding: integers (B,), or None if there is no padding.
     """
 
-    # The attributes that change with the tokens. They are replaced, never changed in place.
+    # The attributes that change with the tokens: None, tensors whose first dimension is the batch, or named tuples of
+    # such tensors. They are replaced, never changed in place.
     _content: ClassVar[tuple[str, ...]]
     # For messages: what the layer holds, and what to do where two layers share keys.
     _holds: ClassVar[str]
     _unshared: ClassVar[str]
-    # Attention (query, tokens, call) to keys that `update` returned as they are, and to new tokens.
+    # See the module's docstring. The first two take query, tokens and the options of `attention`.
     _first_attention: Callable[..., Tensor]
     _attention: Callable[..., Tensor]
-    # Add the last tokens of those seen; remove a number of tokens without a record, or refuse to; apply a selection of
-    # batch rows to every tensor.
     _add: Callable[..., Any]
     _forget: Callable[[int], None]
-    _select: Callable[[Callable[[Tensor], Tensor]], None]
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__()
@@ -136,9 +111,10 @@ class MethodLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.keys = self.values = None
-        self.seen, self.is_initialized = 0, False
         self.valid: Any = None
+        for name in self._content:
+            setattr(self, name, None)
+        self.seen, self.is_initialized = 0, False
         # Whether the attention function has used the keys of the last `update`.
         self.was_used = True
         self.record: Record | None = None
@@ -149,26 +125,19 @@ class MethodLayer(DynamicLayer):
         return False
 
     def _take(self, key: Tensor) -> Tensor:
-        """Count new keys, and return them for the attention function."""
+        """Count new keys, and return them in a form that only the attention functions of this package can use."""
         if not self.was_used:
             raise UnsupportedAttentionError(
                 f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the call "
                 "may have failed midway): start with a new cache"
             )
         self.seen, self.was_used = self.seen + key.shape[-2], False
-        return as_new_keys(key, self)
+        new = key.as_subclass(NewKeys)
+        setattr(new, LAYER, self)
+        return new
 
     def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scale: float | None,
-        dropout_p: float,
-        seed: int | Tensor | None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
         """Causal attention of the tokens of the last `update` to all tokens.
 
@@ -177,11 +146,8 @@ class MethodLayer(DynamicLayer):
             key: (B, H_kv, N, D), as `update` returned it.
             value: (B, H_kv, N, Dv), as `update` returned it.
             attention_mask: bool (B, all tokens) or None.
-            scale: the factor of the scores; 1/sqrt(D) if None.
-            dropout_p: the probability with which an attention weight is dropped.
-            seed: of the method in the first call. That of a state holds for all later calls. None (training) draws one
-                from the global generator.
-            parameters: the learned parameters of the method, by name; None for their initial values.
+            **options: scale, dropout_p, seed and parameters, as for `methods.attention`. The seed of a state is that of
+                its first call; None (training) draws one from the global generator.
 
         Returns:
             (B, H, N, Dv).
@@ -189,15 +155,16 @@ class MethodLayer(DynamicLayer):
         Raises:
             UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
         """
-        call = Call(scale, dropout_p, seed, parameters)
         if not isinstance(key, NewKeys):
-            return self._first_attention(query, Tokens(key, value, attention_mask), call)
+            return self._first_attention(query, Tokens(key, value, attention_mask), options)
         if self.was_used:
             raise UnsupportedAttentionError(
                 f"{self.method.method}: two layers of this model use the same keys, which {self._unshared}"
             )
-        tokens = Tokens(plain_keys(key), value, self._new_mask(attention_mask, self.seen - value.shape[2]))
-        out = self._attention(query, tokens, call)
+        with torch._C.DisableTorchFunctionSubclass():
+            key = key.as_subclass(Tensor)
+        tokens = Tokens(key, value, self._new_mask(attention_mask, self.seen - value.shape[2]))
+        out = self._attention(query, tokens, options)
         self.was_used = True
         return out
 
@@ -248,15 +215,14 @@ class MethodLayer(DynamicLayer):
         """
         if self.keeps_keys:
             return super().crop(tokens_to_remove) if self.is_initialized else None
-        number, record = number_to_crop(tokens_to_remove, self.seen), self.record
-        self.record = None
+        is_length = tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH)
+        number = max(0, self.seen - tokens_to_remove) if is_length else -tokens_to_remove
+        remaining, record, self.record = self.seen - number, self.record, None
         if number == 0:
             return None
-        remaining = self.seen - number
         if remaining <= 0:
             return self.reset()
-        recorded = 0 if record is None else sum(tokens.number for tokens in record.tokens)
-        if record is None or number > recorded or not self._needs(record):
+        if record is None or number > sum(tokens.number for tokens in record.tokens) or not self._needs(record):
             return self._forget(number)
         for name, content in record.content.items():
             setattr(self, name, content)
@@ -270,6 +236,12 @@ class MethodLayer(DynamicLayer):
     def _needs(self, record: Record) -> bool:
         """Whether tokens can be removed by way of the record only."""
         return True
+
+    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
+        """Apply a selection of batch rows to all that the layer holds."""
+        self.record = None
+        for name in self._content:
+            setattr(self, name, tree_map_only(Tensor, select, getattr(self, name)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Give batch row i what row beam_idx[i] has."""

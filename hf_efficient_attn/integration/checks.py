@@ -1,6 +1,6 @@
 """What a switch checks before it changes a model: layers that do not exist, and methods that the model cannot run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -9,13 +9,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import windows
-from hf_efficient_attn.integration.attention import method_at
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.finding import AttentionModule, is_attention, models_in
 from hf_efficient_attn.integration.layers import in_order, is_selected, names_of
 from hf_efficient_attn.integration.model_code import (
-    attention_arguments,
     attention_table,
     composes_mask,
     own_mask,
@@ -23,32 +20,27 @@ from hf_efficient_attn.integration.model_code import (
     score_change,
     uses_interface,
 )
+from hf_efficient_attn.integration.models import AttentionModule, is_attention, models_in
 from hf_efficient_attn.integration.recurrent import is_recurrent
-from hf_efficient_attn.integration.refusals import WARNED, check_methods, why_cross_attention_is_exact
+from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
+from hf_efficient_attn.methods import get_method, methods_with
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
-def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
-    name = method_of(config)
-    assert name is not None
-    return settings_of(config, name)
+def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
+    """Refuse what a model cannot run of what its configs ask for, `chosen` being the modules to which they apply.
 
-
-def chosen_in(found: AttentionModule) -> MethodConfig | None:
-    """The method that the config chooses for the layer of a module; None for exact attention."""
-    return method_at(found.config, method_of(found.config), found.location)
-
-
-def method_in(found: AttentionModule) -> MethodConfig | None:
-    """The method that really computes the attention of a module; None if it is exact."""
-    method = chosen_in(found)
-    if method is None or not uses_interface(type(found.module)):
-        return None
-    is_exact = found.location.is_cross and why_cross_attention_is_exact(method, found.config) is not None
-    return None if is_exact else method
+    In a model that becomes part of another one (`is_complete` is False) fewer choices are errors.
+    """
+    through = [found for found in chosen if uses_interface(type(found.module))]
+    _check_interface(model, chosen, through, is_complete)
+    _check_scores(model, through)
+    _check_layers(model, chosen, is_complete)
+    if is_complete:
+        _check_windows(model, chosen, through)
+    _check_methods(model, chosen)
 
 
 def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> None:
@@ -61,7 +53,9 @@ def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> Non
         )
 
 
-def check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
+def _check_interface(
+    model: PreTrainedModel, chosen: Sequence[AttentionModule], through: Sequence[AttentionModule], is_complete: bool
+) -> None:
     """Refuse a model in which the choice would have no effect, or whose attention modules cannot be trusted.
 
     Like Transformers' `sdpa`, a method takes causality from the attention module. In a model that does not support
@@ -75,50 +69,24 @@ def check_interface(model: PreTrainedModel, chosen: Sequence[AttentionModule], i
                 f"{type(part).__name__} composes its masks itself (use_bidirectional_attention=True), and no method "
                 f"here knows them: use attn_implementation={EXACT!r}"
             )
-    name = next(iter(named.values()))
-    through = [found for found in chosen if uses_interface(type(found.module))]
     if not through and (chosen or is_complete):
         raise UnsupportedAttentionError(
             f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
-            f"attn_implementation={name!r} would have no effect: load it without that argument"
+            f"attn_implementation={next(iter(named.values()))!r} would have no effect: load it without that argument"
         )
-    _check_scores(model, through)
-    for found in through:
-        attention_arguments(type(found.module))
-        kind, maker = type(found.module).__name__, own_mask(type(found.module))
-        if maker is not None:
-            raise UnsupportedAttentionError(
-                f"{type(found.owner).__name__} makes a (queries, keys) mask of its own ({kind}.{maker}), which no "
-                f"method here can use: load it with attn_implementation={EXACT!r}"
-            )
-        if not found.owner._supports_sdpa:
-            raise UnsupportedAttentionError(
-                f"{type(found.owner).__name__} does not support attn_implementation={EXACT!r}: possibly only a "
-                "(queries, keys) mask, which is never built here, makes its attention causal; load it with 'eager'"
-            )
 
 
 def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) -> None:
-    """Refuse models that change the scores of attention, such as T5 by a bias of relative positions.
+    """Refuse models that change the scores of attention, such as T5 by a bias of relative positions, or its mask.
 
     The bias belongs to the attention modules, or to the layers and models around them. Modules inside of attention
     modules, and attention modules that do not ask the interface, are no concern of a method.
     """
-    owners = {id(found.owner) for found in through}
-    asking = {id(found.module) for found in through}
     biased = {id(found.module) for found in through if has_distance_bias(type(found.module))}
-    inside: dict[str, tuple[bool, bool]] = {}  # path: whether its model is concerned, whether it is in attention
-    for path, module in model.named_modules():
-        is_concerned, is_inner = inside.get(path.rpartition(".")[0], (False, False))
-        if isinstance(module, PreTrainedModel):
-            is_concerned = id(module) in owners
-        is_attention_module = is_attention(module)
-        inside[path] = (is_concerned, is_inner or is_attention_module)
-        change = None
-        if id(module) in biased:
-            continue
-        if id(module) in asking or (is_concerned and not is_inner and not is_attention_module):
-            change = score_change(module, is_attention=is_attention_module)
+    asking = [(found.location.name, found.module) for found in through if id(found.module) not in biased]
+    around = [*_around_attention(model, {id(found.owner) for found in through})]
+    for path, module in (*around, *asking):
+        change = score_change(module, is_attention=is_attention(module))
         if change is not None:
             exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
             raise UnsupportedAttentionError(
@@ -127,25 +95,42 @@ def _check_scores(model: PreTrainedModel, through: Sequence[AttentionModule]) ->
                 f"never built: use attn_implementation={exact!r}, or a model without it, such as BERT, GPT-2 or Llama"
             )
     for found in through:
-        method = chosen_in(found)
-        if id(found.module) in biased and method is not None and not found.location.is_cross:
-            _check_distance_bias(model, found, method)
+        kind, owner, method = type(found.module), type(found.owner).__name__, found.chosen
+        is_biased = id(found.module) in biased and not found.location.is_cross
+        if method is not None and is_biased and not method.adds_distance_bias:
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} adds a bias of relative positions (relative_attention_bias) to the scores of "
+                f"its attention (in {kind.__name__} at {found.location.name}), which {method.method} cannot keep, "
+                "because it does not compute the scores of all pairs: use "
+                f"{' or '.join(methods_with('adds_distance_bias'))} without global tokens, whose window adds it, or "
+                f"attn_implementation={EXACT!r}, or a model with learned or rotary positions, such as BERT, GPT-2 or "
+                "Llama"
+            )
+        if (maker := own_mask(kind)) is not None:
+            raise UnsupportedAttentionError(
+                f"{owner} makes a (queries, keys) mask of its own ({kind.__name__}.{maker}), which no method here can "
+                f"use: load it with attn_implementation={EXACT!r}"
+            )
+        if not found.owner._supports_sdpa:
+            raise UnsupportedAttentionError(
+                f"{owner} does not support attn_implementation={EXACT!r}: possibly only a (queries, keys) mask, which "
+                "is never built here, makes its attention causal; load it with 'eager'"
+            )
 
 
-def _check_distance_bias(model: PreTrainedModel, found: AttentionModule, method: MethodConfig) -> None:
-    """Refuse a method that cannot add a bias by distance, as T5 has it, in self-attention."""
-    if not method.adds_distance_bias:
-        kind = type(found.module).__name__
-        raise UnsupportedAttentionError(
-            f"{type(model).__name__} adds a bias of relative positions (relative_attention_bias) to the scores of its "
-            f"attention (in {kind} at {found.location.name}), which {method.method} cannot keep, because it does not "
-            f"compute the scores of all pairs: use {' or '.join(methods_with('adds_distance_bias'))} without global "
-            f"tokens, whose window adds it, or attn_implementation={EXACT!r}, or a model with learned or rotary "
-            "positions, such as BERT, GPT-2 or Llama"
-        )
+def _around_attention(
+    module: nn.Module, owners: Set[int], path: str = "", is_concerned: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of some models, by their ids, that are neither attention modules nor inside of one; with paths."""
+    if not is_attention(module):
+        is_concerned = id(module) in owners if isinstance(module, PreTrainedModel) else is_concerned
+        if is_concerned:
+            yield path, module
+        for name, child in module.named_children():
+            yield from _around_attention(child, owners, f"{path}.{name}".lstrip("."), is_concerned)
 
 
-def check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
+def _check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
     """Refuse layers that the model does not have, and modules that two entries of a mix select.
 
     In a part of a model a name that selects nothing is no error, because names count from the outermost model.
@@ -157,18 +142,15 @@ def check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_c
         if not (is_complete and method_of(model.config)):
             counts = (getattr(config, key, 0) for key in _LAYER_COUNTS)
             known |= set(range(max((count for count in counts if isinstance(count, int)), default=0)))
-        settings = _settings(config)
-        missing = [layer for layer in settings.named_layers() if isinstance(layer, int) and layer not in known]
+        named = _settings(config).named_layers()
+        missing = [layer for layer in named if isinstance(layer, int) and layer not in known]
         if missing:
             raise UnsupportedAttentionError(_no_such_layers(model, chosen, missing))
-        unknown += [
-            name
-            for name in settings.named_layers()
-            if isinstance(name, str) and not any(is_selected(name, *found.location[:2]) for found in chosen)
-        ]
+        unknown += [x for x in named if isinstance(x, str) and not any(_selects([x], found) for found in chosen)]
     for found in chosen:
-        entries = _settings(found.config).entries
-        selecting = [one for one in entries if one.layers is None or _selects(one.layers, found)]
+        selecting = [
+            one for one in _settings(found.config).entries if one.layers is None or _selects(one.layers, found)
+        ]
         if len(selecting) > 1:
             raise UnsupportedAttentionError(
                 f"{len(selecting)} entries of 'layers' select {found.location.name} of {type(model).__name__} "
@@ -178,8 +160,12 @@ def check_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_c
         raise UnsupportedAttentionError(_no_such_layers(model, chosen, in_order(unknown)))
 
 
+def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
+    return settings_of(config, str(method_of(config)))
+
+
 def _selects(layers: Sequence[Any], found: AttentionModule) -> bool:
-    return any(is_selected(chosen, found.location.layer, found.location.name) for chosen in layers)
+    return any(is_selected(layer, found.location.layer, found.location.name) for layer in layers)
 
 
 def _no_such_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], missing: list[Any]) -> str:
@@ -194,62 +180,51 @@ def _no_such_layers(model: PreTrainedModel, chosen: Sequence[AttentionModule], m
     )
 
 
-def check_methods_of(model: PreTrainedModel, chosen: Sequence[AttentionModule]) -> None:
-    """Refuse methods without the form that a module needs."""
-    for found in chosen:
-        method = chosen_in(found)
-        if method is not None:
-            check_methods(
-                [method],
-                is_causal=not found.location.is_cross and getattr(found.module, "is_causal", None) is True,
-                is_rectangular=getattr(found.module, "is_rectangular", False),
-                model=f"{type(model).__name__} (at {found.location.name})",
-                allow_learned=True,
-            )
-        is_state = method is not None and is_recurrent(method) and not found.location.is_cross
-        if method is not None and is_state and reads_cache(type(found.module)):
-            others = [name for name in methods_with("causal") if get_method(name).recurrence is None]
-            raise UnsupportedAttentionError(
-                f"{type(model).__name__} reads cached keys itself ({type(found.module).__name__} at "
-                f"{found.location.name}), and {method.method} keeps a state instead of keys: use a method that keeps "
-                f"keys, such as {', '.join(others)}"
-            )
-
-
-def windowed_modules(model: PreTrainedModel, chosen: Sequence[AttentionModule]) -> list[AttentionModule]:
-    """The chosen modules that stay exact because of a window of the model's own, and were not warned of yet.
-
-    Raises:
-        UnsupportedAttentionError: a window would be lost, or what is chosen are modules with a window only.
-    """
-    kind, found = type(model).__name__, [each for each in chosen if each.location.window is not None]
-    windows.check_windows(kind, [(each.module, each.location.name) for each in found])
+def _check_windows(
+    model: PreTrainedModel, chosen: Sequence[AttentionModule], through: Sequence[AttentionModule]
+) -> None:
+    """Refuse a model whose windows would be lost, and a choice that would change windowed modules only."""
+    kind = type(model).__name__
     for each in chosen:
+        if each.location.window is not None and windows.ARGUMENT not in (each.location.arguments or ()):
+            raise UnsupportedAttentionError(
+                f"{kind} gives {each.location.name} a window of its own that only a (queries, keys) mask knows, which "
+                f"is never built here: use attn_implementation={EXACT!r} for this model"
+            )
         windows.refuse_chunks(kind, each.module, each.config, each.location.name)
     selected: dict[Any, list[AttentionModule]] = {}
-    for each in chosen:
-        if uses_interface(type(each.module)):
-            for entry in _settings(each.config).entries:
-                items = [None] if entry.layers is None else [one for one in entry.layers if _selects([one], each)]
-                for item in items:
-                    selected.setdefault(item, []).append(each)
+    for each in through:
+        for entry in _settings(each.config).entries:
+            for item in [None] if entry.layers is None else [one for one in entry.layers if _selects([one], each)]:
+                selected.setdefault(item, []).append(each)
     for group in selected.values():
         if all(each.location.window is not None for each in group):
-            names = [each.location.name for each in group]
-            others = [x.location.name for x in chosen if x.location.window is None and uses_interface(type(x.module))]
-            raise windows.nothing_left(kind, str(method_of(group[0].config)), names, others)
-    both = {id(each.module): each for group in selected.values() for each in group if each.location.window is not None}
-    return [each for each in both.values() if not getattr(each.module, WARNED, False)]
+            more = f" and {len(group) - 1} more of the chosen layers" if len(group) > 1 else ""
+            others = ", ".join(each.location.name for each in through if each.location.window is None)
+            another = f"use attn_implementation={EXACT!r} for this model, or another model"
+            raise UnsupportedAttentionError(
+                f"{method_of(group[0].config)}: {kind} has a sliding window of its own in {group[0].location.name}"
+                f"{more}, which is sub-quadratic already and would be lost: "
+                f"{f'choose layers without a window: {others}' if others else another}"
+            )
 
 
-def exact_cross_attention(chosen: Sequence[AttentionModule]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """The modules whose cross attention stays exact and was not warned of yet, with their names, by the reason."""
-    exact: dict[str, list[tuple[nn.Module, str]]] = {}
+def _check_methods(model: PreTrainedModel, chosen: Sequence[AttentionModule]) -> None:
+    """Refuse methods without the form that a module needs."""
     for found in chosen:
-        method = chosen_in(found)
-        if method is None or not found.location.is_cross:
+        method, name, kind = found.chosen, found.location.name, type(found.module)
+        if method is None:
             continue
-        reason = why_cross_attention_is_exact(method, found.config)
-        if reason is not None and not getattr(found.module, WARNED, False):
-            exact.setdefault(reason, []).append((found.module, found.location.name))
-    return exact
+        check_methods(
+            [method],
+            is_causal=not found.location.is_cross and getattr(found.module, "is_causal", None) is True,
+            is_rectangular=getattr(found.module, "is_rectangular", False),
+            model=f"{type(model).__name__} (at {name})",
+            allow_learned=True,
+        )
+        if is_recurrent(method) and not found.location.is_cross and reads_cache(kind):
+            others = [name for name in methods_with("causal") if get_method(name).recurrence is None]
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} reads cached keys itself ({kind.__name__} at {name}), and {method.method} "
+                f"keeps a state instead of keys: use a method that keeps keys, such as {', '.join(others)}"
+            )

@@ -30,20 +30,18 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def settings_of(config: object, name: str) -> EfficientAttentionConfig:
-    """The settings of a method in a model's config: those that it stores for the method, or the method's defaults.
-
-    A config can store the settings of another method, after its model was switched by name.
-    """
+    """The settings of a method in a model's config: those that it stores for the method, or the method's defaults."""
     stored = getattr(config, _ATTRIBUTE, None)
+    # After its model was switched by name, a config stores the settings of another method.
     if isinstance(stored, Stored) and stored.settings.method == name:
         return stored.settings
     return _DEFAULTS[name]
 
 
-def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The sub-configs of a config of a composite model."""
-    parts = (getattr(config, key, None) for key in config.sub_configs)
-    return [part for part in parts if isinstance(part, PreTrainedConfig)]
+def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The sub-configs of a config of a composite model, by their names."""
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
 class EfficientAttentionAttribute:
@@ -67,7 +65,7 @@ class EfficientAttentionAttribute:
         named = getattr(config, "_attn_implementation", None)
         if named is None:
             # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
-            if not any(method_of(part) == settings.method for part in parts_of(config)):
+            if not any(method_of(part) == settings.method for part in parts_of(config).values()):
                 config._attn_implementation = str(settings.method)
         elif named != settings.method:
             logger.warning_once(
@@ -79,11 +77,7 @@ class EfficientAttentionAttribute:
 def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | None:
     """The `attn_implementation` to save: a name, None, or a dictionary for a composite model whose parts differ."""
     own = method_of(config)
-    parts = {
-        key: implementation_entry(part)
-        for key in config.sub_configs
-        if isinstance(part := getattr(config, key, None), PreTrainedConfig)
-    }
+    parts = {key: implementation_entry(part) for key, part in parts_of(config).items()}
     if all(entry == own for entry in parts.values()):
         return own
     entries = {key: entry for key, entry in parts.items() if entry is not None}

@@ -47,10 +47,10 @@ def exact_layer(
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if key_mask is not None:
+        masked = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
     if distance_bias is not None:
-        if key_mask is not None:
-            masked = ~key_mask[:, None, :, None]
-            key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
         own_scale = query.shape[3] ** -0.5 if scale is None else scale
         return biased_exact(
             query, key, value, distance_bias, key_mask, is_causal=is_causal, scale=own_scale, dropout_p=dropout_p
@@ -61,8 +61,6 @@ def exact_layer(
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
     if key_mask is None:
         key_mask = torch.ones(1, kv_len, dtype=torch.bool, device=query.device)
-    masked = ~key_mask[:, None, :, None]
-    key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
     if not is_causal and window is None:
         return _masked_attention(query, key, value, key_mask[:, None, None], options)
     outs, offset = [], kv_len - q_len

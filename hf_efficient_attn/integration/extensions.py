@@ -4,7 +4,8 @@ import difflib
 import functools
 import inspect
 import sys
-from types import FrameType
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,12 +15,14 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, unknown_method
-from hf_efficient_attn.integration import models
+from hf_efficient_attn.integration.checks import refuse_unknown_implementation
 from hf_efficient_attn.integration.configs import check_parts, method_of, requested_methods, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
+from hf_efficient_attn.integration.models import configs_of, models_in, with_parts
 from hf_efficient_attn.integration.positions import refuse_long_generation
 from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
+from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import available_methods
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -28,45 +31,37 @@ from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 _INITIALIZED = "_is_hf_initialized"
 
 
-def _replace(cls: type, function: Any) -> None:
-    """Replace the method of a class that `function` wraps."""
-    setattr(cls, function.__name__, function)
+def extend_classes() -> None:
+    """Extend the classes. Called once."""
+    for cls, name, extension in (
+        (PreTrainedModel, "post_init", _post_init),
+        (PreTrainedModel, "_from_config", _from_config),
+        (PreTrainedModel, "set_attn_implementation", _set_implementation),
+        (PreTrainedModel, "get_correct_attn_implementation", _correct_implementation),
+        (PreTrainedModel, "_initialize_weights", _initialize_weights),
+        (GenerationMixin, "init_continuous_batching", _init_continuous_batching),
+        (GenerationMixin, "_prepare_cache_for_generation", _prepare_cache),
+        (DynamicCache, "__init__", _init_cache),
+    ):
+        original = inspect.getattr_static(cls, name)
+        is_of_class = isinstance(original, classmethod)
+        extended = _extended(original.__func__ if is_of_class else original, extension)
+        setattr(cls, name, classmethod(extended) if is_of_class else extended)
 
 
-def extend_models() -> None:
-    """Extend `PreTrainedModel`. Called once."""
-    _extend_construction()
-    _extend_switching()
-    _extend_initialization()
+def _extended(original: Any, extension: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return extension(original, *args, **kwargs)
+
+    return call
 
 
-def _extend_construction() -> None:
-    """Switch every new model to what its config says, and leave the config of a refused model as it was."""
-    post_init = PreTrainedModel.post_init
-
-    # Every constructor ends with `post_init`, whichever way a model is made.
-    @functools.wraps(post_init)
-    def post_init_and_switch(self: PreTrainedModel) -> None:
-        post_init(self)
-        if any(method_of(part.config) for part in models.models_in(self)):
-            models.switch([self], is_complete=not _is_part())
-
-    from_config = vars(PreTrainedModel)["_from_config"].__func__
-
-    @functools.wraps(from_config)
-    def from_config_or_restore(cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-        if not requested_methods(kwargs.get("attn_implementation")):
-            return from_config(cls, config, **kwargs)
-        # The original writes `attn_implementation` into the caller's config before it makes the model.
-        before = Snapshot([], models.with_parts([config]))
-        try:
-            return from_config(cls, config, **kwargs)
-        except BaseException:
-            before.restore()
-            raise
-
-    _replace(PreTrainedModel, post_init_and_switch)
-    _replace(PreTrainedModel, classmethod(from_config_or_restore))
+def _post_init(original: Any, self: PreTrainedModel) -> None:
+    """Switch a new model to what its config says. Every constructor ends with `post_init`, whoever calls it."""
+    original(self)
+    if any(method_of(part.config) for part in models_in(self)):
+        switch([self], is_complete=not _is_part())
 
 
 def _is_part() -> bool:
@@ -75,144 +70,114 @@ def _is_part() -> bool:
     Then the constructor of the other one, or that of a derived class, is a caller of its constructor. Only the callers
     know: a part is made by the same calls as a model of its own.
     """
-    constructors = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
-            constructors += 1
-        frame = frame.f_back
-    return constructors > 1
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "__init__")
+    return sum(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames) > 1
 
 
-def _extend_switching() -> None:
-    """Make `set_attn_implementation` switch the modules too, and explain names that are refused."""
-    set_implementation = PreTrainedModel.set_attn_implementation
-
-    @functools.wraps(set_implementation)
-    def set_implementation_and_switch(
-        self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        check_parts(self.config, attn_implementation)
-
-        def change_configs() -> None:
-            if isinstance(attn_implementation, str) and attn_implementation in available_methods():
-                # The original skips classes whose source it cannot read, such as those of a notebook.
-                for config in models.configs_of(self):
-                    config._attn_implementation_internal = attn_implementation
-            else:
-                set_implementation(self, attn_implementation, *args, **kwargs)
-
-        models.switch([self], change_configs)
-
-    correct = PreTrainedModel.get_correct_attn_implementation
-
-    @functools.wraps(correct)
-    def correct_or_explain(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        names = available_methods()
-        if requested_attention in names:
-            models.refuse_unknown_implementation(type(self), requested_attention)
-        try:
-            return correct(self, requested_attention, *args, **kwargs)
-        except ValueError as error:
-            name = str(requested_attention)
-            # A known one that the model does not support, or a repository with a kernel.
-            if name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) or "/" in name:
-                raise
-            # The original's message names only Transformers' own implementations.
-            if difflib.get_close_matches(name, names):
-                sentence = unknown_method(name, [*names, *EXACT_IMPLEMENTATIONS])
-                raise UnsupportedAttentionError(sentence) from error
-            raise ValueError(f"{error} {OWN_FILE}") from error
-
-    _replace(PreTrainedModel, set_implementation_and_switch)
-    _replace(PreTrainedModel, correct_or_explain)
+def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """Leave the config of a refused model as it was: the original writes the implementation into it first."""
+    names = requested_methods(kwargs.get("attn_implementation"))
+    before = Snapshot([], with_parts([config]) if names else [])
+    try:
+        model: PreTrainedModel = original(cls, config, **kwargs)
+    except BaseException:
+        before.restore()
+        raise
+    return model
 
 
-def _extend_initialization() -> None:
-    """Initialize learned parameters that a checkpoint lacks: models' own `_init_weights` do not know the class."""
-    initialize = PreTrainedModel._initialize_weights
+def _set_implementation(
+    original: Any, self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    """Switch the modules too."""
+    check_parts(self.config, attn_implementation)
 
-    @functools.wraps(initialize)
-    def initialize_learned_too(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, LearnedParameters):
-            module.reset_parameters()
-            setattr(module, _INITIALIZED, True)
+    def change_configs() -> None:
+        if isinstance(attn_implementation, str) and attn_implementation in available_methods():
+            # The original skips classes whose source it cannot read, such as those of a notebook.
+            for config in configs_of(self):
+                config._attn_implementation_internal = attn_implementation
         else:
-            initialize(self, module, *args, **kwargs)
+            original(self, attn_implementation, *args, **kwargs)
 
-    _replace(PreTrainedModel, initialize_learned_too)
+    switch([self], change_configs)
 
 
-def extend_generation() -> None:
-    """Refuse what `GenerationMixin` cannot do with a method of this package, before it begins. Called once.
+def _correct_implementation(
+    original: Any, self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> str:
+    """Explain names that are refused: the original's message names only Transformers' own implementations."""
+    names, name = available_methods(), str(requested_attention)
+    if requested_attention in names:
+        refuse_unknown_implementation(type(self), name)
+    try:
+        return str(original(self, requested_attention, *args, **kwargs))
+    except ValueError as error:
+        # A known one that the model does not support, or a repository with a kernel.
+        if name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) or "/" in name:
+            raise
+        if difflib.get_close_matches(name, names):
+            sentence = unknown_method(name, [*names, *EXACT_IMPLEMENTATIONS])
+            raise UnsupportedAttentionError(sentence) from error
+        raise ValueError(f"{error} {OWN_FILE}") from error
 
-    That is a text that would become longer than the position table, and continuous batching (`generate_batch`), which
-    Transformers would refuse too, but not where flash attention is installed: there it would switch the model to that,
-    and generate with exact attention.
+
+def _initialize_weights(original: Any, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Initialize learned parameters that a checkpoint lacks: models' own `_init_weights` do not know the class."""
+    if isinstance(module, LearnedParameters):
+        module.reset_parameters()
+        setattr(module, _INITIALIZED, True)
+    else:
+        original(self, module, *args, **kwargs)
+
+
+def _init_continuous_batching(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse `generate_batch` and `continuous_batching_context_manager` with a method of this package.
+
+    Transformers would refuse it too, but not where flash attention is installed: there it would switch the model to
+    that, and generate with exact attention.
     """
-    initialize = GenerationMixin.init_continuous_batching
-
-    # `generate_batch` and `continuous_batching_context_manager` call it as well.
-    @functools.wraps(initialize)
-    def initialize_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for config in models.configs_of(self):
-            if name := method_of(config):
-                raise UnsupportedAttentionError(
-                    f"{name}: continuous batching (generate_batch) packs the tokens of several texts into one sequence "
-                    "and keeps their keys in pages, which only exact attention can use: call generate, or switch the "
-                    f"model with hf_efficient_attn.convert(model, {EXACT!r})"
-                )
-        return initialize(self, *args, **kwargs)
-
-    prepare = GenerationMixin._prepare_cache_for_generation
-    signature = inspect.signature(prepare)
-
-    # The length of the prompt and the largest number of new tokens are known here, and no token has been computed.
-    @functools.wraps(prepare)
-    def prepare_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        if any(method_of(config) for config in models.configs_of(self)):
-            # In an encoder-decoder the mask belongs to the encoder.
-            inputs = {} if self.config.is_encoder_decoder else given["model_kwargs"]
-            for part in models.models_in(self.get_decoder()):
-                refuse_long_generation(part, given["max_cache_length"], inputs)
-        return prepare(self, *args, **kwargs)
-
-    _replace(GenerationMixin, initialize_or_refuse)
-    _replace(GenerationMixin, prepare_or_refuse)
+    for name in filter(None, map(method_of, configs_of(self))):
+        raise UnsupportedAttentionError(
+            f"{name}: continuous batching (generate_batch) packs the tokens of several texts into one sequence "
+            "and keeps their keys in pages, which only exact attention can use: call generate, or switch the "
+            f"model with hf_efficient_attn.convert(model, {EXACT!r})"
+        )
+    return original(self, *args, **kwargs)
 
 
-def extend_caches() -> None:
-    """Give a `DynamicCache` made for a config a `StateLayer` in every layer whose method has a recurrence. Called once.
+def _prepare_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a text that would become longer than the position table.
+
+    The length of the prompt and the largest number of new tokens are known here, and no token has been computed.
+    """
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if any(map(method_of, configs_of(self))):
+        # In an encoder-decoder the mask belongs to the encoder.
+        inputs = {} if self.config.is_encoder_decoder else given["model_kwargs"]
+        for part in models_in(self.get_decoder()):
+            refuse_long_generation(part, given["max_cache_length"], inputs)
+    return original(self, *args, **kwargs)
+
+
+def _init_cache(
+    original: Any, self: DynamicCache, data: Any = None, config: PreTrainedConfig | None = None, *args: Any, **more: Any
+) -> None:
+    """Give a cache made for a config a `StateLayer` in every layer whose method has a recurrence.
 
     Other layers do not change: layers with a sliding window of their own, layers that get keys when the cache is made,
     and caches made while a graph is compiled.
     """
-    initialize = DynamicCache.__init__
+    original(self, more.pop("ddp_cache_data", data), config, *args, **more)
+    if type(self) is DynamicCache and config is not None:
+        _add_states(self, config.get_text_config(decoder=True))
 
-    @functools.wraps(initialize)
-    def initialize_with_states(
-        self: DynamicCache,
-        ddp_cache_data: Any = None,
-        config: PreTrainedConfig | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        initialize(self, ddp_cache_data, config, *args, **kwargs)
-        if type(self) is DynamicCache and config is not None:
-            add_states(self, config)
 
-    @replaced_in_graphs(nothing)
-    def add_states(self: DynamicCache, config: PreTrainedConfig) -> None:
-        config = config.get_text_config(decoder=True)
-        name = method_of(config)
-        if name is None:
-            return
-        settings = settings_of(config, name)
-        for index, layer in enumerate(self.layers):
-            method = settings.for_cached_layer(index)
-            is_plain = type(layer) is DynamicLayer and not layer.is_initialized
-            if is_plain and method is not None and is_recurrent(method):
-                self.layers[index] = StateLayer(method)
-
-    _replace(DynamicCache, initialize_with_states)
+@replaced_in_graphs(nothing)
+def _add_states(cache: DynamicCache, config: PreTrainedConfig) -> None:
+    name = method_of(config)
+    for index, layer in enumerate(cache.layers if name is not None else ()):
+        method = settings_of(config, str(name)).for_cached_layer(index)
+        is_plain = type(layer) is DynamicLayer and not layer.is_initialized
+        if is_plain and method is not None and is_recurrent(method):
+            cache.layers[index] = StateLayer(method)

@@ -3,7 +3,7 @@
 A package of models (`models/biggan`) registers a handler, so that `convert` does not have to know the package.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import nn
@@ -42,9 +42,6 @@ def register_foreign(handler: ForeignHandler) -> None:
         _HANDLERS.append(handler)
 
 
-def foreign_attention(model: nn.Module) -> Iterator[tuple[ForeignHandler, list[nn.Module]]]:
-    """Yield every handler that finds attention modules in the model, with those modules."""
-    for handler in _HANDLERS:
-        modules = handler.find(model)
-        if modules:
-            yield handler, modules
+def foreign_attention(model: nn.Module) -> list[tuple[ForeignHandler, list[nn.Module]]]:
+    """Every handler that finds attention modules in the model, with those modules."""
+    return [(handler, modules) for handler in _HANDLERS if (modules := handler.find(model))]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.learned import first_number
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.shards import HeadSlice
 
@@ -33,24 +34,23 @@ def is_wrapped(name: str) -> bool:
 
 
 def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:
-    """The numbers of the heads with which an attention module's function is called; None for all heads of the layer.
-
-    Args:
-        name: the method.
-        module: the attention module.
-        num_heads: how many query heads the call has.
+    """The numbers of the `num_heads` query heads of a call of an attention module; None for all heads of the layer.
 
     Raises:
         UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
     """
-    total = _total_heads(module)
+    config = getattr(module, "config", None)
+    total = first_number(config, ("num_attention_heads", "n_head", "n_heads", "num_heads"))
     if total is None or num_heads >= total:
         return None
-    first = _first_of_tensor_parallel(module, num_heads, total)
-    if first is None:
-        first = _first_of_ulysses(num_heads, total)
-    if first is not None:
-        return HeadSlice(first, total)
+    for parameter in _sharded_parameters(module):
+        mesh = parameter.device_mesh
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard() and total == num_heads * mesh.size(dim):
+                return HeadSlice(int(mesh.get_local_rank(dim)) * num_heads, total)
+    rank = ulysses_rank()
+    if rank is not None and total == num_heads * sys.modules[_DEEPSPEED].get_sequence_parallel_world_size():
+        return HeadSlice(rank * num_heads, total)
     if is_wrapped(name) or is_tensor_parallel(module):
         raise UnsupportedAttentionError(
             f"{name}: a {type(module).__name__} calls its attention with {num_heads} of {total} heads, and it is not "
@@ -90,16 +90,6 @@ def refuse_lost_padding(mask: Tensor, is_causal: bool) -> None:
         )
 
 
-def _total_heads(module: nn.Module) -> int | None:
-    """The query heads of a layer by its config."""
-    config = getattr(module, "config", None)
-    for key in ("num_attention_heads", "n_head", "n_heads", "num_heads"):
-        value = getattr(config, key, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
-
-
 def _sharded_parameters(module: nn.Module) -> list[Any]:
     """The parameters of a module that are divided over processes."""
     if "torch.distributed.tensor" not in sys.modules:
@@ -112,22 +102,6 @@ def _sharded_parameters(module: nn.Module) -> list[Any]:
 def is_tensor_parallel(module: nn.Module) -> bool:
     """Whether the parameters of a module are divided over processes while it computes."""
     return bool(_sharded_parameters(module))
-
-
-def _first_of_tensor_parallel(module: nn.Module, num_heads: int, total: int) -> int | None:
-    for parameter in _sharded_parameters(module):
-        mesh = parameter.device_mesh
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_shard() and total == num_heads * mesh.size(dim):
-                return int(mesh.get_local_rank(dim)) * num_heads
-    return None
-
-
-def _first_of_ulysses(num_heads: int, total: int) -> int | None:
-    rank = ulysses_rank()
-    if rank is None or total != num_heads * sys.modules[_DEEPSPEED].get_sequence_parallel_world_size():
-        return None
-    return rank * num_heads
 
 
 def refuse_context_parallel(name: str, module: nn.Module) -> None:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hf_efficient_attn.integration import own_forward
-from hf_efficient_attn.integration.attention import location_of, method_at
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.head_numbers import is_tensor_parallel
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import read_mask
+from hf_efficient_attn.integration.models import location_of, method_at
 from hf_efficient_attn.integration.refusals import refuse_arguments
-from hf_efficient_attn.integration.sharding import is_parallel
+from hf_efficient_attn.integration.sequence_parallel import is_parallel
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
 
@@ -54,7 +54,8 @@ def plan(module: nn.Module, method: MethodConfig | None) -> Callable[..., Any] |
     present = own_forward.own_forward(module)
     if present is not None and not own_forward.computes(present, _forward):
         return present
-    return (present or own_forward.bind(module, _forward)) if _takes_hidden_states(module, method) else None
+    takes = method is not None and get_method(method.method).forward_hidden_states is not None
+    return (present or own_forward.bind(module, _forward)) if takes and _layout(module) is not None else None
 
 
 def attach(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -65,12 +66,6 @@ def attach(module: nn.Module, forward: Callable[..., Any] | None) -> None:
         own_forward.give(module, forward)
 
 
-def _takes_hidden_states(module: nn.Module, method: MethodConfig | None) -> bool:
-    if method is None or get_method(method.method).forward_hidden_states is None:
-        return False
-    return _layout(module) is not None
-
-
 def _layout(module: nn.Module) -> _Layout | None:
     """The layout of a module of Transformers or of this package that is known here and not causal."""
     kind = type(module)
@@ -79,11 +74,6 @@ def _layout(module: nn.Module) -> _Layout | None:
         return None
     names = [name for name in (*layout, "scaling") if name is not None]
     return layout if all(hasattr(module, name) for name in names) else None
-
-
-def _is_divided(module: nn.Module) -> bool:
-    """Whether the module's tokens or heads are divided over processes, which the attention function knows how to do."""
-    return is_parallel(module) or is_tensor_parallel(module)
 
 
 def _forward(
@@ -99,7 +89,8 @@ def _forward(
         or in_graph()  # where a call of a method is one operator
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
         or kwargs.get("is_causal")
-        or _is_divided(module)
+        or is_parallel(module)
+        or is_tensor_parallel(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)

@@ -21,8 +21,9 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 Layer: TypeAlias = int | str
 # Names are read from other people's files and appear in model cards and command lines.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
-# A name that ends with a number, and a range of such names.
-_NUMBERED, _NAME_RANGE = re.compile(r"(.+\.)(\d{1,5})"), re.compile(r"(.+\.)(\d{1,5})-(\d{1,5})")
+# A name that ends with a number, and a range of numbers or of such names.
+_NUMBERED = re.compile(r"(.+\.)(\d{1,5})")
+_RANGE = re.compile(rf"(?P<before>({_NAME.pattern}\.)?)(?P<first>[0-9]{{1,5}})(-(?P<last>[0-9]{{1,5}}))?")
 # Fewer names in a row are written one by one.
 _SHORTEST_NAME_RANGE = 3
 
@@ -36,13 +37,7 @@ def layer_of(module: nn.Module, path: str) -> Layer | None:
 
 
 def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:
-    """Whether an item of `layers` selects an attention module.
-
-    Args:
-        chosen: the item.
-        layer: the layer of the module.
-        path: where the module is in its model, as `models.attention_modules` determines it.
-    """
+    """Whether an item of `layers` selects the attention module of a layer, at a path in its model."""
     if not isinstance(chosen, str):
         return chosen == layer
     return begins_with(path, chosen) or (isinstance(layer, str) and begins_with(layer, chosen))
@@ -109,10 +104,13 @@ def _order(layer: Layer | None) -> tuple[Any, ...]:
 
 
 def layer_seed(layer: Layer | None) -> int:
-    """The seed of a layer's random draws in eval mode: different for each layer, equal in every process, below 2^31."""
+    """The seed of a layer's random draws in eval mode: equal in every process, below 2^31.
+
+    Layers with different numbers have different seeds. Those of two names are equal with probability 2^-30.
+    """
     if isinstance(layer, str):
         # Computed by hand, because torch.compile does not trace the hash functions of the standard library.
-        return 1000003 * (1001 + functools.reduce(lambda number, c: (31 * number + ord(c)) % 1000, layer, 0))
+        return 2**30 + functools.reduce(lambda number, c: (1000003 * number + ord(c)) % (2**30 - 35), layer, 0)
     return 1000003 * ((layer or 0) + 1)
 
 
@@ -148,19 +146,15 @@ def parse_layers(text: str) -> list[Layer]:
     """
     found: list[Layer] = []
     for part in (part.strip() for part in text.split(",")):
-        first, dash, last = part.partition("-")
-        ends = [first, last] if dash else [first, first]
-        if all(end.isascii() and end.isdecimal() and len(end) < 6 for end in ends) and int(ends[0]) <= int(ends[1]):
-            found += range(int(ends[0]), int(ends[1]) + 1)
-        elif _NAME.fullmatch(part):
+        if _NAME.fullmatch(part):
             found.append(part)
-        elif (
-            (names := _NAME_RANGE.fullmatch(part)) and _NAME.fullmatch(names[1][:-1]) and int(names[2]) <= int(names[3])
-        ):
-            found += [f"{names[1]}{number}" for number in range(int(names[2]), int(names[3]) + 1)]
-        else:
+            continue
+        match = _RANGE.fullmatch(part)
+        numbers = range(int(match["first"]), int(match["last"] or match["first"]) + 1) if match else ()
+        if match is None or not numbers:
             raise UnsupportedAttentionError(
                 f"--layers {text!r}: {part!r} is neither a layer nor a range of layers; write for example 0-5,8 or "
                 "encoder"
             )
+        found += [f"{match['before']}{number}" if match["before"] else number for number in numbers]
     return in_order(found)

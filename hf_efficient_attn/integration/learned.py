@@ -12,7 +12,7 @@ parameters for a corrupted one.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers import initialization
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.models import AttentionModule
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, learns_for_length
 
 # Contains no "attention.key" or the like, because Transformers renames such parts in the keys of some checkpoints.
@@ -111,11 +112,7 @@ class LearnedParameters(nn.Module):
 
 
 def bind_replica(model: nn.Module) -> None:
-    """Make layers that share their parameters refer to the replica of the layer that holds them.
-
-    Args:
-        model: a model that is called. Unless it is a replica of `torch.nn.DataParallel`, nothing changes.
-    """
+    """Make layers that share their parameters refer to the replica of the layer that holds them."""
     if not _is_replica(model):
         return
     found = [module for module in model.modules() if isinstance(module, LearnedParameters)]
@@ -153,11 +150,6 @@ def learned_tensors(module: nn.Module) -> dict[str, Tensor] | None:
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
     """The learned parameters with which a module computes a method; empty if the method learns none.
 
-    Args:
-        module: the attention module.
-        method: the method's config.
-        name: the module's name in its model, for the message.
-
     Raises:
         UnsupportedAttentionError: the module lacks the parameters, because the model's config was changed without
             switching the model. Start values would silently give another output.
@@ -176,31 +168,14 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
     )
 
 
-class Request(NamedTuple):
-    """What one attention module needs parameters for.
-
-    Attributes:
-        module: the attention module.
-        method: its method; None if it computes exact attention.
-        config: the config that applies to it.
-        model: the model that holds it.
-        name: how error messages name it.
-    """
-
-    module: nn.Module
-    method: MethodConfig | None
-    config: PreTrainedConfig
-    model: nn.Module
-    name: str
-
-
-def plan(requests: Sequence[Request]) -> list[LearnedParameters | None]:
+def plan(requests: Sequence[tuple[AttentionModule, MethodConfig | None]], kind: str) -> list[LearnedParameters | None]:
     """Make the learned parameters that attention modules need, without changing the modules.
 
     Parameters that a module already has for the same hyperparameters are kept.
 
     Args:
-        requests: for all attention modules of a model, in order.
+        requests: all attention modules of a model, in order, with their methods; None for exact attention.
+        kind: how error messages name the model.
 
     Returns:
         What `attach` shall give to each module.
@@ -209,23 +184,27 @@ def plan(requests: Sequence[Request]) -> list[LearnedParameters | None]:
         UnsupportedAttentionError: the sizes cannot be determined from a module and its config, or a module's parameters
             are offloaded.
     """
-    sizes = [_sizes(request) for request in requests]
-    present = [learned_of(request.module) for request in requests]
-    groups = [_group(request, size) for request, size in zip(requests, sizes, strict=True)]
+    wanted = []
+    for found, method in requests:
+        sizes = None if method is None or not learns(method) else _sizes(found, method, kind)
+        shares = sizes is not None and getattr(method, "share", None) == "layers"
+        # What layers that share their parameters have in common.
+        group = (id(found.owner), method, *sizes.values()) if shares and sizes is not None else None
+        wanted.append((found, method, sizes, learned_of(found.module), group))
     # The parameters that the layers of a group have shared so far, whichever of the layers will hold them.
     shared: dict[tuple | None, LearnedParameters] = {}
-    for request, current, group in zip(requests, present, groups, strict=True):
-        if group is not None and current is not None and current.method == request.method:
+    for _, method, _, current, group in wanted:
+        if group is not None and current is not None and current.method == method:
             shared.setdefault(group, current.holder)
     leaders: dict[tuple | None, LearnedParameters] = {}
     planned: list[LearnedParameters | None] = []
-    for request, size, current, group in zip(requests, sizes, present, groups, strict=True):
-        if request.method is None or size is None:
+    for found, method, sizes, current, group in wanted:
+        if method is None or sizes is None:
             planned.append(None)
             continue
         leader = leaders.get(group)
-        if current is None or current.method != request.method or current.holder is not (leader or current):
-            current = LearnedParameters(request.method, size, *_like(request), leader=leader)
+        if current is None or current.method != method or current.holder is not (leader or current):
+            current = LearnedParameters(method, sizes, *_like(found, kind), leader=leader)
             if leader is None and group in shared:
                 for name, parameter in shared[group].tensors().items():
                     setattr(current, name, parameter)
@@ -244,39 +223,33 @@ def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
         setattr(module, NAME, parameters)
 
 
-def _group(request: Request, sizes: dict[str, int] | None) -> tuple | None:
-    """What layers that share their parameters have in common; None if every layer has its own."""
-    if sizes is None or getattr(request.method, "share", None) != "layers":
-        return None
-    return id(request.model), request.method, *sizes.values()
-
-
-def _like(request: Request) -> tuple[torch.device | None, torch.dtype | None]:
+def _like(found: AttentionModule, kind: str) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type of the parameters of the attention module; the default type if those are quantised."""
-    beside = next(request.module.parameters(), None)
+    beside = next(found.module.parameters(), None)
     if beside is None:
         return None, None
-    if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in request.module.modules()):
+    if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
         raise UnsupportedAttentionError(
-            f"{request.name} is offloaded, so that no learned parameters can be added to it: convert the model first "
-            "and offload it then"
+            f"{kind} at {found.location.name} is offloaded, so that no learned parameters can be added to it: convert "
+            "the model first and offload it then"
         )
     return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
 
 
-def _sizes(request: Request) -> dict[str, int] | None:
-    """The sizes that determine the learned parameters of a module; None if its method learns none."""
-    module, method, config = request[:3]
-    if method is None or not learns(method):
-        return None
-    num_heads = _first(module, ("num_attention_heads", "num_heads", "n_heads"))
-    num_heads = num_heads or _first(config, ("num_attention_heads", "n_head", "n_heads"))
-    num_kv_heads = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or num_heads
+def _sizes(found: AttentionModule, method: MethodConfig, kind: str) -> dict[str, int]:
+    """The sizes that determine the learned parameters of a module."""
+    module, config = found.module, found.config
+    num_heads = first_number(module, ("num_attention_heads", "num_heads", "n_heads"))
+    num_heads = num_heads or first_number(config, ("num_attention_heads", "n_head", "n_heads"))
+    num_kv_heads = (
+        first_number(module, ("num_key_value_heads",)) or first_number(config, ("num_key_value_heads",)) or num_heads
+    )
     # With multi-head latent attention (DeepSeek-V2 and later), `head_dim` is the part with rotary positions, and values
     # have another size than keys.
-    head_dim = _first(module, ("qk_head_dim", "head_dim", "attention_head_size")) or _first(config, ("head_dim",))
-    value_dim = _first(module, ("value_head_dim", "v_head_dim"))
-    hidden_size = _first(config, ("hidden_size", "n_embd", "dim"))
+    head_dim = first_number(module, ("qk_head_dim", "head_dim", "attention_head_size")) or first_number(
+        config, ("head_dim",)
+    )
+    hidden_size = first_number(config, ("hidden_size", "n_embd", "dim"))
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
     max_length = _max_length(method, module, config) if learns_for_length(method) else 1
@@ -286,15 +259,14 @@ def _sizes(request: Request) -> dict[str, int] | None:
         if num_heads and head_dim and hasattr(method, "max_length"):
             instead = "give max_length=N, the number of tokens of your longest sequence"
         raise UnsupportedAttentionError(
-            f"{method.method}: the {missing} of {request.name} cannot be determined from {type(config).__name__}, so "
-            f"that its learned parameters cannot be made: {instead}"
+            f"{method.method}: the {missing} of {kind} at {found.location.name} cannot be determined from "
+            f"{type(config).__name__}, so that its learned parameters cannot be made: {instead}"
         )
-    value_dim = value_dim or head_dim
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads or num_heads,
         "head_dim": head_dim,
-        "value_dim": value_dim,
+        "value_dim": first_number(module, ("value_head_dim", "v_head_dim")) or head_dim,
         "max_length": max_length,
     }
 
@@ -305,8 +277,8 @@ def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfi
     It comes from the method's own `max_length`, from the module, from the table of positions, or from the number of
     patches in an image, in this order.
     """
-    length = getattr(method, "max_length", 0) or _first(module, ("max_tokens",))
-    length = length or _first(config, ("max_position_embeddings", "n_positions", "max_source_positions"))
+    length = getattr(method, "max_length", 0) or first_number(module, ("max_tokens",))
+    length = length or first_number(config, ("max_position_embeddings", "n_positions", "max_source_positions"))
     if length:
         return length
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
@@ -321,7 +293,7 @@ def _pair(size: int | Sequence[int]) -> tuple[int, ...]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _first(holder: object, names: tuple[str, ...]) -> int | None:
+def first_number(holder: object, names: tuple[str, ...]) -> int | None:
     """The first of these attributes that is a positive integer."""
     for name in names:
         value = getattr(holder, name, None)

@@ -1,15 +1,27 @@
-"""What the code of a model's classes says about its attention, found without running it."""
+"""What a switch must know about the classes of a model: what their code says, and the exceptions that are listed here.
 
+Whether a class asks the attention interface, and which arguments it gives to its attention function, is read from the
+code of the class, because any model can differ in this. The other questions concern a few models of Transformers. All
+classes of versions 5.12 and 5.24 were looked through for the lists.
+"""
+
+import copy
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any, TypeGuard
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.settings import EXACT
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_ARGUMENTS: dict[type[nn.Module], frozenset[str]] = {}
 # Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
 # (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
 _RELATIVE = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
@@ -19,6 +31,19 @@ _CHANGES = {
     "attn_logit_softcapping": "a soft cap",
     "indexer": "a mask of the keys that each query selects",
 }
+# Methods by which attention classes make a (queries, keys) mask of their own: Doge, GLM 5.
+_OWN_MASKS = ("prepare_dynamic_mask", "build_attention_mask_from_topk")
+# Attention classes that read the keys of the cache's layers, models that compose their masks if their config has
+# `use_bidirectional_attention`, and convolutions that find the padding in a (B, 1, Nq, Nk) mask.
+_READS_CACHE = {"DiffusionGemmaDecoderTextAttention"}
+_COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
+_FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
+# Models that do not use the table of attention classes in their file.
+_WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
+# Transformers' functions that make a mask in the form of an implementation.
+_MASKS = frozenset({"create_bidirectional_mask", "create_causal_mask"})
+# The attribute of a module that has the forward pre-hook below.
+_HOOKED = "_efficient_attention_mask_hook"
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
@@ -26,27 +51,19 @@ def uses_interface(kind: type[nn.Module]) -> bool:
     return any(True for _ in _attention_functions(kind))
 
 
-def own_mask(kind: type[nn.Module]) -> str | None:
-    """The name of the method by which an attention class makes a (queries, keys) mask of its own; None without one."""
-    for function in _attention_functions(kind):
-        for name in function.__code__.co_names:
-            if "mask" in name and inspect.isfunction(getattr(kind, name, None)):
-                return name
-    return None
+def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
+    """The names of the arguments that an attention class passes to its attention function, or that this reads.
 
-
-def reads_cache(kind: type[nn.Module]) -> bool:
-    """Whether an attention class reads the keys of a cache's layers itself, instead of by the cache's `update`.
-
-    Classes for self-attention and cross attention read only those of cross attention, after they have asked the cache
-    whether it has them (`is_updated`).
+    They are the strings in the code of the methods that ask the interface and of `eager_attention_forward` beside them,
+    and the parameters of the latter. Some of the strings have other uses.
     """
-    if not uses_interface(kind):
-        return False
-    own = (vars(base) for base in kind.__mro__ if base not in nn.Module.__mro__)
-    functions = [x for attributes in own for x in attributes.values() if inspect.isfunction(x)]
-    names = (set(inspect.unwrap(function).__code__.co_names) for function in functions)
-    return any({"layers", "keys"} <= found and "is_updated" not in found for found in names)
+    names: set[str] = set()
+    for function in _attention_functions(kind):
+        names |= _strings(function.__code__)
+        eager = function.__globals__.get("eager_attention_forward")
+        if inspect.isfunction(eager):
+            names |= _strings(eager.__code__) | set(inspect.signature(eager).parameters)
+    return frozenset(names)
 
 
 def score_change(module: nn.Module, *, is_attention: bool) -> str | None:
@@ -64,52 +81,64 @@ def score_change(module: nn.Module, *, is_attention: bool) -> str | None:
     return found[0] if found else None
 
 
+def own_mask(kind: type[nn.Module]) -> str | None:
+    """The name of the method by which an attention class makes a (queries, keys) mask of its own; None without one."""
+    return next((name for name in _OWN_MASKS if hasattr(kind, name)), None)
+
+
+def reads_cache(kind: type[nn.Module]) -> bool:
+    """Whether an attention class reads the keys of a cache's layers itself, instead of by the cache's `update`."""
+    return not _READS_CACHE.isdisjoint(base.__name__ for base in kind.__mro__)
+
+
 def composes_mask(model: nn.Module) -> bool:
     """Whether a model composes its masks by a function of its own, as its config asks for (EmbeddingGemma)."""
-    name, forward = "use_bidirectional_attention", inspect.unwrap(type(model).forward)
-    if getattr(model.config, name, None) is not True or not inspect.isfunction(forward):
-        return False
-    return name in forward.__code__.co_names and "or_mask_function" in _strings(forward.__code__)
-
-
-def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """The names of the arguments that an attention class passes to its attention function, or that this reads.
-
-    They are the strings in the code of the methods that ask the interface and of `eager_attention_forward` beside them,
-    and the parameters of the latter. Some of the strings have other uses.
-    """
-    # Not `functools.cache`, which torch.compile ignores. `models.switch` fills the dictionary before a graph is traced.
-    if kind not in _ARGUMENTS:
-        names: set[str] = set()
-        for function in _attention_functions(kind):
-            names |= _strings(function.__code__)
-            eager = function.__globals__.get("eager_attention_forward")
-            if inspect.isfunction(eager):
-                names |= _strings(eager.__code__) | set(inspect.signature(eager).parameters)
-        _ARGUMENTS[kind] = frozenset(names)
-    return _ARGUMENTS[kind]
+    names = {base.__name__ for base in type(model).__mro__}
+    return not _COMPOSES_MASK.isdisjoint(names) and getattr(model.config, "use_bidirectional_attention", None) is True
 
 
 def attention_table(kind: type[nn.Module]) -> str | None:
-    """The table from which a model takes its attention class by the name of the implementation; None without one.
-
-    Such a table has an entry for "eager". It is found by following the classes that the constructors name.
-    """
-    waiting, seen = [kind], {kind}
-    while waiting:
-        current = waiting.pop()
-        for cls in current.__mro__:
-            if cls.__module__.startswith("torch.") or not inspect.isfunction(vars(cls).get("__init__")):
-                continue
-            constructor = inspect.unwrap(vars(cls)["__init__"])
-            for name in _names(constructor.__code__):
-                value = constructor.__globals__.get(name)
-                if isinstance(value, dict) and "eager" in value and all(map(_is_module_class, value.values())):
-                    return name
-                if _is_module_class(value) and value not in seen:
-                    seen.add(value)
-                    waiting.append(value)
+    """The table, with an entry for "eager", from which a model takes its attention class; None without one."""
+    for cls in kind.__mro__:
+        if _WITHOUT_TABLE.fullmatch(cls.__name__):
+            return None
+        for name, value in vars(sys.modules[cls.__module__]).items() if issubclass(cls, PreTrainedModel) else ():
+            if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
+                return name
     return None
+
+
+def adapt_mask_reader(module: Any) -> None:
+    """Give a module that is no attention of the interface, but reads a mask, what it can read. It stays right after.
+
+    The mask of every method here is that of the keys, (B, Nk). Two kinds of modules expect another one:
+
+    - convolutions that find the padding in a (B, 1, Nq, Nk) mask (LASR's): they get the mask as (B, 1, 1, Nk);
+    - pooling by PyTorch's own attention, with a mask that the module asks Transformers for (SigLIP 2's). Transformers
+      makes it for the implementation in the module's config, so that the module gets a config of exact attention.
+    """
+    if _FINDS_PADDING.fullmatch(type(module).__name__) and not getattr(module, _HOOKED, False):
+        module.register_forward_pre_hook(_extend_mask, with_kwargs=True)
+        setattr(module, _HOOKED, True)
+    forward, config = inspect.unwrap(type(module).forward), getattr(module, "config", None)
+    if (
+        isinstance(config, PreTrainedConfig)
+        and method_of(config) is not None
+        and not isinstance(module, PreTrainedModel)
+        and inspect.isfunction(forward)
+        and not _MASKS.isdisjoint(forward.__code__.co_names)
+        and not any(uses_interface(type(part)) for part in module.modules())
+    ):
+        module.config = copy.copy(config)
+        module.config._attn_implementation_internal = EXACT
+
+
+def _extend_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A forward pre-hook: make the mask of the keys bool (B, 1, 1, Nk)."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        kwargs = {**kwargs, "attention_mask": mask[:, None, None, :].to(torch.bool)}
+    return args, kwargs
 
 
 def _attention_functions(kind: type[nn.Module]) -> Iterator[Any]:
@@ -121,23 +150,11 @@ def _attention_functions(kind: type[nn.Module]) -> Iterator[Any]:
                 yield function
 
 
-def _is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
-    return inspect.isclass(value) and issubclass(value, nn.Module)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of the functions and comprehensions inside it."""
-    yield code
+def _strings(code: CodeType) -> set[str]:
+    """The strings in the code of a function, also in tuples and in functions and comprehensions inside it."""
+    found: set[str] = set()
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _names(code: CodeType) -> set[str]:
-    return {name for inner in _codes(code) for name in inner.co_names}
-
-
-def _strings(code: CodeType) -> set[str]:
-    constants = [constant for inner in _codes(code) for constant in inner.co_consts]
-    constants += [item for constant in constants if isinstance(constant, tuple) for item in constant]
-    return {constant for constant in constants if isinstance(constant, str)}
+            found |= _strings(constant)
+        found |= {item for item in (constant if isinstance(constant, tuple) else [constant]) if isinstance(item, str)}
+    return found

@@ -1,93 +1,88 @@
-"""Switching the attention modules of a model to what the model's configs say, as one transaction."""
+"""Finding the Transformers models in a module, their configs, and their attention modules and where these are."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import hidden_states, learned, mask_readers, positions, windows
-from hf_efficient_attn.integration.attention import LOCATION
-from hf_efficient_attn.integration.checks import (
-    check_interface,
-    check_layers,
-    check_methods_of,
-    exact_cross_attention,
-    method_in,
-    refuse_unknown_implementation,
-    windowed_modules,
-)
-from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.distance_bias import attach_hook
-from hf_efficient_attn.integration.finding import (
-    AttentionModule,
-    attention_modules,
-    configs_of,
-    is_attention,
-    models_in,
-    transformers_models,
-    with_parts,
-)
-from hf_efficient_attn.integration.masks import refuse_packed_rows
-from hf_efficient_attn.integration.refusals import WARNED, no_attentions, warn_of_exact_cross_attention
+from hf_efficient_attn.integration import windows
+from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
+from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
+from hf_efficient_attn.integration.model_code import attention_arguments
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import MethodConfig
 
-__all__ = [
-    "AttentionModule",
-    "attention_modules",
-    "choose",
-    "configs_of",
-    "is_attention",
-    "models_in",
-    "refuse_unknown_implementation",
-    "snapshot",
-    "switch",
-    "transformers_models",
-    "with_parts",
-]
-# The attribute of a model that has the forward pre-hook below.
-_GUARDED = "_efficient_attention_guarded"
+_CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
+# The attribute of an attention module that holds its `ModuleLocation`.
+LOCATION = "_efficient_attention"
 
 
-def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
-    """The present state of models and their configs, to be restored if a switch fails."""
-    return Snapshot(models, [config for model in models for config in configs_of(model)])
+class ModuleLocation(NamedTuple):
+    """Where an attention module is in its model.
 
-
-def switch(
-    models: Sequence[PreTrainedModel], change_configs: Callable[[], Any] | None = None, *, is_complete: bool = True
-) -> None:
-    """Change the configs of models, and give all their attention modules what the configs then ask for.
-
-    This is one transaction: if anything fails, all models and configs are restored. All checks are made and all new
-    parameters created before the first module is changed.
-
-    Args:
-        models: outermost Transformers models.
-        change_configs: changes their configs; by default they stay as they are.
-        is_complete: False for models that become parts of others, which have the layers that `layers` names, or all
-            attention.
-
-    Raises:
-        UnsupportedAttentionError: a decoder with a method without a causal form; a module with fewer keys than queries
-            and a method that needs as many; a model that does not use the attention interface; `layers` that a model
-            does not have; learned parameters whose sizes cannot be determined.
+    Attributes:
+        layer: its layer, as `layers.layer_of` determines it.
+        name: its name within the model.
+        is_cross: whether its keys come from another model or stack.
+        label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
+            number, the part of the name up to it, such as "encoder.layers.0".
+        window: the sliding window that its model gives it, as `windows.window_of` determines it; None for none.
+        arguments: what its class gives to the attention function, as `model_code.attention_arguments` finds it; None
+            before a switch. A graph cannot look for it.
     """
-    before = snapshot(models)
-    try:
-        if change_configs is not None:
-            change_configs()
-        plans = [_plan(model, is_complete) for model in models]
-        for plan in plans:
-            plan.warn()
-        for plan in plans:
-            plan.carry_out()
-    except BaseException:
-        before.restore()
-        raise
+
+    layer: Layer | None
+    name: str
+    is_cross: bool
+    label: Layer | None
+    window: int | None = None
+    arguments: frozenset[str] | None = None
+
+
+class AttentionModule(NamedTuple):
+    """A module that computes attention.
+
+    Attributes:
+        module: the module itself.
+        location: where it is in its model.
+        config: the config that applies to it.
+        owner: the innermost model that holds it.
+    """
+
+    module: nn.Module
+    location: ModuleLocation
+    config: PreTrainedConfig
+    owner: PreTrainedModel
+
+    @property
+    def chosen(self) -> MethodConfig | None:
+        """The method that the config chooses for the layer of the module; None for exact attention."""
+        return method_at(self.config, method_of(self.config), self.location)
+
+
+def location_of(module: nn.Module) -> ModuleLocation:
+    """The location that a switch wrote on the module, or else what the module itself says about it."""
+    location: ModuleLocation | None = getattr(module, LOCATION, None)
+    if location is not None:
+        return location
+    layer = layer_of(module, str(getattr(module, "layer_idx", "")))
+    if layer is None:
+        raise UnsupportedAttentionError(
+            f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
+            "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
+        )
+    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
+
+
+def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
+    """The method that a config which names it chooses for an attention module; None for exact attention."""
+    if name is None or location.window is not None:  # layers with a window stay exact
+        return None
+    return settings_of(config, name).for_layer(location.layer, location.name)
 
 
 def choose(models: Sequence[PreTrainedModel], settings: EfficientAttentionConfig) -> None:
@@ -98,112 +93,98 @@ def choose(models: Sequence[PreTrainedModel], settings: EfficientAttentionConfig
             config.efficient_attention = settings
 
 
-class _Plan(NamedTuple):
-    """What a switch changes in one model, ready to be carried out by assignments alone.
+def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
+    """The present state of models and their configs, to be restored if a switch fails."""
+    return Snapshot(models, [config for model in models for config in configs_of(model)])
 
-    Attributes:
-        parts: the models in the model, for the checks of their calls; empty if it is switched to no method.
-        modules: all attention modules whose location is to be noted.
-        parameters: for every attention module, the learned parameters that it gets.
-        forwards: for every attention module, the forward that it gets of its own.
-        exact: modules whose cross attention stays exact, and their names, by the reason.
-        windowed: the chosen modules that stay exact because of a window, and that were not warned of yet.
+
+def models_in(module: nn.Module) -> list[PreTrainedModel]:
+    """The Transformers models in a module, itself included, outermost first."""
+    return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+
+
+def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
+    """The outermost Transformers models in a module: the module itself if it is one.
+
+    Raises:
+        UnsupportedAttentionError: it contains none.
     """
-
-    parts: list[PreTrainedModel]
-    modules: list[AttentionModule]
-    parameters: list[tuple[nn.Module, learned.LearnedParameters | None]]
-    forwards: list[tuple[nn.Module, Callable[..., Any] | None]]
-    exact: dict[str, list[tuple[nn.Module, str]]]
-    windowed: list[AttentionModule]
-
-    def warn(self) -> None:
-        """Warn of cross attention and of layers with a window, which stay exact."""
-        if self.windowed:
-            names = [found.location.name for found in self.windowed]
-            windows.warn_of_windows(str(method_of(self.windowed[0].config)), names)
-        for reason, found in self.exact.items():
-            warn_of_exact_cross_attention(found[0][0], reason, [name for _, name in found])
-
-    def carry_out(self) -> None:
-        """Change the modules."""
-        for module, parameters in self.parameters:
-            learned.attach(module, parameters)
-        for found in self.modules:
-            setattr(found.module, LOCATION, found.location)
-        for module, forward in self.forwards:
-            hidden_states.attach(module, forward)
-        for found in self.modules:
-            attach_hook(found.module)
-        warned = [module for group in self.exact.values() for module, _ in group]
-        for module in (*warned, *(found.module for found in self.windowed)):
-            setattr(module, WARNED, True)
-        for part in self.parts:
-            if not getattr(part, _GUARDED, False):
-                part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
-                setattr(part, _GUARDED, True)
-            for inner in part.modules():
-                mask_readers.adapt(inner)
-        for part, tables in positions.tables_of(self.parts).items():
-            if tables:
-                setattr(part, positions.TABLES, tables)
+    found: list[PreTrainedModel] = []
+    waiting = [model] if isinstance(model, nn.Module) else []
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, PreTrainedModel):
+            found.append(module)
+        else:
+            waiting += list(module.children())
+    if not found:
+        raise UnsupportedAttentionError(_no_model(model))
+    return found
 
 
-def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
-    """Check a model against what its configs ask for, and make what it needs for it."""
-    parts, found = models_in(model), list(attention_modules(model))
-    methods: list[MethodConfig | None] = [None] * len(found)
-    chosen: list[AttentionModule] = []
-    windowed: list[AttentionModule] = []
-    if any(method_of(part.config) for part in parts):
-        _hand_down(model, parts)
-        chosen = [each for each in found if method_of(each.config)]
-        check_interface(model, chosen, is_complete)
-        check_layers(model, chosen, is_complete)
-        windowed = windowed_modules(model, chosen) if is_complete else []
-        methods = [method_in(each) if method_of(each.config) else None for each in found]
-        check_methods_of(model, chosen)
-    else:
-        parts = []
-    kind = type(model).__name__
-    requests = [
-        learned.Request(each.module, method, each.config, each.owner, f"{kind} at {each.location.name}")
-        for each, method in zip(found, methods, strict=True)
-    ]
-    modules = [each.module for each in found]
-    forwards = [hidden_states.plan(module, method) for module, method in zip(modules, methods, strict=True)]
-    return _Plan(
-        parts=parts,
-        modules=chosen,
-        parameters=list(zip(modules, learned.plan(requests), strict=True)),
-        forwards=list(zip(modules, forwards, strict=True)),
-        exact=exact_cross_attention(chosen),
-        windowed=windowed,
-    )
+def _no_model(value: object) -> str:
+    """Why something holds no Transformers model, and what to give instead."""
+    if isinstance(value, str):
+        return f"{value!r} is a name and no model: load it first, for example with AutoModel.from_pretrained({value!r})"
+    if isinstance(value, type):
+        return f"{value.__name__} is a class and no model: make one, for example with {value.__name__}.from_pretrained"
+    if isinstance(value, PreTrainedConfig):
+        return f"a {type(value).__name__} is a config and no model: make one with AutoModel.from_config(config)"
+    advice = ": give its attribute model" if isinstance(getattr(value, "model", None), PreTrainedModel) else ""
+    return f"a {type(value).__name__} holds no Transformers model (a PreTrainedModel){advice}"
 
 
-def _hand_down(model: PreTrainedModel, parts: Sequence[PreTrainedModel]) -> None:
-    """Apply a choice on the config of a composite model to its parts, as Transformers does `attn_implementation`."""
-    stored = model.config.efficient_attention
-    for part in parts:
-        missing = part.config.efficient_attention is None
-        if stored is not None and missing and method_of(part.config) == stored.settings.method:
-            part.config.efficient_attention = stored.settings
+def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
+    """All configs of the Transformers models in a module, with their sub-configs, each once."""
+    return with_parts([m.config for m in models_in(model)])
 
 
-def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: refuse `output_attentions`, packed rows, and inputs longer than the position table.
+def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
+    """Configs and all their sub-configs, each once."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = list(configs)
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in found:
+            found[id(config)] = config
+            waiting += parts_of(config).values()
+    return list(found.values())
 
-    Some models do not pass these arguments on to their attention. It also prepares a replica of
-    `torch.nn.DataParallel`.
+
+def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
+    """The modules of a model that compute attention.
+
+    Layers count from the innermost model that holds the module, so that they keep their numbers if their model becomes
+    part of another. Names count from `model`, without the prefix by which a model with a head holds the one without:
+    they are the same in `BartModel` and in `BartForConditionalGeneration`.
     """
-    name = method_of(model.config)
-    if name is None:
-        return
-    learned.bind_replica(model)
-    given = positions.by_name(model, args, kwargs)
-    refuse_packed_rows(given)
-    positions.refuse_long_input(model, given)
-    requested = given.get("output_attentions")
-    if model.config.output_attentions if requested is None else requested:
-        raise UnsupportedAttentionError(no_attentions(name))
+    head = f"{getattr(model, 'base_model_prefix', '')}."
+    owners: dict[str, tuple[str, PreTrainedModel | None]] = {}
+    found: list[AttentionModule] = []
+    for path, module in model.named_modules():
+        prefix, owner = owners.get(path.rpartition(".")[0], ("", None))
+        owners[path] = (path, module) if isinstance(module, PreTrainedModel) else (prefix, owner)
+        if owner is None or isinstance(module, PreTrainedModel) or not is_attention(module):
+            continue
+        name = path.removeprefix(prefix).removeprefix(".")
+        is_cross = bool(getattr(module, "is_cross_attention", False)) or any(
+            word in f"{name}.{type(module).__name__}".lower() for word in _CROSS
+        )
+        config = getattr(module, "config", None)
+        config = config if isinstance(config, PreTrainedConfig) else owner.config
+        layer, arguments = layer_of(module, name), attention_arguments(type(module))
+        window = None if is_cross else windows.window_of(module, config)
+        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window, arguments)
+        found.append(AttentionModule(module, location, config, owner))
+    stacks: dict[Layer | None, set[str]] = {}
+    for one in found:
+        stacks.setdefault(one.location.layer, set()).add(stem_of(one.location.name))
+    for one in found:
+        layer, name = one.location.layer, one.location.name
+        is_shared = isinstance(layer, int) and len(stacks[layer]) > 1
+        yield one._replace(location=one.location._replace(label=stem_of(name))) if is_shared else one
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is one that computes attention, through the interface or not."""
+    return isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__

@@ -6,8 +6,7 @@ their batch row. What happens to a row depends on its own valid tokens only, and
 a time or together. The tokens of the first call, usually the prompt, are computed by the method itself, as without a
 cache.
 
-As with a `recurrent.StateLayer`, `update` returns keys that say which layer they come from, and the attention function
-asks this layer for its output.
+It follows the protocol of `cache_layers`, as a `recurrent.StateLayer` does.
 """
 
 import functools
@@ -20,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.integration.cache_layers import Call, MethodLayer, Record, Tokens
+from hf_efficient_attn.integration.cache_layers import MethodLayer, Record, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.recurrent import StateLayer
 from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
@@ -28,7 +27,7 @@ from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.tokens import take
-from hf_efficient_attn.ops.tracing import replaced_in_graphs
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The smallest budget: one newest key, two more before they are merged, and five landmarks.
 _SMALLEST = 8
@@ -41,9 +40,8 @@ def _refuse() -> NoReturn:
     )
 
 
-@replaced_in_graphs(_refuse)
-def _check_eager() -> None:
-    """Refuse a call that is compiled."""
+# A call that is compiled is refused.
+_check_eager = replaced_in_graphs(_refuse)(nothing)
 
 
 class NearFarLayer(MethodLayer):
@@ -63,6 +61,11 @@ class NearFarLayer(MethodLayer):
         valid: int64 (B,), number of valid tokens of each row, on the CPU.
     """
 
+    keys: Any
+    values: Any
+    position: Any
+    counts: Any
+    coreset: GrowingCoreset | None
     supports_early_init = False
     _content = ("keys", "values", "position", "coreset", "counts", "valid")
     _holds = "landmarks"
@@ -78,16 +81,12 @@ class NearFarLayer(MethodLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        self.position: Any = None
-        self.counts: Any = None
-        self.coreset: GrowingCoreset | None = None
         self.scale = 0.0
 
     @property
     def merged(self) -> Tensor:
         """Number of keys of each row that the landmarks represent, int64 (B,)."""
-        merged: Tensor = self.valid - self.counts
-        return merged
+        return torch.as_tensor(self.valid - self.counts)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin with no keys, of these sizes and types."""
@@ -109,33 +108,26 @@ class NearFarLayer(MethodLayer):
             self.lazy_initialization(key_states, value_states)
         return self._take(key_states), value_states
 
-    def _attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
+    def _attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
         key, value, mask = tokens
         query, key = query.to(value.dtype), key.to(value.dtype)
         if mask is not None:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-        self.scale, new = query.shape[3] ** -0.5 if call.scale is None else call.scale, Tokens(key, value, mask)
+        self.scale = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
+        new = Tokens(key, value, mask)
         self._record(new)
         if self.seen > new.number:
-            attend = functools.partial(self._attend, query, dropout_p=call.dropout_p)
+            attend = functools.partial(self._attend, query, dropout_p=options["dropout_p"])
             return torch.cat(self._add(new, attend), 2)
-        out = attention(
-            self.method, query, key, value, attention_mask=mask, is_causal=True, scale=call.scale,
-            dropout_p=call.dropout_p, seed=call.seed, parameters=call.parameters,
-        )  # fmt: skip
+        out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
         self._add(new)
         return out
 
     def _add(self, new: Tokens, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
         """Keep the new tokens, and merge the older ones of rows that are full: of the first tokens after all are added.
 
-        Args:
-            new: the last tokens of those seen.
-            attend: called for every piece of the new tokens, with the position of the first one, as soon as its keys
-                are kept.
-
-        Returns:
-            what `attend` returned.
+        Whenever the keys of some of the new tokens are kept, `attend` is called with these tokens and the position of
+        the first one. What it returns is returned.
         """
         outs, start, earlier = [], 0, self.seen - new.number
         if earlier == 0:
@@ -162,7 +154,6 @@ class NearFarLayer(MethodLayer):
 
     def _append(self, new: Tokens, first: int) -> None:
         """Keep the keys of tokens from position `first` on."""
-        assert self.keys is not None and self.values is not None
         position = torch.arange(first, first + new.number, device=self.device).expand(len(self.counts), -1)
         added: Tensor | int = new.number
         if new.mask is not None:
@@ -175,7 +166,6 @@ class NearFarLayer(MethodLayer):
 
     def _attend(self, query: Tensor, piece: slice, first: int, dropout_p: float) -> Tensor:
         """Attention of a piece of the queries (B, H, N, D), from position `first` on, to kept keys and landmarks."""
-        assert self.keys is not None and self.values is not None
         query = query[:, :, piece]
         (batch, num_heads, q_len, _), num_kv_heads = query.shape, self.keys.shape[1]
         # The query heads of a group are passed as if they were several queries of one head.
@@ -184,20 +174,18 @@ class NearFarLayer(MethodLayer):
         row = torch.arange(first, first + q_len, device=self.device)[:, None]
         pairs = (self.position[:, None] >= 0) & (self.position[:, None] <= row)
         bias = mask_bias(pairs.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0), query.dtype)
-        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
-        blocks = (x[:, None] for x in (flat, keys, values, bias))
+        blocks = (x[:, None] for x in (flat, self.keys.flatten(0, 1), self.values.flatten(0, 1), bias))
         out, lse = (x[:, 0] for x in attend(*blocks, scale=self.scale, dropout_p=dropout_p))
         if self.coreset is not None:
             coreset = GrowingCoreset(*(x.flatten(0, 1) for x in self.coreset))
             far = coreset_partial(flat, coreset, scale=self.scale)
             out = merge(far, Partial(out.to(far.out.dtype), lse)).out
-        return out.to(values.dtype).reshape(batch, num_heads, q_len, -1)
+        return out.to(self.values.dtype).reshape(batch, num_heads, q_len, -1)
 
     def _merge_rows(self, full: Tensor) -> None:
         """In each full row, of bool (B,), merge all kept keys except the newest into the landmarks."""
         if not full.any():
             return
-        assert self.keys is not None and self.values is not None
         if self.coreset is None:
             self.coreset = empty_coreset(self.keys, self.values, self.num_landmarks)
         index = full.nonzero()[:, 0].to(self.device)
@@ -206,30 +194,25 @@ class NearFarLayer(MethodLayer):
         old = (position >= 0) & (position < newest)
         # The oldest keys come first in every row, so that what is computed does not depend on the padding.
         order = torch.where(old, position, self.seen).argsort(dim=1)[:, : int(old.sum(1).max())]
-        num_kv_heads = self.keys.shape[1]
+        rows, num_kv_heads = len(index), self.keys.shape[1]
         order_of_heads, mask = (x.repeat_interleave(num_kv_heads, 0) for x in (order, old.gather(1, order)))
         key, value = (take(x[index].flatten(0, 1), order_of_heads) for x in (self.keys, self.values))
         own = GrowingCoreset(*(x[index].flatten(0, 1) for x in self.coreset))
-        merged = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=len(index))
-        self.coreset = GrowingCoreset(
-            *(
-                x.index_copy(0, index, new.unflatten(0, (len(index), num_kv_heads)))
-                for x, new in zip(self.coreset, merged, strict=True)
-            )
-        )
+        own = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=rows)
+        merged = (x.unflatten(0, (rows, num_kv_heads)) for x in own)
+        pairs = zip(self.coreset, merged, strict=True)
+        self.coreset = GrowingCoreset(*(x.index_copy(0, index, new) for x, new in pairs))
         self.position = self.position.index_copy(0, index, position.masked_fill(old, -1))
         self.counts = torch.where(full, self.num_newest, self.counts)
         self._drop_empty()
 
     def _drop_empty(self) -> None:
         """Keep as many columns as the fullest row needs, in the order of positions."""
-        assert self.keys is not None and self.values is not None
         order = self.position.argsort(dim=1)[:, self.position.shape[1] - int(self.counts.max()) :]
         self.position = self.position.gather(1, order)
         heads = order.repeat_interleave(self.keys.shape[1], 0)
-        self.keys, self.values = (
-            take(x.flatten(0, 1), heads).unflatten(0, x.shape[:2]) for x in (self.keys, self.values)
-        )
+        kept = (take(x.flatten(0, 1), heads).unflatten(0, x.shape[:2]) for x in (self.keys, self.values))
+        self.keys, self.values = kept
 
     def numel(self) -> int:
         """How many numbers the layer holds."""
@@ -241,7 +224,6 @@ class NearFarLayer(MethodLayer):
         return record.content["coreset"] is not self.coreset
 
     def _forget(self, number: int) -> None:
-        assert self.keys is not None and self.values is not None
         kept = (self.position >= 0) & (self.position < self.seen - number)
         counts = kept.sum(1).cpu()
         if ((self.merged > 0) & (counts == 0)).any():
@@ -254,13 +236,6 @@ class NearFarLayer(MethodLayer):
         self.seen, self.counts, self.valid = self.seen - number, counts, self.merged + counts
         self.position = self.position.masked_fill(~kept, -1)
         self._drop_empty()
-
-    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
-        self.record = None
-        if self.is_initialized:
-            for name in ("keys", "values", "position", "counts", "valid"):
-                setattr(self, name, select(getattr(self, name)))
-            self.coreset = None if self.coreset is None else GrowingCoreset(*(select(x) for x in self.coreset))
 
 
 class NearFarCache(Cache):

@@ -48,14 +48,10 @@ def position_offset(embedding: nn.Embedding) -> int:
 
 
 def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[PositionTable]:
-    """Find the learned tables over token positions in a model.
+    """Find the learned tables over token positions in a model to which a config applies.
 
     Such a table is an embedding with a usual name and as many entries as the config says. The entries before `offset`
     are not counted there.
-
-    Args:
-        model: the model.
-        config: the config that applies to it.
     """
     count = getattr(config, "max_position_embeddings", None)
     for module in model.modules():
@@ -68,11 +64,7 @@ def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[Position
 
 
 def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
-    """The tables that each of the models in a model holds itself, not through another one of them.
-
-    Args:
-        parts: the models, outermost first.
-    """
+    """The tables that each of the models in a model holds itself, not through another one of them."""
     found = {id(table.embedding): (part, table) for part in parts for table in find_tables(part, part.config)}
     return {part: tuple(table for owner, table in found.values() if owner is part) for part in parts}
 
@@ -90,18 +82,11 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
     Without this the call ends in an index error, on a GPU in an assertion that ends the process. Only shapes are looked
     at, unless they exceed the table: then positions that are given, or counted without padding, can still fit.
 
-    Args:
-        model: the model that holds the tables, at its attribute `TABLES`.
-        kwargs: the arguments of the call by their names.
-
     Raises:
         UnsupportedAttentionError: the input is too long.
     """
     tables: tuple[PositionTable, ...] = getattr(model, TABLES, ())
-    if not tables:
-        return
-    ids = kwargs.get("input_ids")
-    embeds = kwargs.get("inputs_embeds")
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     if isinstance(ids, Tensor) and ids.ndim >= 2:
         length = ids.shape[-1]
     elif isinstance(embeds, Tensor) and embeds.ndim >= 3:
@@ -110,13 +95,11 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
         return
     # Transformers 5.24 calls the argument `cache`.
     past: Any = kwargs.get("past_key_values", kwargs.get("cache"))
-    num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
+    num_past = past.get_seq_length() if tables and hasattr(past, "get_seq_length") else 0
     if not isinstance(num_past, Tensor):
         length = length + num_past
     for table in tables:
-        if length <= table.num_positions:
-            continue
-        used = _used_positions(table.embedding, length, ids, kwargs)
+        used = None if length <= table.num_positions else _used_positions(table.embedding, length, ids, kwargs)
         if used is not None and used > table.num_positions:
             raise UnsupportedAttentionError(
                 f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions (of a "
@@ -127,11 +110,6 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
 
 def refuse_long_generation(model: PreTrainedModel, num_tokens: int, kwargs: Mapping[str, Any]) -> None:
     """Refuse `generate` before it begins if its last tokens would exceed the position table.
-
-    Args:
-        model: the model that holds the tables, at its attribute `TABLES`.
-        num_tokens: how many tokens it gets in all, padding included. The last one that is generated is not among them.
-        kwargs: the arguments of the first call, from which the padding follows.
 
     Raises:
         UnsupportedAttentionError: there are fewer positions.
@@ -154,14 +132,7 @@ def refuse_long_generation(model: PreTrainedModel, num_tokens: int, kwargs: Mapp
 
 
 def _used_positions(embedding: nn.Embedding, length: int, ids: object, kwargs: Mapping[str, Any]) -> int | None:
-    """How many positions a call needs that has more columns than the table; None if that cannot be said.
-
-    Args:
-        embedding: the table.
-        length: the number of columns, those of the cache included.
-        ids: token ids (B, N), or None.
-        kwargs: the keyword arguments of the call.
-    """
+    """How many positions a call needs that has more columns (`length`) than the table; None if that cannot be said."""
     position_ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     has_offset = isinstance(getattr(embedding, "offset", None), int)
     counts: Tensor

@@ -1,9 +1,7 @@
 """Decoding from a state: a layer of Transformers' cache that holds the state of a recurrent method instead of all keys.
 
 `DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
-method has a recurrence (`extensions.extend_caches`). No attention class is patched: a model's attention module passes
-what `cache.update` returns straight to its attention function, so that the keys themselves can say which layer of which
-cache they come from.
+method has a recurrence (`extensions`). It follows the protocol of `cache_layers`.
 
 - The first keys of a sequence are returned as they are, with a reference to the layer. The attention function computes
   the prompt as it does without a cache, and then tells the layer how to make its state. If the layer is never asked,
@@ -15,7 +13,6 @@ cache they come from.
 Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys and values.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.cache_layers import LAYER, Call, MethodLayer, Tokens
+from hf_efficient_attn.integration.cache_layers import LAYER, MethodLayer, Tokens
 from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, get_method, update_state
 from hf_efficient_attn.ops.tracing import draw_seed, replaced_in_graphs
 
@@ -38,20 +35,18 @@ class StateLayer(MethodLayer):
         values: like the keys.
     """
 
-    _content = ("state", "valid")
+    _content = ("state", "valid", "pending", "keys", "values")
     _holds = "a state"
     _unshared = "a state does not support: generate with use_cache=False"
 
     def reset(self) -> None:
         """Forget all tokens."""
-        super().reset()
         self.state: Any = None
-        # Scale and seed, which all calls on one state must have in common.
-        self.options: dict[str, Any] | None = None
-        # The learned parameters of the method, by name, as the last call gave them.
-        self.parameters: Mapping[str, Tensor] | None = {}
         # Tokens that are not part of the state yet.
         self.pending: Tokens | None = None
+        # The options of the last call. Scale and seed are those of the first: all calls on one state share them.
+        self.options: dict[str, Any] | None = None
+        super().reset()
 
     @property
     def keeps_keys(self) -> bool:
@@ -82,17 +77,10 @@ class StateLayer(MethodLayer):
         setattr(returned, LAYER, self)
         return returned, value_states
 
-    def _first_attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
-        self.parameters = call.parameters
-        options: dict[str, Any] = {
-            "scale": call.scale,
-            "seed": draw_seed(query.device) if call.seed is None else call.seed,
-        }
+    def _first_attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
+        options = {**options, "seed": draw_seed(query.device) if options["seed"] is None else options["seed"]}
         key, value, mask = tokens
-        out = attention(
-            self.method, query, key, value, attention_mask=mask, is_causal=True, dropout_p=call.dropout_p,
-            parameters=call.parameters, **options,
-        )  # fmt: skip
+        out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
         # The layer's own keys may be on another device by now: an offloading cache moves them after `update`.
         if self.options is None and self.keys is not None and self.keys.shape == key.shape:
             tokens = tokens._replace(key=key.view_as(key))
@@ -105,32 +93,28 @@ class StateLayer(MethodLayer):
                 self._update_pending()
         return out
 
-    def _attention(self, query: Tensor, tokens: Tokens, call: Call) -> Tensor:
-        self.parameters = call.parameters
+    def _attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
+        assert self.options is not None
+        self.options = {**options, "scale": self.options["scale"], "seed": self.options["seed"]}
         self._update_pending()
         self._record(tokens)
-        assert self.options is not None
         out, self.state = attention_with_state(
-            self.method, self.state, query, tokens.key, tokens.value, attention_mask=tokens.mask,
-            dropout_p=call.dropout_p, parameters=call.parameters, **self.options,
-        )  # fmt: skip
+            self.method, self.state, query, tokens.key, tokens.value, attention_mask=tokens.mask, **self.options
+        )
         self._count(tokens)
         return out
 
     def _update_pending(self) -> None:
         if self.pending is not None:
-            self.state, self.pending = self._updated(self.pending), None
-
-    def _updated(self, tokens: Tokens) -> Any:
-        """The state after these tokens."""
-        assert self.options is not None
-        return update_state(
-            self.method, self.state, tokens.key, tokens.value, attention_mask=tokens.mask,
-            parameters=self.parameters, **self.options,
-        )  # fmt: skip
+            key, value, mask = self.pending
+            options = {**(self.options or {}), "dropout_p": 0.0}
+            self.state = update_state(self.method, self.state, key, value, attention_mask=mask, **options)
+            self.pending = None
 
     def _add(self, new: Tokens) -> None:
-        self.state, self.pending = self._updated(new), None
+        self._update_pending()
+        self.pending = new
+        self._update_pending()
         self._count(new)
 
     def _count(self, new: Tokens) -> None:
@@ -146,15 +130,6 @@ class StateLayer(MethodLayer):
             "with a new cache, or call its activate_past_recording() before the tokens come, as assisted generation "
             "does in newer versions of Transformers"
         )
-
-    def _select(self, select: Callable[[Tensor], Tensor]) -> None:
-        self.record = None
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = select(self.keys), select(self.values)
-        self._update_pending()
-        if self.state is not None:
-            self.state = type(self.state)(*(select(x) for x in self.state))
-        self.valid = None if self.valid is None else select(self.valid)
 
 
 def is_recurrent(method: MethodConfig) -> bool:

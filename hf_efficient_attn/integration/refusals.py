@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.model_code import attention_arguments
+from hf_efficient_attn.integration.models import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -52,13 +53,6 @@ def check_methods(
 ) -> None:
     """Check that methods suit a model.
 
-    Args:
-        configs: of the methods.
-        is_causal: whether the model is a decoder.
-        is_rectangular: whether its attention has fewer keys than queries by construction.
-        model: how the message names the model.
-        allow_learned: whether the methods may have learned parameters.
-
     Raises:
         UnsupportedAttentionError: a method does not suit the model. The message names the methods that do.
     """
@@ -82,16 +76,7 @@ def check_methods(
 
 
 def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None:
-    """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen.
-
-    Args:
-        method: the method that the model's config names for an attention module.
-        module: the module.
-        name: its name in its model.
-
-    Raises:
-        UnsupportedAttentionError: the method has no causal form.
-    """
+    """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen."""
     if get_method(method.method).info.causal:
         return
     if getattr(module, "is_causal", None) is True:
@@ -132,16 +117,7 @@ def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[st
 
 
 def refuse_arguments(name: str, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuse everything in a call of an attention module that would silently be lost.
-
-    Args:
-        name: what refuses, a method.
-        module: the attention module.
-        kwargs: the further arguments of the attention function.
-
-    Raises:
-        UnsupportedAttentionError: names the argument and what to do instead.
-    """
+    """Refuse everything in a call of an attention module that would silently be lost, in the name of a method."""
     if kwargs.get("output_attentions"):
         raise UnsupportedAttentionError(no_attentions(name))
     for argument, value in kwargs.items():
@@ -159,7 +135,11 @@ def _is_lost(module: nn.Module, argument: str, value: object) -> bool:
     )
     if not holds_tensors or argument in _INPUTS or any(word in argument for word in _LOSS_WORDS):
         return False
-    return any(word in argument for word in _ATTENTION_WORDS) or argument in attention_arguments(type(module))
+    if any(word in argument for word in _ATTENTION_WORDS):
+        return True
+    location: ModuleLocation | None = getattr(module, LOCATION, None)
+    known = None if location is None else location.arguments
+    return argument in (attention_arguments(type(module)) if known is None else known)
 
 
 def no_attentions(name: str) -> str:

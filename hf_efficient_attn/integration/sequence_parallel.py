@@ -11,7 +11,9 @@ the others its problem in the first collective of a call.
 """
 
 import inspect
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,21 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import models, positions
+from hf_efficient_attn.integration import positions
 from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.model_code import uses_interface
-from hf_efficient_attn.integration.sharding import PARALLEL, SHARDS, SequenceParallel
-from hf_efficient_attn.ops.shards import Shards, gather_plain
+from hf_efficient_attn.integration.models import attention_modules, is_attention, models_in, transformers_models
+from hf_efficient_attn.methods import MethodConfig, sharded_attention
+from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather_plain, over_heads
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+# The attribute of models and attention modules with their `SequenceParallel`.
+PARALLEL = "_efficient_attention_parallel"
+# The keyword argument by which layers get the shards of a call.
+SHARDS = "sequence_shards"
 # Outputs of these come from one token of a sequence, or are averages over tokens.
 _WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 _CACHES = ("past_key_values", "cache")
@@ -72,14 +81,14 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
         UnsupportedAttentionError: the model cannot be divided: exact attention of Transformers, an encoder-decoder,
             images or audio, convolutions over tokens, or an output that comes from one token of the sequence.
     """
-    group, parts = _group_of(mesh_or_group), models.transformers_models(model)
+    group, parts = _group_of(mesh_or_group), transformers_models(model)
     for part in parts:
         _check(part)
     parallel = SequenceParallel(group)
     for part in parts:
-        for found in models.attention_modules(part):
+        for found in attention_modules(part):
             setattr(found.module, PARALLEL, parallel)
-        for inner in models.models_in(part):
+        for inner in models_in(part):
             if getattr(inner, PARALLEL, None) is None:
                 inner.register_forward_pre_hook(_enter, with_kwargs=True)
                 inner.register_forward_hook(_leave, always_call=True)
@@ -111,7 +120,7 @@ def _check(model: PreTrainedModel) -> None:
     def refuse(why: str) -> None:
         raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {why}")
 
-    if any(method_of(part.config) is None for part in models.models_in(model)):
+    if any(method_of(part.config) is None for part in models_in(model)):
         refuse(
             "computes Transformers' own attention, which would see only the tokens of its process: convert it first, "
             "hf_efficient_attn.convert(model, method)"
@@ -131,23 +140,16 @@ def _check(model: PreTrainedModel) -> None:
         )
         if mixes:
             refuse(f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process")
-        if models.is_attention(module) and not _computes_here(module):
+        inner = [type(x) for x in module.modules() if is_attention(x)] if is_attention(module) else []
+        if inner and not any(map(uses_interface, inner)):
             refuse(
                 f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
             )
-    for found in models.attention_modules(model):
-        if found.location.window is not None:
-            refuse(
-                f"attends to a sliding window in {found.location.name}, which is not divided over processes: use a "
-                "model without windows"
-            )
+    windowed = next((x.location.name for x in attention_modules(model) if x.location.window is not None), None)
+    if windowed is not None:
+        refuse(f"attends to a sliding window in {windowed}, which is not divided over processes: use a model without")
     if "recurrent" in str(layers := getattr(model.config, "layer_types", None)) or "linear_attention" in str(layers):
         refuse("has layers with a state along the sequence, which would begin again in each process")
-
-
-def _computes_here(module: nn.Module) -> bool:
-    """Whether an attention module, or one inside of it, asks Transformers' attention interface."""
-    return any(uses_interface(type(inner)) for inner in module.modules() if models.is_attention(inner))
 
 
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -157,15 +159,15 @@ def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     if parallel.depth > 1:  # a model within the model
         return None
     try:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        extra = given.pop("kwargs", {})
-        given = {**extra, **given}
-        shards = _agree(model, parallel.group, given)
+        given = positions.by_name(model, args, kwargs)
+        # The input (B, n) or (B, n, W); None if there is none.
+        tokens: Any = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+        shards = _agree(model, parallel.group, given, tokens)
     except BaseException:
         parallel.depth = 0
         raise
     parallel.current = shards
-    takes, tokens = inspect.signature(model.forward).parameters, _tokens(given)
+    takes = inspect.signature(model.forward).parameters
     kwargs = dict(kwargs)
     if "position_ids" in takes and given.get("position_ids") is None:
         own = torch.arange(shards.own.start, shards.own.stop, device=tokens.device)
@@ -188,14 +190,9 @@ def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
     return output
 
 
-def _tokens(given: dict[str, Any]) -> Any:
-    """The input (B, n) or (B, n, W); None if there is none."""
-    return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-
-
-def _problem(model: PreTrainedModel, given: dict[str, Any]) -> int:
+def _problem(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> int:
     """What is wrong with a call in this process: an index of `_PROBLEMS`."""
-    tokens, mask = _tokens(given), given.get("attention_mask")
+    mask = given.get("attention_mask")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape:
         return 1
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]):
@@ -209,13 +206,13 @@ def _problem(model: PreTrainedModel, given: dict[str, Any]) -> int:
     return 5 if given.get("position_ids") is None and (counts or not takes) else 0
 
 
-def _agree(model: PreTrainedModel, group: Any, given: dict[str, Any]) -> Shards:
+def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens: Any) -> Shards:
     """The shards of a call, the same in all processes.
 
     Raises:
         UnsupportedAttentionError: in all processes, if the call of one of them is refused.
     """
-    tokens, mask, problem = _tokens(given), given.get("attention_mask"), _problem(model, given)
+    mask, problem = given.get("attention_mask"), _problem(model, given, tokens)
     device = tokens.device if isinstance(tokens, Tensor) else next(model.parameters()).device
     batch, length = (0, 0) if problem == 1 else tokens.shape[:2]
     valid = None if mask is None or problem else mask.to(torch.bool)
@@ -233,7 +230,17 @@ def _agree(model: PreTrainedModel, group: Any, given: dict[str, Any]) -> Shards:
             f"{sum(seed >= 0 for seed in seeds)} of {len(seeds)} are in training: give all of them their part of the "
             "same sequences, in the same mode"
         )
-    _check_positions(model, sum(lengths), given)
+    # Only the last process would notice by itself that the sequence is longer than a position table.
+    tables = (
+        [] if given.get("position_ids") is not None else [getattr(x, positions.TABLES, ()) for x in models_in(model)]
+    )
+    for table in itertools.chain(*tables):
+        if sum(lengths) > table.num_positions:
+            raise UnsupportedAttentionError(
+                f"the shards of all processes have {sum(lengths)} tokens together and {type(model).__name__} has "
+                f"{table.num_positions} positions: shorten the input, or extend the positions first with "
+                f"hf_efficient_attn.extend_positions(model, {sum(lengths)})"
+            )
     key_mask = None
     if any(x[3] for x in found):
         valid = torch.ones(batch, length, dtype=torch.bool, device=device) if valid is None else valid
@@ -243,15 +250,93 @@ def _agree(model: PreTrainedModel, group: Any, given: dict[str, Any]) -> Shards:
     return Shards(group, lengths, group.rank(), key_mask, seeds[0] if seeds[0] >= 0 else None)
 
 
-def _check_positions(model: PreTrainedModel, length: int, given: dict[str, Any]) -> None:
-    """Refuse sequences that are longer than a position table, which only the last process would notice by itself."""
-    if given.get("position_ids") is not None:
-        return
-    for part in models.models_in(model):
-        for table in getattr(part, positions.TABLES, ()):
-            if length > table.num_positions:
-                raise UnsupportedAttentionError(
-                    f"the shards of all processes have {length} tokens together and {type(model).__name__} has "
-                    f"{table.num_positions} positions: shorten the input, or extend the positions first with "
-                    f"hf_efficient_attn.extend_positions(model, {length})"
-                )
+class SequenceParallel:
+    """The state of a model that is divided over processes.
+
+    Attributes:
+        group: the process group.
+        current: the shards of the call that is being computed; None between calls.
+        depth: how many models that contain each other are being called.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.current: Shards | None = None
+        self.depth = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceParallel":
+        """A copy of the model belongs to the same processes."""
+        return SequenceParallel(self.group)
+
+
+def _refuse() -> NoReturn:
+    raise UnsupportedAttentionError(
+        "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
+    )
+
+
+# A call that is compiled is refused.
+_check_eager = replaced_in_graphs(_refuse)(nothing)
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """Whether the model of an attention module is divided over processes."""
+    return getattr(module, PARALLEL, None) is not None
+
+
+def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
+    """The shards of the call of an attention module; None if its model is not divided.
+
+    Raises:
+        UnsupportedAttentionError: the shards are not known.
+    """
+    parallel: SequenceParallel | None = getattr(module, PARALLEL, None)
+    if parallel is None:
+        return None
+    _check_eager()
+    shards: Shards | None = kwargs.get(SHARDS) or parallel.current
+    if shards is None:
+        raise UnsupportedAttentionError(
+            f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "
+            "that was given to sequence_parallel; with gradient checkpointing, its layers must pass keyword arguments"
+        )
+    return shards
+
+
+def attend(
+    method: MethodConfig | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    shards: Shards,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: int,
+    parameters: Mapping[str, Tensor],
+) -> Tensor:
+    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None.
+
+    Dropout is refused.
+    """
+    query, key, value = tensors
+    if key.shape[2] != query.shape[2] or query.shape[2] != shards.lengths[shards.rank]:
+        raise UnsupportedAttentionError(
+            f"sequence_parallel: a layer has {query.shape[2]} queries and {key.shape[2]} keys, and the call "
+            f"{shards.lengths[shards.rank]} tokens in this process: caches and cross attention cannot be divided"
+        )
+    if dropout_p:
+        raise UnsupportedAttentionError(
+            "sequence_parallel: dropout of attention weights would draw other numbers in each process than one process "
+            "draws: set it to 0 in the config (attention_probs_dropout_prob, attention_dropout or attn_pdrop)"
+        )
+    if method is not None:
+        # In training all processes draw the same, which the model's call has agreed upon.
+        seed = seed if shards.seed is None else (shards.seed + seed) % (2**31 - 1)
+        return sharded_attention(
+            method, query, key, value, shards=shards, is_causal=is_causal, scale=scale, seed=seed, parameters=parameters
+        )
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, _: HeadSlice) -> Tensor:
+        return exact_layer(query, key, value, shards.key_mask, is_causal=is_causal, scale=scale, dropout_p=0.0)
+
+    return over_heads(some_heads, query, key, value, shards)

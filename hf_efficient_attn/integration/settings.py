@@ -1,6 +1,7 @@
 """Which layer uses which method, and how a config stores it: `EfficientAttentionConfig` and its form on disk."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -89,21 +90,16 @@ class EfficientAttentionConfig(KnownFields):
             )
         else:
             config = make_config(self.method, **hyperparameters)
-            method, entries = config.method, (Entry(None if layers is None else _indices(layers), config),)
+            checked = None if layers is None else tuple(map(check_layer, layers))
+            method, entries = config.method, (Entry(checked, config),)
         named = [index for entry in entries for index in entry.layers or ()]
-        if len(set(named)) < len(named):
-            twice = in_order(index for index in named if named.count(index) > 1)
-            raise UnsupportedAttentionError(
-                f"'layers' names some layers more than once: {twice}; each layer uses one method"
-            )
         names = [name for name in named if isinstance(name, str)]
-        for name in names:
-            inner = [other for other in names if other != name and begins_with(other, name)]
-            if inner:
-                raise UnsupportedAttentionError(
-                    f"'layers' names some layers more than once: {name!r} contains {inner[0]!r}; each layer uses one "
-                    "method"
-                )
+        inside = [f"{a!r} contains {b!r}" for a in names for b in names if a != b and begins_with(b, a)]
+        twice = in_order(layer for layer, count in Counter(named).items() if count > 1)
+        if twice or inside:
+            raise UnsupportedAttentionError(
+                f"'layers' names some layers more than once: {twice or inside[0]}; each layer uses one method"
+            )
         values: dict[str, Any] = {"method": method, "entries": entries, "hyperparameters": {}, "layers": layers}
         if len(entries) == 1 and entries[0].config.method == method:
             values["hyperparameters"] = {k: v for k, v in entries[0].config.to_dict().items() if k != "method"}
@@ -112,18 +108,10 @@ class EfficientAttentionConfig(KnownFields):
             object.__setattr__(self, key, value)
 
     def for_layer(self, layer: Layer | None, path: str = "") -> MethodConfig | None:
-        """The method's config in an attention module; None if its attention stays exact.
-
-        Args:
-            layer: the layer of the module.
-            path: where the module is in its model; without it, names of layers select nothing but a layer's own name.
-        """
+        """The method's config in an attention module of a layer, at a path in its model; None if it stays exact."""
         for entry in self.entries:
-            if entry.layers is None:
+            if entry.layers is None or any(is_selected(chosen, layer, path) for chosen in entry.layers):
                 return entry.config
-            for chosen in entry.layers:
-                if is_selected(chosen, layer, path):
-                    return entry.config
         return None
 
     def for_cached_layer(self, index: int) -> MethodConfig | None:
@@ -185,12 +173,9 @@ class EfficientAttentionConfig(KnownFields):
         length = values.pop("calibrated_length", None)
         if method is not None:
             known = get_method(method).info.config_class.hyperparameters()
-            for key in values:
-                if key not in known:
-                    others = [*known, "method", "layers", "calibrated_length"]
-                    raise UnsupportedAttentionError(
-                        f"{method}: {unknown_name('key of efficient_attention', key, others)}"
-                    )
+            for key in [key for key in values if key not in known]:
+                others = [*known, "method", "layers", "calibrated_length"]
+                raise UnsupportedAttentionError(f"{method}: {unknown_name('key of efficient_attention', key, others)}")
         return cls(method, values, layers, length)
 
 
@@ -209,11 +194,6 @@ def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key
     """Warn once for each choice of a sequence that is longer than those that the choice was calibrated on.
 
     No warning is given while a graph is traced: the length would become a condition of the graph.
-
-    Args:
-        settings: the choice.
-        kv_len: number of keys, padding included.
-        key_mask: bool (B, Nk), True = attend; None if nothing is masked.
     """
     limit = settings.calibrated_length
     if limit is None or kv_len <= limit or hasattr(settings, _WARNED):
@@ -256,10 +236,6 @@ def _as_list(layers: Any) -> list[Any] | None:
             "'layers' is empty, so that nothing would change; leave it out to choose all layers"
         )
     return layers
-
-
-def _indices(layers: Iterable[Any]) -> tuple[Layer, ...]:
-    return tuple(check_layer(layer) for layer in layers)
 
 
 def _mix_entry(entry: Any, method: str | None) -> Entry:
