@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from torch.utils.benchmark import timer
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
 from hf_efficient_attn.evaluation.generation import Generation, time_generation
-from hf_efficient_attn.evaluation.timing import LONG_SECONDS, calls_to_time, peak_of, summary, time_calls
+from hf_efficient_attn.evaluation.timing import LONG_SECONDS, calls_to_time, peak_of, summary, time_calls, timer
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.models import attention_modules

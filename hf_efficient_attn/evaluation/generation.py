@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import timer
 from transformers import PreTrainedModel
+
+from hf_efficient_attn.evaluation.timing import timer
 
 
 class Generation(NamedTuple):

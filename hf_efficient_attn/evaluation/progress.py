@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.benchmark import timer
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.evaluation.capture import forward
 from hf_efficient_attn.evaluation.comparison import ERROR_INPUTS, Procedure, chunk_label
 from hf_efficient_attn.evaluation.data import ModelData
-from hf_efficient_attn.evaluation.timing import LONG_SECONDS
+from hf_efficient_attn.evaluation.timing import LONG_SECONDS, timer
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT
 

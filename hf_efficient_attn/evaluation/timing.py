@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch.utils.benchmark import timer
 from tqdm import tqdm
 
 from hf_efficient_attn.version import __version__
@@ -61,6 +60,14 @@ class Timing(NamedTuple):
 
 
 UNSTEADY = "Some rounds differ by more than half: the machine was busy, and the medians are unreliable. Run again."
+
+
+def timer() -> float:
+    """The time in seconds by the clock of `torch.utils.benchmark`, which waits for the work of a GPU."""
+    # Not imported above: it imports setuptools, and `import hf_efficient_attn` imports this module.
+    from torch.utils.benchmark import timer as clock
+
+    return clock()
 
 
 def time_calls(work: Work, number: int = 1) -> float:
