@@ -29,7 +29,7 @@ from hf_efficient_attn.evaluation import (
     comparison,
     generation,
     memory,
-    progress,
+    plan,
     recommendation,
     timing,
 )
@@ -718,8 +718,8 @@ def test_a_limit_of_time(made, text):
 )
 def test_the_greatest_length_that_fits_is_measured_first(seconds, lengths, order, made, text, monkeypatch):
     """Then shorter ones, and last those that do not fit; every pass takes as many seconds as a tenth of its tokens."""
-    monkeypatch.setattr(progress.PassTimes, "exact", lambda times, tokens: tokens / 10)
-    monkeypatch.setattr(progress.PassTimes, "method", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(plan.PassTimes, "exact", lambda times, tokens: tokens / 10)
+    monkeypatch.setattr(plan.PassTimes, "method", lambda times, tokens: tokens / 10)
     monkeypatch.setattr(Execution, "seconds_left", lambda execution: seconds or math.inf)
     options = {"data": text, "procedure": ONE_ROW, "execution": Execution(minutes=seconds and 1.0)}
     found = benchmark.Benchmark(made("bert"), WINDOW, lengths, **options)
@@ -859,7 +859,7 @@ def test_other_errors_are_not_taken_for_memory():
 
 def test_estimates_follow_the_number_of_products(made, text):
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    times = progress.PassTimes(model, ModelData(model, made("bert"), text, longest=64, rows=1), 64, 1)
+    times = plan.PassTimes(model, ModelData(model, made("bert"), text, longest=64, rows=1), 64, 1)
     assert times.exact(64) > 0
     assert 2 * times.exact(4096) < times.exact(8192) < 4 * times.exact(4096)
     assert times.method(8192) == pytest.approx(2 * times.method(4096))

@@ -37,7 +37,8 @@ from hf_efficient_attn.evaluation.data import (
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.progress import Execution, PassTimes, Step, Steps, partial_result, plan_of, total
+from hf_efficient_attn.evaluation.plan import PassTimes, plan_of
+from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result, total
 from hf_efficient_attn.evaluation.recommendation import pays_from, recommend_method, summarise, timing_of
 from hf_efficient_attn.evaluation.speech import takes_speech
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
