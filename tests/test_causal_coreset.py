@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_efficient_attn as hea
 from hf_efficient_attn.ops.coreset_causal import (
     CausalCoresetOptions,
     causal_coreset_attention,
@@ -109,3 +110,27 @@ def test_gradients_are_finite_where_a_short_pivot_counts_most(factor: float) -> 
         leaves = [x.requires_grad_() for x in (factor * query, factor * key, value)]
         out = causal_coreset_attention(*leaves, options(8), scale=SCALE)
         assert all(torch.isfinite(x).all() for x in torch.autograd.grad(out.square().sum(), leaves))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tiny_far_weights_do_not_round_the_near_field_away(seed: int) -> None:
+    """Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores."""
+    inputs, chosen = tensors(60, seed=seed), options(4)
+    sizes = [3.0 ** torch.randn(4, 60, 1, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    given = [x * size for x, size in zip(inputs, sizes, strict=True)]
+    expected = causal_coreset_naive(*given, chosen, scale=1.7)
+    out = causal_coreset_attention(*given, chosen, scale=1.7)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+
+
+def test_infinite_masked_queries_change_nothing() -> None:
+    """Padding has queries as well, which may be infinite, and later epochs are made of them."""
+    query, key, value = (torch.randn(1, 3, 70, 1, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mask = torch.zeros(1, 70, dtype=torch.bool)
+    mask[:, :5] = True
+    outs = []
+    for garbage in (0.0, torch.nan, torch.inf):
+        given = [x.masked_fill(~mask[:, None, :, None], garbage) for x in (query, key, value)]
+        outs.append(hea.functional.nearfar_attention(*given, attention_mask=mask, is_causal=True, **SMALL)[:, :, :5])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])

@@ -245,9 +245,10 @@ def test_summaries_are_complete(columns, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_fits_into_80_columns(name, monkeypatch):
+def test_help_has_an_example_and_fits_into_80_columns(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     shown = CliRunner().invoke(cli.app, [*name.split(), "--help"]).stdout
+    assert "Example: hf-efficient-attn" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
 
 

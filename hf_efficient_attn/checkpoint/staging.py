@@ -44,7 +44,7 @@ class Output:
 
 
 def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, force: bool) -> Output:
-    """Check that an output folder can be written without damage to other files, such as those of the source.
+    """Check that an output folder can be written without damage to the source or to other files.
 
     Args:
         output: The folder that will be written.

@@ -312,7 +312,7 @@ def _distillation(folder: pathlib.Path) -> dict[str, Any] | None:
     learned = _read(path, _DISTILLATION)
     if learned is None:
         return None
-    for row in learned["layers"]:  # those of a model of this package have names in place of numbers
+    for row in learned["layers"]:  # layers of some models have names instead of numbers
         row["name"] = str(row["layer"]) if type(row["layer"]) is int else row["name"]
     second = None
     if learned["plan"]["finetune_steps"] is not None and learned["outputs"] is not None:

@@ -58,7 +58,7 @@ def _extended(original: Any, extension: Callable[..., Any]) -> Any:
 
 
 def _post_init(original: Any, self: PreTrainedModel) -> None:
-    """Switch a new model to what its config says. Every constructor ends with `post_init`, whoever calls it."""
+    """Switch a new model to what its config says. Every constructor ends with `post_init`."""
     original(self)
     if any(method_of(part.config) for part in models_in(self)):
         switch([self], is_complete=not _is_part())
@@ -94,7 +94,7 @@ def _set_implementation(
 
     def change_configs() -> None:
         if isinstance(attn_implementation, str) and attn_implementation in available_methods():
-            # The original skips classes whose source it cannot read, such as those of a notebook.
+            # The original skips classes whose source it cannot read, for example classes that a notebook defines.
             for config in configs_of(self):
                 config._attn_implementation_internal = attn_implementation
         else:

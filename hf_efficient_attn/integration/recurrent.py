@@ -44,7 +44,7 @@ class StateLayer(MethodLayer):
         self.state: Any = None
         # Tokens that are not part of the state yet.
         self.pending: Tokens | None = None
-        # The options of the last call. Scale and seed are those of the first: all calls on one state share them.
+        # The options of the last call. All calls on one state share the scale and the seed.
         self.options: dict[str, Any] | None = None
         super().reset()
 

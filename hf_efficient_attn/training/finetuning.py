@@ -121,7 +121,7 @@ class Finetuning(Training):
         super().__init__({"model": {**others, **learned}}, optimizer, schedule, options.steps, reduce)
 
     def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
-        """The loss, and those of the layers or of the logits."""
+        """Backpropagate. Returns the mean loss as the report shows it, and the losses before the mean."""
         with torch.no_grad():
             targets = self._teach(batch)
         with torch.enable_grad():

@@ -380,7 +380,7 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     A wrapper registers the parameters at its construction. It would not reduce the gradients of parameters that were
     added later, and it would wait forever for those of removed parameters.
     """
-    # A mesh stands for the process group, of which the wrapper has the one that it made.
+    # Without the mesh, from which the wrapper has made its process group already.
     names = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_mesh"}
     if "forward_sync_buffers" in names:  # the newer name of the other
         names.remove("broadcast_buffers")

@@ -48,7 +48,7 @@ def _of_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def linear(ours: MethodConfig, inputs: Inputs, bucket_size: int | None = None) -> Work:
-    """linear-attention-transformer; `bucket_size` is that of the causal form."""
+    """Linear attention of linear-attention-transformer, whose causal form has buckets of `bucket_size` tokens."""
     from linear_attention_transformer.linear_attention_transformer import causal_linear_attn, linear_attn
 
     tensors = inputs[:3]
