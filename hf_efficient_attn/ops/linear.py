@@ -192,11 +192,13 @@ def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
     log_weight, largest = (x.unflatten(1, (-1, size)) for x in (log_weight, all_largest))  # (BH, C, S)
     ends = largest[:, :, -1]
     before = torch.cat((start, ends), 1)
-    pairs = log_weight.unsqueeze(2) - largest.unsqueeze(3)
+    # Later keys do not count, and could overflow. A clamp at 0 has no defined gradient for the largest key itself.
+    later = torch.ones(size, size, dtype=torch.bool, device=log_weight.device).triu_(1)
+    pairs = (log_weight.unsqueeze(2) - largest.unsqueeze(3)).masked_fill_(later, -torch.inf)
     return _Factors(
         torch.exp2(log_weight - ends.unsqueeze(2)).flatten(0, 1).unsqueeze(2),
         torch.exp2(before[:, :-1, None] - largest).flatten(0, 1).unsqueeze(2),
-        pairs.clamp_(max=0.0).exp2_().flatten(0, 1),  # later keys, which do not count, could overflow
+        pairs.exp2_().flatten(0, 1),
         torch.exp2(ends.unsqueeze(1) - before.unsqueeze(2)).tril_(-1),
         torch.exp2(start - before).unsqueeze(2),
         all_largest,

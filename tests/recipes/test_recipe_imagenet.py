@@ -26,7 +26,7 @@ from recipes.common.data.image_tensors import Evaluation, Norm, PictureDataset, 
 from tiny_models import tiny_model
 
 datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 COLORS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
 PLAIN = Norm((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3)
 

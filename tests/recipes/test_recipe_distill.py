@@ -23,7 +23,7 @@ from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.training_data import BatchSize, TrainingData
 from recipes import distill as recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 METHOD = ["--attention", "linear", "--set", "feature_map=hedgehog", "num_features=16"]
 SMALL = ["--length", "40", "--per_device_train_batch_size", "2", "--steps", "6", "--save_steps", "3"]
 

@@ -48,7 +48,7 @@ WORDS = [f"w{i}" for i in range(50)]
 # The words have no period, which could coincide with that of masked tokens or a window.
 TEXT = " ".join(WORDS[(i * i + 3 * (i // 7)) % 50] for i in range(3000))
 NOTHING_COMPLETE = "error: interrupted before the first measurement was complete: nothing was written\n"
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUICK = Procedure(rounds=1, memory=False)
 ONE_ROW = QUICK._replace(rows=1)
 FAST = ("--rounds", 1, "--no-memory")

@@ -16,7 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.writing import replacing, write_results
 from tiny_models import tiny_model
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

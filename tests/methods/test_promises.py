@@ -264,7 +264,7 @@ for name, causal, backward, masked in json.loads(sys.argv[1]):
 
 def extra_memory(cases: list) -> list:
     """The peak memory in MiB, in addition to its inputs, of a call with 32768 tokens in a child process, by case."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     path = os.pathsep.join((str(here), str(here.parent)))
     # Freed tensors are returned to the system at once, so that one case does not affect the next.
     environment = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}

@@ -21,7 +21,7 @@ from recipes.common.language import TextArguments
 from recipes.common.language_models import ModelArguments
 
 KINDS = {True: language_models.MASKED, False: language_models.CAUSAL}
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORDS = ["sun", "moon", "river", "stone", "winter", "bread", "letter", "window", "captain", "harbour", "quiet", "seven"]
 
 

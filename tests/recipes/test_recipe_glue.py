@@ -22,7 +22,7 @@ from recipes import glue as recipe
 from recipes.common import reporting
 from recipes.common.data import glue
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "it", "was", "not", "good", "bad"]
 # A CSV reader would join the rows after an unclosed quote.
 QUOTED = ('he said " no', 'a "good" cat')

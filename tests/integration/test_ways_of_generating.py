@@ -16,7 +16,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.integration.recurrent import StateLayer
 from tiny_models import DECODERS, EXACT, METHODS, SAME_BY_STEP, SIZES, SMALL, TEXT, tiny_batch, tiny_model
 
-PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
+PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
 CAUSAL = [name for name in METHODS if hea.method_info(name).causal]
 # The kinds of caches, by the columns of the table.
 KINDS = {
@@ -262,7 +262,7 @@ def attentions(family, method, kind):
 
 
 def own_window(family, method, kind):
-    """A model with windows of its own in some layers, which stay exact; tests/test_windows.py has more."""
+    """A model with windows of its own in some layers, which stay exact; tests/integration/test_windows.py has more."""
     sizes = {**SIZES, **TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20, "use_sliding_window": True}

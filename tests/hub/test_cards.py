@@ -24,7 +24,7 @@ from hf_efficient_attn.hub.install import check_install, known_source
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from tiny_models import SMALL
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def config_json(method="kdeformer", architecture="BertForMaskedLM", layers=None, **changes):

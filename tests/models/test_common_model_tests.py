@@ -3,7 +3,7 @@
 They are no part of an installed Transformers. Their file is in its source distribution: unpack that of the installed
 version, install `parameterized`, and (4 minutes)
 
-    HEA_TRANSFORMERS_SOURCE=FOLDER pytest -o addopts= tests/test_common_model_tests.py
+    HEA_TRANSFORMERS_SOURCE=FOLDER pytest -o addopts= tests/models/test_common_model_tests.py
 """
 
 import importlib

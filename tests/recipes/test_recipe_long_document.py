@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 pytest.importorskip("accelerate")
 from recipes import long_document
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def test_defaults():
 @each_instance
 def test_the_cost_of_a_query_is_the_budget(instance):
     if instance.method == "reformer":
-        pytest.skip("the cost is a product: see tests/test_reformer.py")
+        pytest.skip("the cost is a product: see tests/methods/test_reformer.py")
     config = instance.config(seed=7)
     for columns in (4, 10, 64, 1000):
         values = config.with_budget(columns).to_dict()

@@ -27,7 +27,7 @@ from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from tiny_models import DECODERS, FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
 COMPANIONS = {
     "tokenizer_config.json": b'{"model_max_length": 128}',

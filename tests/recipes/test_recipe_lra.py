@@ -25,7 +25,7 @@ from recipes import lra
 from recipes.common.data import listops, lra_pictures
 from recipes.common.data import lra as data_of
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
 
 

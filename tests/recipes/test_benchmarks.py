@@ -31,7 +31,7 @@ from recipes.benchmarks import attention, error, flurka, peers, step, tasks
 from recipes.common import inputs as real_inputs
 from recipes.common import memory, retrieval
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = pathlib.Path(os.environ.get("HEA_DATA", ROOT.parent / "shared" / "data"))
 
 needs_minilm = pytest.mark.skipif(
