@@ -67,9 +67,10 @@ def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
     Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken. If all numbers of a
     token are negative, its features may have a factor exp(-log_factor); it is 0 for other tokens.
     """
-    negative = x.clamp(max=0.0)
+    positive = x.relu()
+    negative = x - positive  # min(x, 0), whose gradient at 0 is 1; that of a clamp depends on the version of PyTorch
     negative = negative.sub_(log_factor) if isinstance(log_factor, Tensor) else negative
-    return negative.mul_(LOG2_E).exp2_() + x.relu()
+    return negative.mul_(LOG2_E).exp2_() + positive
 
 
 def elu_map(scale: float, head_dim: int) -> Features:
