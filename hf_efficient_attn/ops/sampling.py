@@ -1,4 +1,4 @@
-"""Which keys to sample: their scores, the draw, and the log-weights that make up for the keys that are not sampled."""
+"""Sampling of keys: their scores, the draw, and log-weights that make up for the keys that are not sampled."""
 
 import math
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from hf_efficient_attn.ops.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed, seed_value
 from hf_efficient_attn.ops.tokens import constant, even_positions, integers, offsets, take, uniform, valid_first
 
-# Values from which the operator norm of V is estimated, at least.
+# The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384
-# The least score of a key, relative to the mean. A key with a value of norm 0 still counts in the denominator.
+# The least score of a key, relative to the mean score. A key with a value of norm 0 still counts in the denominator.
 LEAST_SCORE = 1e-6
-# A sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
+# Replaces a sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
 _TINY = 1e-290
-# The offsets of a head's blocks are multiples of this plastic ratio modulo 1; those of the heads are of the golden one.
+# The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
 _TURN = 0.7548776662466927
 # Streams of random numbers.
 _INDEPENDENT, _SAMPLES = 3, 12
@@ -30,20 +30,20 @@ ColumnNorms = Callable[[Tensor, Tensor, int | Tensor], tuple[Tensor, Tensor]]
 
 
 class SamplingOptions(NamedTuple):
-    """How the keys of a far field are sampled.
+    """Options of the sampling of a far field.
 
     Attributes:
-        num_samples: samples per block of queries.
+        num_samples: number of samples per block of queries.
         scores: the unnormalized sampling probabilities of the keys. "uniform": 1. "value_norm": |v_j|^2. "probe":
             estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2
-            and 5, and Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with its own norms.
-        num_probes: queries from which "probe" estimates the norms.
+            and 5, and Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with the function's norms.
+        num_probes: number of queries from which "probe" estimates the norms.
         independent: sample with replacement, as in the paper's Algorithm 1, rather than systematically without.
         scale: factor of the attention scores.
-        seed: of the hash and of the samples.
+        seed: seed of the hash and of the samples.
         batch: B. Sequences of a batch use the same random numbers.
-        groups: groups of neighboring blocks of queries. Each has its own estimated norms for "probe".
-        shared: one sample for all blocks of queries instead of one for each.
+        groups: number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
+        shared: whether all blocks of queries share one sample instead of having one each.
     """
 
     num_samples: int
@@ -70,7 +70,7 @@ class FarField(NamedTuple):
 
 
 def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """The unnormalized sampling probabilities |v_j|^2, or column norm + gamma |v_j|^2; 0 for masked keys.
+    """Compute unnormalized sampling probabilities |v_j|^2, or column norm + gamma |v_j|^2; 0 for masked keys.
 
     Args:
         value: (BH, Nk, Dv).
@@ -95,11 +95,11 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
 
 
 def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
-    """|V|_op^2 by the Frobenius norm of V^T V, from up to 767 values: (BH, Nk, Dv) -> (BH, 1).
+    """Estimate |V|_op^2 by the Frobenius norm of V^T V, from up to 767 values: (BH, Nk, Dv) -> (BH, 1).
 
-    It is an upper bound, and close if one direction prevails. It only balances two terms of a sampling distribution,
-    and on activations of BERT and DeiT the errors with it and with the power method are equal. The values lie at a
-    regular distance among the valid ones, so that padding does not change the estimate.
+    The estimate is an upper bound, and close if one direction prevails. It only balances two terms of a sampling
+    distribution. On activations of BERT and DeiT the errors with it and with the power method are equal. The values lie
+    at a regular distance among the valid values, so that padding does not change the estimate.
     """
     kv_len, acc_dtype = value.shape[1], accumulation_dtype(value.dtype)
     if key_mask is None:
@@ -121,7 +121,7 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Float64 queries and keys (..., D) whose products are the scores, each multiplied with the root of the scale."""
+    """Multiply float64 queries and keys (..., D) by the root of the scale, so that their products are the scores."""
     root = math.sqrt(abs(scale))
     return query.double() * math.copysign(root, scale), key.double() * root
 
@@ -144,10 +144,10 @@ def query_groups(near: NearField, groups: int) -> Tensor:
 def density_norms(
     query: Tensor, key: Tensor, key_mask: Tensor | None, near: NearField, options: SamplingOptions
 ) -> Tensor:
-    """Squared column norms of the residual from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
+    """Estimate squared column norms of the residual from column norms of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
 
-    The part in the near field is subtracted from each estimate (Algorithm 3, line 3), and negative results become 0.
-    Each head is computed separately, on its valid tokens. The arguments are those of `make_plan`.
+    The part in the near field is subtracted from each norm (Algorithm 3, line 3), and negative results become 0. Each
+    head is computed separately, on its valid tokens. The arguments are the same as in `make_plan`.
 
     Returns:
         (BH, 1, Nk), by position.
@@ -175,7 +175,7 @@ def density_norms(
 
 
 def offsets_of_blocks(num_heads: int, num_blocks: int, seed: Seed, device: torch.device) -> Tensor:
-    """Offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
+    """Draw offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
     turn = _TURN * torch.arange(num_blocks, device=device, dtype=torch.float64)
     return (offsets(num_heads, seed, _SAMPLES, device).unsqueeze(1) + turn).frac()
 
@@ -211,28 +211,28 @@ def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: tor
         near: the near field.
         num_samples: keys of each sample.
         offset: float64 (BH, T) in (0, 1), the offset of each sample; or (BH, 1) without samples.
-        dtype: of the log-weights.
+        dtype: dtype of the log-weights.
     """
     device, num_keys, start = offset.device, near.num_keys, near.start.unsqueeze(2)
     if not num_samples:
         return FarField(offset[..., :0].unsqueeze(1).to(torch.int64), offset[..., :0].unsqueeze(1).to(dtype))
     rest = torch.as_tensor(num_keys, dtype=torch.float64, device=device).view(-1, 1, 1) - near.block_k
     step = (rest / num_samples).clamp(min=1.0)
-    index = ((offset.unsqueeze(2) + integers(num_samples, device)) * step).to(torch.int64)
+    index = ((offset.unsqueeze(2) + integers(num_samples, device)) * step).to(torch.int64)  # (BH, T, num_samples)
     log_weight = step.log().to(dtype).masked_fill(index >= rest, -torch.inf)
-    # Counted from the end of the near field on, the keys behind it follow those before it.
+    # Skip the near field: indices from its start on move behind it.
     index = torch.add(index, index >= start, alpha=near.block_k)
     limit = num_keys - 1 if isinstance(num_keys, int) else num_keys.unsqueeze(2) - 1
     return FarField(index.clamp_(max=limit).clamp_(min=0), log_weight)
 
 
 def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
-    """min(1, c * score) with the factor c for which the probabilities sum to `num_samples`.
+    """Compute min(1, c * score) with the factor c for which the probabilities sum to `num_samples`.
 
     If at most `num_samples` scores are positive, each of their probabilities is 1. Only the `num_samples` highest
     scores can reach the limit of 1. If the r highest do, then c is (num_samples - r) divided by the sum of the others.
-    This quotient grows with r as long as the next score reaches the limit, and falls from then on. So the right c is
-    the largest of them.
+    This quotient grows with r as long as the next score reaches the limit, and falls from then on. So c is the largest
+    of these quotients.
 
     Args:
         scores: (..., N), not negative.
@@ -245,7 +245,7 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
         return torch.zeros_like(scores, dtype=torch.float64)
     highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)
     rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-    # Sums of the scores from rank r on, r from the last to 0, added from the smallest to the largest.
+    # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.
     others = highest.flip(-1).cumsum(-1, dtype=torch.float64) + rest
     left = integers(highest.shape[-1], scores.device) + (num_samples - highest.shape[-1] + 1)
     return (scores * (left / others.clamp_(min=_TINY)).amax(-1, keepdim=True)).clamp_(max=1.0)
@@ -273,7 +273,7 @@ def systematic_sample(
     """
     steps = integers(num_samples, offset.device)
     # Moved back a little, so that rounding moves no point beyond the end.
-    points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)
+    points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)  # (BH, S, num_samples)
     index, probability = _locate(probabilities, points, num_samples + 1.0, group)
     if complete:
         return index, probability.log_().neg_()
@@ -314,7 +314,7 @@ def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | Non
         group: as in `systematic_sample`.
 
     Returns:
-        The index of the interval and its length, (BH, S, K). A point beyond the end has any index.
+        The index of the interval and its length, (BH, S, K) each. A point beyond the end has any index.
     """
     (batch_heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
     if group is not None:
@@ -351,7 +351,7 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
 def candidate_positions(
     key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Positions of at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
+    """Choose at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
 
     Args:
         key_mask: bool (B, Nk), True for valid keys, or None.
@@ -368,5 +368,5 @@ def candidate_positions(
     if key_mask is None:
         return constant(even_positions, kv_len, count, device=device)[None], None
     num_valid, rank = key_mask.sum(1, keepdim=True), torch.arange(count, device=device)
-    spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all of them if there are not more
+    spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
     return valid_first(key_mask).gather(1, spread), rank < num_valid
