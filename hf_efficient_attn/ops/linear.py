@@ -256,7 +256,7 @@ def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) 
 
 
 def _apart(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Split sums into those of values (..., Dv) and of weights (..., 1). The gradient of `split` is a single copy."""
+    """Split sums of values (..., Dv) from sums of weights (..., 1). The gradient of `split` is a single copy."""
     values, totals = sums.split((sums.shape[-1] - _ONES, _ONES), -1)
     return values, totals[..., :1]
 

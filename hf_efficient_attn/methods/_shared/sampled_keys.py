@@ -1,4 +1,4 @@
-"""What KDEformer and HyperAttention have in common: an exact near field of blocks and a far field of sampled keys."""
+"""The near field of blocks and the far field of sampled keys that KDEformer and HyperAttention share."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class SampledKeysConfig(MethodConfig):
 
     causal = True
     rectangular = True
-    # This was among the best of the splits that were tried on activations of pretrained models.
+    # This split was among the best on activations of pretrained models.
     budget = (("block_size", 1), ("num_samples", 3))
     decodes_exactly = True
 
