@@ -90,7 +90,7 @@ def _gaussian(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Scale queries and keys to units of the bandwidth, and find the log of the factor of each row of A: (Nq,)."""
     query, key = (x.detach().to(accumulation_dtype(x.dtype)) for x in head[:2])
     queries, keys, bandwidth, log_factor = products.attention_to_gaussian(query, key, scale=head.scale)
-    return queries / bandwidth, keys / bandwidth, log_factor
+    return queries / bandwidth, keys / bandwidth, log_factor  # (Nq, D), (Nk, D), (Nq,)
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
         is_open[indices[-1]] = False
     rest = is_open.nonzero().squeeze(1)
     if len(rest):
-        rows = query[rest][None]
+        rows = query[rest][None]  # (1, R, D)
         outs.append(exact_attention(rows, key[None], value[None], is_causal=False, scale=scale, dropout_p=dropout_p)[0])
         indices.append(rest)
     return torch.cat(outs)[torch.cat(indices).argsort()]
@@ -148,7 +148,7 @@ def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     scores = (query.double() @ key.double().t() * head.scale).detach()  # (Nq, D) @ (D, Nk) -> (Nq, Nk)
     for queries, keys, bias in _parts(config, head):
         own = torch.zeros(len(queries), len(key), dtype=torch.float64, device=query.device)
-        own.scatter_add_(1, keys, bias.exp())
+        own.scatter_add_(1, keys, bias.exp())  # (R, Nk)
         own[(scores[queries] + own.log()).logsumexp(1) < least[queries]] = 1.0
         weights[queries] = own
     return dense_attention(query[None], key[None], value[None], weights.log()[None], scale=head.scale)[0]

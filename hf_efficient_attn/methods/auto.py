@@ -139,11 +139,11 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) 
 
     def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
         form = get_method(config.switches_to).forward
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
         return form(_approximation(config, columns), query, key, value, options)[:, 0]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return exactly(query[None], key[None], value[None], options)[0]
+        return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
 
     num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
     return Forms(approximate, exact, num_probes, config.max_error, config.columns, length)
@@ -166,7 +166,7 @@ def forward(
         if is_static:
             return forms.approximate(query, key, value, config.columns)
         heads, batch = (query, key, value), len(query) // num_heads
-        return attend_within_bound(heads, forms, batch, options.scale, options.seed)[0]
+        return attend_within_bound(heads, forms, batch, options.scale, options.seed)[0]  # (BH, Nq, Dv)
 
     return without_padding(of_one_length, query, key, value, options)
 

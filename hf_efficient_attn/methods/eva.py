@@ -130,11 +130,11 @@ def forward(
     FLuRKA, whose keys are not tokens, also passes the mask of the queries, bool (B, Nq) or None.
     """
     heads, masks, draw = _call(config, query, key, value, options, *of_queries)
-    excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
+    excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]  # (B, 1, Nq, 1)
     heads = heads if excluded is None else heads._replace(query=query.masked_fill(excluded, 0.0))
     attention = interval_attention if options.is_causal else window_attention
     cut = config.window_size, config.num_landmarks
-    out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)
+    out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)  # (BH, Nq, Dv)
     out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     return out if excluded is None else out.masked_fill(excluded, 0.0)
 

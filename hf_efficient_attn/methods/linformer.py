@@ -63,7 +63,7 @@ def forward(
     shards: Shards | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As a `ShardedForm` it exchanges the contracted keys and values."""
-    both = tables(config, key.shape[2] if shards is None else shards.total, options)
+    both = tables(config, key.shape[2] if shards is None else shards.total, options)  # (P, M) each
     return projection_attention(
         query, key, value, options.key_mask, both, scale=options.scale, dropout_p=options.dropout_p, shards=shards
     )

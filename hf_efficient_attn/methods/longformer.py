@@ -97,7 +97,7 @@ def forward_shard(
     mask = None if mask is None else mask[:, shards.first - before : shards.own.stop + after]
     # (B, H, before + n + after, Dv)
     out = forward(config, query, *repeat_kv(query, key, value), options._replace(key_mask=mask))
-    return out[:, :, before : before + length]
+    return out[:, :, before : before + length]  # (B, H, n, Dv)
 
 
 register_method(

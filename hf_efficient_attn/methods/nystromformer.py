@@ -109,7 +109,7 @@ def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: At
             "nystromformer: the convolution adds the tokens of V to those of the output, which needs as many keys as "
             f"queries; there are {query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
         )
-    return options.parameters["conv_weight"].to(accumulation_dtype(query.dtype))
+    return options.parameters["conv_weight"].to(accumulation_dtype(query.dtype))  # (H, kernel)
 
 
 def _landmarks(config: NystromformerConfig, options: AttentionOptions) -> LandmarkOptions:
@@ -132,7 +132,7 @@ def forward(
     else:
         tensors, chosen = (query, key, value, options.key_mask), _landmarks(config, options)
         out = landmark_attention(*tensors, chosen, dropout_p=options.dropout_p, shards=shards)  # (BH, Nq, Dv)
-        out = unflatten_heads(out, query.shape)
+        out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     return add_convolution(out, value, kernel, options.key_mask)
 
 

@@ -83,7 +83,7 @@ def _plan(
         )
     plan = plan_rounds(query, query, key_mask, **sizes, seed=seed)
     key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)
-    return normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype), plan
+    return normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype), plan  # (BH, N, D)
 
 
 def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -102,7 +102,7 @@ def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, opt
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         key, plan = _plan(config, query, key, key_mask, options)
-        pairs = dense_pairs(plan)
+        pairs = dense_pairs(plan)  # (BH, Nq, Nk)
         if config.shared_query_key:
             others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
             pairs = torch.where(others.any(-1, keepdim=True), others, pairs)

@@ -100,7 +100,7 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
         of_query, of_key = ((index if order is None else inverse(order)) // size for order in orders)
         of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
         blocks_before = of_query[:, :, None] - of_key[:, None]  # (BH, N, N)
-        near = blocks_before <= 1 if options.is_causal else blocks_before == 0
+        near = blocks_before <= 1 if options.is_causal else blocks_before == 0  # (BH, N, N)
         query, key = query.double(), key.double()
         scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
         return dense_softmax(scores, value, key_mask, options.is_causal)

@@ -74,10 +74,10 @@ def _choose(
     """Choose the coreset (BH, m, D) of centered keys (BH, n, D), and the factor (BH, 1, 1) of the kernel."""
     num_candidates = min(key.shape[1], max(config.num_samples, config.num_candidates))
     candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))  # (BH, C, D)
-    factor = kernel_scale_of(query, candidates, options.scale)
+    factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
     pivots = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, seed=options.seed, batch=batch)
-    return take(candidates, pivots.candidate), factor
+    return take(candidates, pivots.candidate), factor  # (BH, m, D), (BH, 1, 1)
 
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -87,7 +87,7 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
         key = key - key.mean(1, keepdim=True)
-        keys, factor = _choose(config, query, key, num_heads, options)
+        keys, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
         return attend_to_coreset(query, key, value, keys, factor, scale=scale, dropout_p=dropout_p)
 
     return without_padding(form, query, key, value, options, config.num_samples)
@@ -100,9 +100,9 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = query.double(), key.double(), value.double()
         if key.shape[1] <= count:
-            return (scale * query @ key.mT).softmax(-1) @ value
+            return (scale * query @ key.mT).softmax(-1) @ value  # (BH, Nq, Nk) @ (BH, Nk, Dv)
         key = key - key.mean(1, keepdim=True)
-        coreset, factor = _choose(config, query, key, num_heads, options)
+        coreset, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
         return coreset_naive(query, key, value, coreset, factor, scale=scale)
 
     return without_padding(form, query, key, value, options)

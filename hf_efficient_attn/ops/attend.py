@@ -156,7 +156,7 @@ def _by_products(
         scores = scores + bias
     # Not by logsumexp, whose gradient is NaN if all scores of a query are -inf.
     row_max = safe_row_max(scores.detach().amax(-1, keepdim=True)) if key.shape[2] else scores.new_zeros(())
-    weights = torch.exp(scores - row_max)
+    weights = torch.exp(scores - row_max)  # (BH, T, Nq, Nk)
     total = weights.sum(-1, keepdim=True)  # (BH, T, Nq, 1)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
@@ -171,7 +171,7 @@ def _product_of_blocks(left: Tensor, right: Tensor) -> Tensor:
     If the example of an export has one block, `matmul` takes the dimension for a broadcast one.
     """
     shape = left.shape[:2]
-    right = right.expand(*shape, -1, -1).flatten(0, 1)
+    right = right.expand(*shape, -1, -1).flatten(0, 1)  # (BH * T, K, N)
     product: Tensor = torch.bmm(left.flatten(0, 1), right).unflatten(0, shape)
     return product
 
@@ -249,7 +249,7 @@ def _backward(
         x.reshape(x.shape[0] * x.shape[1] // n, n, -1, x.shape[3])
         for x, n in zip(found, (query.shape[1] if rows[2] == query.shape[2] else 1, blocks, blocks), strict=True)
     )
-    grad_bias = None
+    grad_bias = None  # (BH or 1, T or 1, 1, Nk), as `bias`
     if with_bias and bias is not None:
         grad_bias = grad_key[..., dim].unsqueeze(2).to(bias.dtype).sum_to_size(bias.shape) / (
             scale * _unit(dtype, scale)
@@ -310,7 +310,7 @@ def _widened(
         unit = _unit(query.dtype, scale)
         # 0 times -inf would be NaN.
         least = -6e4 if query.dtype == torch.float16 else -1e30
-        column = (columns / (scale * unit)).clamp(min=least, max=-least)
+        column = (columns / (scale * unit)).clamp(min=least, max=-least)  # (BH or 1, T or 1, Nk)
         query[..., dim : dim + 2] = unit
         key[..., dim] = high = column.to(key.dtype)
         key[..., dim + 1] = column - high
@@ -333,7 +333,7 @@ def _arranged(
     """
     batch_heads, num_blocks = query.shape[:2]
     if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == bias.shape[2] == 1):
-        return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, bias
+        return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, bias  # (BH, 1, T * Nq, D)
     key, value = (x if x.shape[1] == num_blocks else x.expand(-1, num_blocks, -1, -1) for x in (key, value))
     as_batch = query.device.type == "cpu" and key.is_contiguous() and value.is_contiguous()
     if as_batch and (bias is None or bias.shape[:2] in ((1, 1), (batch_heads, num_blocks))):

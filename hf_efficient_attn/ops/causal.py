@@ -171,7 +171,7 @@ def plan_intervals(
         is_even = options.scores == "uniform" and not options.independent
         later = _later_queries(query, block_size) if num_hashes else query
         for level, (count, length) in enumerate(_levels(query.shape[1], block_size)):
-            queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))
+            queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))  # (BH, J, L, .)
             stream = _SAMPLES + 2 * level
             if is_even or not 0 < num_samples < length:
                 # Take one key of each of equal strata, or every key if there are as many samples.
@@ -237,10 +237,10 @@ def causal_near_far_attention(
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
             count, length = index.shape[1], block_size << plan.level
-            seeing = _seen_by(queries, count, length)
+            seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
             if query_block is None:
                 index = index + (integers(count, key.device) * 2 * length)[:, None]
-                keys, values = take_both(key, value, index)
+                keys, values = take_both(key, value, index)  # (BH, J, M, .)
                 part = attend(seeing, keys, values, log_weight.unsqueeze(2), scale=scale, dropout_p=dropout_p)
             else:
                 own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
@@ -265,7 +265,7 @@ def _near_partial(
     query = pad_to_blocks(query[:, block_size:], block_size)  # (BH, T, block_size, D)
     key, value = (pad_to_blocks(x, block_size) for x in (key, value))
     key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))  # (BH, T, 2 block_size, .)
-    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
+    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)  # (block_size, block_size)
     bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
     out, lse = attend(query, key, value, bias, scale=scale, dropout_p=dropout_p)
     return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
@@ -303,8 +303,8 @@ def _hashed_and_sampled(
     grouped = take(pad(queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))  # (S, T, block_k, D)
     sorted_index = block_of_slots[:, :, None] * block_k + integers(block_k, device)  # (S, T, block_k)
     near = key_order.gather(1, sorted_index.clamp(max=length - 1).flatten(1)).view_as(sorted_index)
-    block_of_sample = inverse(key_order).gather(1, index) // block_k
-    in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]
+    block_of_sample = inverse(key_order).gather(1, index) // block_k  # (S, M)
+    in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]  # (S, T, M)
     far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)
     bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
     key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)  # (S, T, block_k + M)
@@ -334,7 +334,7 @@ def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple
     order = query_block.argsort(dim=1, stable=True)
     sorted_block = query_block.gather(1, order)
     sorted_index = torch.arange(query_block.shape[1], device=query_block.device)
-    rank = sorted_index - torch.searchsorted(sorted_block, sorted_block)
+    rank = sorted_index - torch.searchsorted(sorted_block, sorted_block)  # (S, L)
     # Blocks of slots are numbered in the order of the queries that begin them.
     begins = torch.empty_like(order).scatter_(1, order, (rank % size == 0).to(order.dtype))
     number = (begins.cumsum(1) - 1).gather(1, order).gather(1, sorted_index - rank % size)
@@ -351,13 +351,13 @@ def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan
     views = [(plan.sample_index.shape[1], block_size << plan.level) for plan in plans]
     padded = max([near.lse.shape[1], *(2 * count * length for count, length in views if count > 1)])
     missing = padded - near.lse.shape[1]
-    lses = near.lse.new_full((1 + len(parts), near.lse.shape[0], padded), -torch.inf)
+    lses = near.lse.new_full((1 + len(parts), near.lse.shape[0], padded), -torch.inf)  # (1 + levels, BH, P)
     lses[0, :, : padded - missing] = near.lse
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(lses[i], *view).copy_(part.lse)
     # Every query attends to itself, so the softmax is defined, except for padding, where it is NaN.
     weights = lses.softmax(0)
-    out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)
+    out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)  # (BH, P, Dv)
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weights[i], *view).unsqueeze(-1))
     return out.to(near.out.dtype)

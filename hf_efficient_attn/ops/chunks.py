@@ -245,10 +245,10 @@ def window_attention(
 
         def seen(x: Tensor, summaries: tuple[Tensor, ...]) -> Tensor:
             """Concatenate the keys of each block's window, all chunks, and the other half of each level's group."""
-            near = pad_to_blocks(x, window)
+            near = pad_to_blocks(x, window)  # (BH, S, window, .)
             if not masks.same_tokens:
                 near = take(near.flatten(2), plan.window).unflatten(2, near.shape[2:])
-            far = summaries[0].unsqueeze(1).expand(-1, num_blocks, -1, -1)
+            far = summaries[0].unsqueeze(1).expand(-1, num_blocks, -1, -1)  # (BH, S, C, .)
             groups = [take(group, index).unsqueeze(2) for group, index in zip(summaries[1:], siblings, strict=True)]
             return torch.cat((near, far, *groups), 2)  # (BH, S, window + C + levels, .)
 
@@ -285,11 +285,11 @@ def _plan(query: Tensor, key: Tensor, masks: Masks, sizes: WindowSizes) -> tuple
     per_window = (sizes.num_landmarks // own_windows).clamp(1, window)
     chunk, group_size = integers(sizes.num_chunks, device), window << own_level
     first, part = chunk // per_window * group_size, chunk % per_window
-    start = torch.minimum(first + part * group_size // per_window, num_keys)
+    start = torch.minimum(first + part * group_size // per_window, num_keys)  # (R, C)
     stop = torch.minimum(first + (part + 1) * group_size // per_window, num_keys)
     token = start[..., None] + integers(ceil_div(window, sizes.per_window) << level, device)  # (R, C, P)
     # A block sees its own window, and the chunks outside of its own group.
-    own = own_window[:, :, None]
+    own = own_window[:, :, None]  # (R, S, 1)
     near = own * window + integers(window, device) < num_keys[:, :, None]  # (R, S, window)
     outside = (chunk // per_window)[:, None] != own >> own_level[:, :, None]  # (R, S, C)
     counts = [near, outside * (stop - start)[:, None]]
@@ -324,7 +324,7 @@ def _query_blocks(
     q_len, num_windows = rank.shape[1], sizes.num_windows
     block_q = max(ceil_div(q_len, 8 * num_windows), min(64, ceil_div(q_len, num_windows)))
     num_blocks = ceil_div(q_len, block_q) + num_windows - 1
-    window = rank * num_keys // num_queries.clamp(min=1) // sizes.window
+    window = rank * num_keys // num_queries.clamp(min=1) // sizes.window  # (R, Nq)
     slot = rank + window * block_q
     if query_mask is not None:  # masked queries have one more slot, at the end
         slot = slot.masked_fill(~query_mask, num_blocks * block_q)
@@ -340,7 +340,7 @@ def _mean_queries(query: Tensor, rank: Tensor, first: Tensor, last: Tensor) -> T
     def some_rows(query: Tensor, *indices: Tensor) -> Tensor:
         rank, first, last = (x.unsqueeze(i) for i, x in zip((1, 2, 2), indices, strict=True))
         tokens = query.transpose(1, 2).flatten(2).to(accumulation_dtype(query.dtype))  # (b, Nq, H D)
-        inside = ((rank >= first) & (rank < last)).to(tokens.dtype)
+        inside = ((rank >= first) & (rank < last)).to(tokens.dtype)  # (b, C, Nq)
         means = inside @ tokens / (last - first).clamp(min=1)  # (b, C, Nq) @ (b, Nq, H D) -> (b, C, H D)
         of_heads: Tensor = means.unflatten(2, query.shape[1::2])
         return of_heads.transpose(1, 2)

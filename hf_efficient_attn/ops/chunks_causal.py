@@ -92,16 +92,16 @@ def interval_attention(
             heads = heads._replace(query=query, key=key, value=value)
         queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])  # (BH, T, block, .)
         first, queries = queries.split((1, queries.shape[1] - 1), 1)
-        out = attend_to(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out
+        out = attend_to(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out  # (BH, 1, block, Dv)
         if length > block:
             keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))  # (BH, T - 1, 2 block, .)
-            near = attend_to(queries, keys, values, near_bias)
+            near = attend_to(queries, keys, values, near_bias)  # (BH, T - 1, block, Dv)
             if sizes.levels:
                 table = [_interval_summaries(*x, heads, sizes, scale) for x in zip(sizes.levels, noises, strict=True)]
                 keys, values, bias = (torch.cat(x, 1) for x in zip(*table, strict=True))
                 near = merge(near, _far_partial(queries, keys, values, bias, sizes, attend_to))
             out = torch.cat((out, near.out), 1)
-        out = out.flatten(1, 2)[:, :length]
+        out = out.flatten(1, 2)[:, :length]  # (BH, N, Dv)
         return out if order is None else take(out, inverse(order))
 
     order = None if masks.keys is None else repeat_for_heads(valid_first(masks.keys), *heads.key.shape[:2])
@@ -171,7 +171,7 @@ def _interval_summaries(
         keys, values = (x.unflatten(1, (count, -1)) for x in summarize(parts, valid, heads, noise, scale))
     most = max(level.num_chunks for level in sizes.levels)
     keys, values = (pad(x, (0, 0, 0, most - num_chunks)) if most > num_chunks else x for x in (keys, values))
-    counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)
+    counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)  # (M,)
     return keys, values, counts.to(accumulation_dtype(keys.dtype)).log().expand(1, count, -1)
 
 

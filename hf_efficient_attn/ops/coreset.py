@@ -106,7 +106,7 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
         constant(_identity, kernel.shape[-1], factor, kernel.dtype, device=kernel.device)
         for factor in (1.0, kernel.shape[-1] ** 0.5)
     )
-    system = torch.add(kernel, one, alpha=ridge)
+    system = torch.add(kernel, one, alpha=ridge)  # (BH, m, m)
     with torch.no_grad():
         lower, failed = torch.linalg.cholesky_ex(system)
         # A product with the inverse takes less time than triangular solves for many right-hand sides.
@@ -195,9 +195,9 @@ def _weighted_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Te
     finfo = torch.finfo(value.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
     # In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
-    points = keys * kernel_scale.double().sqrt()
+    points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
     kernel = points @ points.mT
-    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)
+    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)  # (BH, m, 1)
     kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
     weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
     weighted = regularized_solve(kernel, with_ones((out - middle) / unit) * weights, RIDGE)  # (BH, m, Dv + 1)
@@ -214,7 +214,7 @@ def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) ->
         coreset.weighted[:, None],
         coreset.bias[:, None, None],
     )
-    sums = attend(*tensors, values, bias, scale=scale).out[:, 0]
+    sums = attend(*tensors, values, bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
     numerator, denominator = sums[..., :-1], sums[..., -1:]  # (BH, Nq, Dv), (BH, Nq, 1)
     if dropout_p > 0.0:
         numerator = attend(*tensors, values[..., :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
@@ -273,13 +273,13 @@ def add_keys(
     new = torch.cat((value.to(dtype), value.new_ones(*value.shape[:2], 1, dtype=dtype)), 2)
     if mask is not None:
         new = new.masked_fill(~mask.unsqueeze(2), 0.0)
-    points = torch.cat((coreset.key, key.to(dtype)), 1)
+    points = torch.cat((coreset.key, key.to(dtype)), 1)  # (BH, m + N, D)
     clusters, weights = (torch.cat((old, new), 1) for old in (coreset.clusters, coreset.weights))
     x, center, factor = _scaled(points, clusters[..., -1:], scale)
     num_landmarks, exists = coreset.key.shape[1], clusters[..., -1] > 0
     position, valid = candidate_positions(exists, x.shape[1], max(_NUM_CANDIDATES, 2 * num_landmarks), x.device)
     pivots = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
-    start = take(x, position.gather(1, pivots.candidate))
+    start = take(x, position.gather(1, pivots.candidate))  # (BH, m, D)
     sizes = [points.shape[2], clusters.shape[2], clusters.shape[2]]
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
@@ -311,7 +311,7 @@ def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> 
 
 def _partial(positive: Tensor, signed: Tensor, row_max: Tensor) -> Partial:
     """Make a partial from sums (BH, Nq, Dv + 1) by both kinds of weights, which are divided by exp(row_max)."""
-    ratio = signed[..., -1:] / positive[..., -1:]
+    ratio = signed[..., -1:] / positive[..., -1:]  # (BH, Nq, 1)
     total = torch.where((ratio > _SAFE[0]) & (ratio < _SAFE[1]), signed, positive)
     empty = total[..., -1:] <= 0
     denominator = total[..., -1:].masked_fill(empty, 1.0)
@@ -355,7 +355,7 @@ def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, sele
         landmark = torch.where(number > 0, members @ (count * x) / number.clamp(min=1.0), landmark)
     members = _members(x, landmark, selected)
     number, cluster = members @ count, members @ clusters  # (BH, m, 1), (BH, m, Dv + 1)
-    alive = (number > 0).to(x.dtype)
+    alive = (number > 0).to(x.dtype)  # (BH, m, 1)
     landmark = landmark * alive
     half = 0.5 * (landmark * landmark).sum(2, keepdim=True)
     kernel = (landmark @ landmark.mT - half - half.mT).clamp(max=0.0).exp() * alive * alive.mT
@@ -381,7 +381,7 @@ def coreset_naive(
     root = kernel_scale.sqrt()
     points, half_norm = root * keys, 0.5 * (root * keys).square().sum(2, keepdim=True)
     # exp(<x, y> - |x|^2 / 2) relative to its maximum. The logits below contain the missing factors.
-    exponents = points @ (root * key).mT - half_norm
+    exponents = points @ (root * key).mT - half_norm  # (BH, m, Nk)
     kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
     kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
     identity = torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device)
@@ -391,7 +391,7 @@ def coreset_naive(
     # Relative to the middle of the range, which is the output if the denominator is not positive.
     numerators, ones = weights @ (value - middle), weights.sum(2, keepdim=True)
     size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
-    logits = scale * query @ keys.mT - half_norm.mT
+    logits = scale * query @ keys.mT - half_norm.mT  # (BH, Nq, m)
     basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
     denominator = basis @ ones
     positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))

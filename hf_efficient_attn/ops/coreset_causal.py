@@ -193,7 +193,7 @@ def _epoch(
 
     own = (pad_to_blocks(x[:, prefix:], size).flatten(1, 2) for x in (key, value))
     own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T, 2 size, .)
-    block = torch.ones(size, size, dtype=torch.bool, device=query.device)
+    block = torch.ones(size, size, dtype=torch.bool, device=query.device)  # (size, size)
     causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
     window = _flat(attend(blocks, own_key, own_value, causal, scale=scale, dropout_p=dropout_p), length)
 
@@ -237,7 +237,7 @@ def _segments(last: int, prefix: int, size: int, device: torch.device) -> Tensor
 @torch.no_grad()
 def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: CoresetOptions) -> tuple[Groups, Tensor]:
     """Put the L queries of an epoch in T blocks of groups, and find each block's near keys: int64 (BH, T, w)."""
-    factor = directions(key[:, :prefix])
+    factor = directions(key[:, :prefix])  # (BH, D, F)
     some = query.index_select(1, constant(even_positions, prefix, min(prefix, _QUERIES), device=key.device))
     groups = group_queries(some @ factor, options.num_groups)
     mean = take(some, groups.query).mean(2)  # (BH, G, D)
@@ -257,7 +257,7 @@ def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: C
 
 def _spans(epoch: Epoch, device: torch.device) -> Tensor:
     """Return the span of each query of an epoch, int64 (L,)."""
-    first = torch.tensor(epoch.spans, device=device)
+    first = torch.tensor(epoch.spans, device=device)  # (S,)
     return torch.searchsorted(first, torch.arange(epoch.start, epoch.end, device=device), right=True) - 1
 
 
@@ -272,11 +272,11 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
         The blocks, and the group of each block, int64 (BH, T). Places without a query have the first one.
     """
     (batch_heads, length), device = group.shape, group.device
-    count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)
+    count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)  # (BH, G)
     count.scatter_add_(1, group, torch.ones_like(group))
     ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)
     rank = inverse(group.sort(dim=1, stable=True)[1]) - (count.cumsum(1) - count).gather(1, group)
-    slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, group) * _BLOCK_Q + rank
+    slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, group) * _BLOCK_Q + rank  # (BH, L)
     num_blocks = length // _BLOCK_Q + num_groups  # at most
     query = torch.zeros(batch_heads, num_blocks * _BLOCK_Q, dtype=torch.int64, device=device)
     query.scatter_(1, slot, integers(length, device).expand_as(slot))

@@ -126,14 +126,14 @@ def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, size: 
     """
     norm = points.square().sum(2)
     size = norm - norm.amax(1, keepdim=True) if size is None else size
-    log_weight = (size * power).clamp(min=_LEAST)
+    log_weight = (size * power).clamp(min=_LEAST)  # (BH, C)
     weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
     for i, number in enumerate(sizes):
         index = (weight_left + numbers[i]).topk(number, dim=1)[1]
         picked.append(index)
         if i + 1 < len(sizes):
             log_weight = log_weight.scatter(1, index, -torch.inf)  # no point is drawn twice
-            offset = norm.gather(1, index).unsqueeze(2)
+            offset = norm.gather(1, index).unsqueeze(2)  # (BH, number, 1)
             found = torch.baddbmm(offset, take(points, index), points.mT, beta=-1.0, alpha=2.0).amax(1)
             closest = found if closest is None else torch.maximum(closest, found)
             left = torch.expm1((closest - norm).clamp(max=0.0))
@@ -155,7 +155,7 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     points = key * options.root  # (BH, C, D)
     size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)
     size = size - size.amax(1, keepdim=True)
-    weight = (size * POWER).clamp(min=LEAST_LOG_WEIGHT).exp()
+    weight = (size * POWER).clamp(min=LEAST_LOG_WEIGHT).exp()  # (BH, C, 1)
     terms = torch.cat((key * weight, weight), 2)  # (BH, C, D + 1)
 
     def some_heads(key: Tensor, points: Tensor, size: Tensor, terms: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     with torch.no_grad():
         choice = sliced(some_heads, key, points, size, terms, size=slice_size(count * key.shape[1] // 6, key.device))
     pivot, cluster = choice.split((count, key.shape[1]), 1)
-    landmarks = take(key, pivot)
+    landmarks = take(key, pivot)  # (BH, m, D)
     if options.num_refinements:
         landmarks = _means(cluster_sums(cluster, terms, count), landmarks)
     return Landmarks(landmarks, torch.add(tilt, landmarks, alpha=options.root**2), choice)
@@ -262,7 +262,7 @@ def directions(key: Tensor) -> Tensor:
     square = square / torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True)
     square = square + constant(_scaled_identity, key.shape[2], device=key.device)
     basis = torch.bmm(square, square[..., :_GROUP_DIMS])  # (BH, D, F)
-    image = torch.bmm(square, basis)
+    image = torch.bmm(square, basis)  # (BH, D, F)
     lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]
     factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)
     return factor
@@ -313,9 +313,9 @@ def _halves(points: Tensor, levels: int) -> Tensor:
     (batch_heads, length, _), points = points.shape, points.flatten(0, 1)
     order = integers(len(points), points.device).view(batch_heads, -1)
     for _ in range(levels):
-        x = torch.embedding(points, order)
+        x = torch.embedding(points, order)  # (groups, members, F)
         x = x - x.mean(1, keepdim=True)
-        power = torch.bmm(x.mT, x)
+        power = torch.bmm(x.mT, x)  # (groups, F, F)
         for _ in range(2):  # five steps of the power method, from the direction in which all points vary most
             power = torch.bmm(power, power)
         place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
@@ -358,7 +358,7 @@ def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: Coreset
     if options.num_refinements:
         weight = POWER * ((candidates * root).square().sum(1) + 2.0 * candidates @ tilt)
         weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
-        members = torch.nn.functional.one_hot(choice[m:], m).double().T * weight
+        members = torch.nn.functional.one_hot(choice[m:], m).double().T * weight  # (m, C)
         total = members.sum(1, keepdim=True)
         c = torch.where(total > 0, members @ candidates / torch.where(total > 0, total, 1.0), c)
     return c, tilt

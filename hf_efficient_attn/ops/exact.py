@@ -66,7 +66,7 @@ def exact_attention(
     if not is_causal:
         blocks = pad_to_blocks(query, min(q_len, _BLOCK_Q))  # (BH, T, block_q, D)
         if not keeps_pairs(blocks, key[:, None], bias, scale, dropout_p):
-            return attend_blocks(blocks).flatten(1, 2)[:, :q_len]
+            return attend_blocks(blocks).flatten(1, 2)[:, :q_len]  # (BH, Nq, Dv)
         size = slice_size(batch_heads * blocks.shape[2] * kv_len, query.device)
         return sliced(attend_blocks, blocks, size=size, dim=1, draws=dropout_p > 0.0).flatten(1, 2)[:, :q_len]
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -120,7 +120,7 @@ def biased_exact(
     outs = []
     for start in range(0, q_len, _BLOCK_Q):
         block = query[:, :, start : start + _BLOCK_Q]
-        positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset
+        positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset  # (block_q, 1)
         end = max(1, min(kv_len, offset + start + block.shape[2])) if is_causal else kv_len
         distance = torch.arange(end, device=device) - positions  # (block_q, Nk)
         bias = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)[None, None]
@@ -130,7 +130,7 @@ def biased_exact(
             bias = bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)[:, None]
         # The heads of a sequence take the place of the blocks of `attend`.
         rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
-        out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
+        out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out  # (BH, 1, block_q, Dv)
         outs.append(out[:, 0].unflatten(0, query.shape[:2]))  # (B, H, block_q, Dv)
     return torch.cat(outs, 2)
 
@@ -203,7 +203,7 @@ def window_partial(
     distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
     in_window = mask_bias((distance >= -left) & (distance <= right), query.dtype)[None, None]
     if table is not None:
-        in_window = in_window + bias_of(table.to(in_window.dtype), distance).unsqueeze(1)
+        in_window = in_window + bias_of(table.to(in_window.dtype), distance).unsqueeze(1)  # (BH, 1, block_q, block_k)
     valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
     valid = valid & (torch.arange(length, device=device) >= skip)
     valid = pad(valid, (left, after)).unfold(1, block_k, block_q)  # (1 or BH, T, block_k)
@@ -261,7 +261,7 @@ def window_attention(
         mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
         flat = (x.flatten(0, 1) for x in (query, key, value))
         out: Tensor = of_mask(mask, *flat, None if table is None else table.repeat(batch, 1))
-        unflat: Tensor = out.unflatten(0, (batch, num_heads))
+        unflat: Tensor = out.unflatten(0, (batch, num_heads))  # (B, H, N, Dv)
         return unflat
     # With a mask each block has its own bias. This computes one sequence at a time, so that all heads share the bias.
     rows = zip(key_mask.split(1), query, key, value, strict=True)
@@ -282,7 +282,7 @@ def _window_and_global(
             query, key, value, mask, table, left=left, right=right, scale=scale, dropout_p=dropout_p
         ).out
     # `index` (1 or BH, G): positions of the first G valid tokens. If there are fewer, `valid` is False at the others.
-    position = torch.arange(length, device=device)
+    position = torch.arange(length, device=device)  # (N,)
     if mask is None:
         index, valid, skipped, local_mask = position[None, :num_global], None, num_global, None
     else:
@@ -299,11 +299,11 @@ def _window_and_global(
     else:
         allowed = valid[:, None].expand(-1, length, -1)
     if is_causal:
-        allowed = allowed & (index[:, None] <= position[:, None])
-    index_per_head = index.expand(query.shape[0], -1)
+        allowed = allowed & (index[:, None] <= position[:, None])  # (1 or BH, N, G)
+    index_per_head = index.expand(query.shape[0], -1)  # (BH, G)
     blocks = pad_to_blocks(query, block_q)
     bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])
-    global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))
+    global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))  # (BH, 1, G, .)
     far = attend(blocks, global_keys, global_values, bias, scale=scale, dropout_p=dropout_p)
     far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])  # (BH, N, Dv), (BH, N)
     local_out = merge(near, far).out  # (BH, N, Dv)
@@ -311,10 +311,10 @@ def _window_and_global(
     allowed = torch.ones(1, length, dtype=torch.bool, device=device) if mask is None else mask
     allowed = allowed[:, None].expand(-1, num_global, -1)
     if is_causal:
-        allowed = allowed & (position <= index[:, :, None])
+        allowed = allowed & (position <= index[:, :, None])  # (1 or BH, G, N)
     global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[:, None]
     of_global = attend(global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
-    is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)
+    is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)  # (1 or BH, N)
     is_global = is_global.scatter(1, index, torch.ones_like(index, dtype=torch.bool) if valid is None else valid)
     # (BH, N, Dv), with the outputs of global tokens at their positions
     spread = local_out.scatter(1, index_per_head[:, :, None].expand_as(of_global), of_global)
@@ -328,7 +328,7 @@ def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: Window
     """
     kv_len = key_mask.shape[1]
     position = torch.arange(kv_len, device=key_mask.device)
-    distance = position - position[kv_len - q_len :, None]
+    distance = position - position[kv_len - q_len :, None]  # (Nq, Nk)
     is_global = key_mask & (key_mask.cumsum(1) <= call.num_global)  # (B, Nk)
     pairs = (distance.abs() <= call.window_size) | is_global[:, None] | is_global[:, kv_len - q_len :, None]
     pairs = pairs & key_mask[:, None]  # (B, Nq, Nk)
@@ -345,7 +345,7 @@ def window_decode(
     key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
     key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, -num_keys:]
     bias = window_bias(q_len, key_mask, table, call, query.dtype)
-    bias = bias.expand(-1, query.shape[1], -1, -1)
+    bias = bias.expand(-1, query.shape[1], -1, -1)  # (B, H, Nq, Nk)
     # Batch rows take the place of heads in `attend`, and heads take the place of blocks.
     return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out
 
@@ -353,7 +353,7 @@ def window_decode(
 def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """Compute attention from scores (..., Nq, Nk), values (..., Nk, Dv), mask (..., Nk); 0 for a query without keys."""
     if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)  # (Nq, Nk)
         scores = scores.masked_fill(future, -torch.inf)
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)

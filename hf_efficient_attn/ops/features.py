@@ -80,7 +80,7 @@ def elu_map(scale: float, head_dim: int) -> Features:
         # If all numbers of a query are negative, its features are relative to the largest: they could underflow, and
         # the inverse of their sum, which the gradient has as a factor, could overflow.
         query = _scaled(query, factor)
-        largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)
+        largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)  # (..., N, 1)
         return elu_features(query, largest), largest.squeeze(-1) * LOG2_E
 
     return _without_weights(of_query, lambda key: elu_features(_scaled(key, None)))
@@ -103,7 +103,7 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
     float32. The scale is split evenly between queries and keys; queries take its sign.
     """
     weight = softmax_features(num_features, head_dim, seed, device) * abs(scale) ** 0.5  # (F, D)
-    directions = weight.t() * LOG2_E
+    directions = weight.t() * LOG2_E  # (D, F)
 
     def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
         dtype = sum_dtype(x)
@@ -178,7 +178,7 @@ def _learned_of_query(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tens
         return y.softmax(-1).clamp(min=_LEAST), None
     size = y.detach().amax(-1, keepdim=True)
     phi = (y - size).mul(LOG2_E).exp2()
-    total = phi.sum(-1, keepdim=True)
+    total = phi.sum(-1, keepdim=True)  # (..., N, 1)
     return (phi / total).clamp(min=_LEAST), (total.log2() + size * LOG2_E).squeeze(-1)
 
 
@@ -195,7 +195,7 @@ def _outputs(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
     if feature_map == "t2r":
         return x @ weight[..., :-1, :] + weight[..., -1:, :]
     y = x @ weight  # (..., N, D) @ (..., D, F) -> (..., N, F)
-    return torch.cat((y, -y), -1)
+    return torch.cat((y, -y), -1)  # (..., N, 2 F)
 
 
 def count_features(feature_map: str, num_features: int) -> int:
@@ -213,7 +213,7 @@ def start_map(
     sqrt(D / F). All columns are multiplied by a factor of the feature map.
     """
     num_blocks = ceil_div(num_features, head_dim)
-    numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))
+    numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))  # (blocks, D, D)
     columns = torch.linalg.qr(numbers)[0]  # (blocks, D, D)
     if num_features >= head_dim:
         columns[0] = torch.eye(head_dim, dtype=columns.dtype, device=columns.device)
@@ -221,7 +221,7 @@ def start_map(
     start = start * _START[feature_map][0 if is_query else 1]
     if feature_map == "t2r":
         start = torch.cat((start, start.new_full((1, num_features), _START_BIAS)))
-    maps: Tensor = start.float().repeat(num_heads, 1, 1)
+    maps: Tensor = start.float().repeat(num_heads, 1, 1)  # (H, D or D + 1, F)
     return maps
 
 
@@ -241,7 +241,7 @@ def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: to
     blocks = ceil_div(num_features, head_dim)
     q, r = torch.linalg.qr(normal((blocks, head_dim, head_dim), seed, 5, device))  # (blocks, D, D) each
     signs = r.diagonal(dim1=1, dim2=2).sign()
-    directions = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, head_dim)[:num_features]
+    directions = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, head_dim)[:num_features]  # (F, D)
     lengths = torch.linalg.vector_norm(normal((num_features, head_dim), seed, 7, device), dim=1, keepdim=True)
     features: Tensor = directions * lengths
     return features

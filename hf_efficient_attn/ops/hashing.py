@@ -83,7 +83,7 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
         share = (count - 1).to(dtype) / count[:, -1:].clamp(min=1) + (2.0**num_hashes - 1.0) / 2.0
         share = share.unsqueeze(1)
     # (-1)^(bit b of the rank) is the product of the signs of the sides from b on.
-    parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)
+    parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)  # (BH, r, N)
     powers = constant(_powers, num_hashes, dtype, device=device).expand(len(x), -1, -1)
     keys = torch.baddbmm(share, powers, parity).squeeze(1)  # (BH, N)
     return keys if mask is None else keys.masked_fill_(~mask, torch.inf)
@@ -151,8 +151,8 @@ def block_starts(
     ends before `num_keys` if there are at least `block_k`.
     """
     (batch_heads, q_len), device = query_keys.shape, keys.device
-    middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)
-    of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))
+    middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)  # (BH, T)
+    of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))  # (BH, T)
     start = torch.searchsorted(keys, of_middle) - block_k // 2
     return start.clamp_(max=num_keys - block_k).clamp_(min=0)
 
@@ -200,7 +200,7 @@ def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> Tensor:
     m = 2 l / n_buckets). The first half is the smallest h for which 2h * 2h buckets suffice. The second half is the
     smallest that suffices together with the first.
     """
-    smaller = torch.arange(1, most, device=num_keys.device)
+    smaller = torch.arange(1, most, device=num_keys.device)  # (most - 1,)
     first = 1 + (2 * block_size * smaller * smaller < num_keys.unsqueeze(-1)).sum(-1)
     second = (num_keys + (2 * block_size * first - 1)) // (2 * block_size * first)
     return torch.cat((first, second.clamp(min=1)), 1)
@@ -217,14 +217,14 @@ def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor |
     """
     # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
     used = integers(len(directions), x.device) < half.unsqueeze(2)
-    directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]
+    directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]  # (1 or BH, S, 2, h, D)
     dtype, sizes = accumulation_dtype(x.dtype), directions.shape[1:4]
     projected = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1) @ x.detach().to(dtype).mT
     if num_keys is not None:  # subtract the mean from the products, because they are fewer numbers
         projected -= projected.sum(2, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
     projected = projected.unflatten(1, sizes)  # (BH, S, 2, h, N)
     # Find the largest absolute value, one direction at a time: on a CPU several times as fast as `max` with an index.
-    largest, *others = projected.abs().unbind(3)
+    largest, *others = projected.abs().unbind(3)  # (BH, S, 2, N) each
     index = torch.zeros_like(largest, dtype=torch.int16)
     for h, other in enumerate(others, 1):
         index = torch.maximum(index, (other > largest).to(torch.int16).mul_(h))
@@ -279,10 +279,10 @@ def plan_rounds(
     queries, query_order = keys, key_order
     if query is not key:
         queries, query_order = _sort(bucket_codes(query, directions, half), query_share, query_mask)
-    of_rounds = num_keys.expand(batch_heads, 1).repeat_interleave(rounds, 0)
+    of_rounds = num_keys.expand(batch_heads, 1).repeat_interleave(rounds, 0)  # (BH S, 1)
     num_queries = q_len if query_mask is None else of_rounds
     start = block_starts(queries.flatten(0, 1), keys.flatten(0, 1), num_queries, of_rounds, block_size, block_k)
-    start = start.unflatten(0, (batch_heads, rounds))
+    start = start.unflatten(0, (batch_heads, rounds))  # (BH, S, T)
     if key_mask is None:
         return Rounds(query_order, key_order, start, block_size, block_k, None)
     short = (num_keys <= rounds * block_k)[:, :, None]
@@ -315,11 +315,11 @@ def rounds_attention(
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, num_keys: Tensor | None, *orders: Tensor) -> Tensor:
         query_order, key_order, start = orders
-        query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))
+        query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))  # (BH, S, N)
         # The last block is padded with query 0; the result for the padding is not used.
         queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)
         queries = queries.view(len(query), rounds, num_blocks, plan.block_q)  # (BH, S, T, block_q)
-        index = start.unsqueeze(3) + integers(plan.block_k, query.device)
+        index = start.unsqueeze(3) + integers(plan.block_k, query.device)  # (BH, S, T, block_k)
         masked = None if num_keys is None else index >= num_keys[:, :, None, None]
         index = index.clamp(max=key.shape[1] - 1)
         keys = key_order.gather(2, index.flatten(2)).view_as(index)  # (BH, S, T, block_k)
@@ -373,15 +373,15 @@ def _round_bias(
         # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
         # most block_k - 1 within the block of keys, and at least block_k + 1 outside.
         center = (2 * first + (block_k - 1)).to(acc_dtype)
-        gap = ((2 * rank).to(acc_dtype)[:, :, None] - center[:, :, :, None]).abs_()
+        gap = ((2 * rank).to(acc_dtype)[:, :, None] - center[:, :, :, None]).abs_()  # (BH, T, block_q, block_k)
         # Several operations on one buffer are several times as fast as a masked fill.
         excluded = gap.clamp_(block_k - 1, block_k).sub_(block_k).mul_(_EXCLUDED)
         bias = excluded if bias is None else bias.add_(excluded)
     if others:
-        itself = mask_bias(keys[:, :, None] != queries[:, :, :, None], dtype)
+        itself = mask_bias(keys[:, :, None] != queries[:, :, :, None], dtype)  # (BH, T, block_q, block_k)
         bias = itself if bias is None else bias.add_(itself)
     if masked is not None:
-        key_bias = mask_bias(~masked[:, :, None], dtype)
+        key_bias = mask_bias(~masked[:, :, None], dtype)  # (BH, T, 1, block_k)
         bias = key_bias if bias is None else bias.add_(key_bias)
     return bias
 

@@ -146,7 +146,7 @@ def hash_tables(queries: Tensor, keys: Tensor, family: Hash, seed: Seed, stream:
 
 def bucket_bounds(tables: Tables) -> tuple[Tensor, Tensor]:
     """Find the first sorted index of each query's bucket, and the bucket's number of keys: int64 (T, Nq) each."""
-    low = torch.searchsorted(tables.codes, tables.query_codes)
+    low = torch.searchsorted(tables.codes, tables.query_codes)  # (T, Nq)
     return low, torch.searchsorted(tables.codes, tables.query_codes, right=True) - low
 
 
@@ -159,7 +159,7 @@ def shared_buckets(tables: Tables, at_a_time: int = _PAIRS) -> Iterator[tuple[sl
     """
     low, size = bucket_bounds(tables)
     num_keys, device = tables.codes.shape[1], size.device
-    total = size.sum(0).cumsum(0)
+    total = size.sum(0).cumsum(0)  # (Nq,)
     start = 0
     while start < total.numel():
         before = total[start - 1] if start else total.new_zeros(())
@@ -276,7 +276,7 @@ def gaussian_kde(
         values = pair_kernel(queries, points, query_index.expand_as(key_index), key_index).double()
         distance = (-2.0 * values.clamp(min=1e-300).log()).sqrt()
         chance = bucket_chance(distance, family).clamp(min=1e-300)
-        estimates = torch.where((size > 0) & (values > 0), values * size / (num_keys * chance), 0.0)
+        estimates = torch.where((size > 0) & (values > 0), values * size / (num_keys * chance), 0.0)  # (T, Nq)
         total += estimates.sum(0)
         squares += estimates.square().sum(0)
     mean = total / tables
@@ -362,7 +362,7 @@ def part_of(
     row, own = row[is_own], found[is_own]
     # The pairs as keys (R, m), with -inf as bias where a query has less than m.
     rank, width = _rank_in_group(row, len(queries)), int(torch.bincount(row).max()) if len(row) else 0
-    near = row.new_zeros(len(queries), width)
+    near = row.new_zeros(len(queries), width)  # (R, m)
     bias = torch.full(near.shape, -torch.inf, dtype=torch.float64, device=row.device)
     near[row, rank], bias[row, rank] = own % num_light, 0.0
     draws = draws if isinstance(draws, Tensor) else draws - (bias == 0).sum(1)
@@ -380,7 +380,7 @@ def draw_columns(
     # The first query's number gives each call a stream of its own.
     numbers = uniform((len(queries), most), seed, stream + 1000 * int(queries.min()), queries.device)
     key_index = (numbers * num_light).to(torch.int64).clamp(max=num_light - 1)
-    used = torch.arange(most, device=queries.device) < draws[:, None]
+    used = torch.arange(most, device=queries.device) < draws[:, None]  # (R, M)
     if len(found):
         pair = queries[:, None] * num_light + key_index
         used &= found[torch.searchsorted(found, pair).clamp(max=len(found) - 1)] != pair

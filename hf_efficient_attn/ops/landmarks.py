@@ -54,9 +54,9 @@ def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments:
         sizes = segment_sizes(torch.full((1,), total, device=device), num_segments)
         ends = sizes.cumsum(1)
     else:
-        rank = key_mask.cumsum(1)
-        sizes = segment_sizes(rank[:, -1], num_segments)
-        ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1
+        rank = key_mask.cumsum(1)  # (B, total)
+        sizes = segment_sizes(rank[:, -1], num_segments)  # (B, L)
+        ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1  # (B, L)
     ends = ends.clamp(own.start, own.stop) - own.start
     ends[:, -1] = own.stop - own.start  # with the padding behind the last token
     equal = key_mask is None and own == slice(0, total) and total % num_segments == 0
@@ -68,7 +68,7 @@ def segment_sums(x: Tensor, segments: Segments) -> Tensor:
     if segments.equal:  # a fifth of the time
         parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
         return parts.sum(3, dtype=accumulation_dtype(x.dtype))
-    lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()
+    lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()  # (B, H, L)
     x = x.to(accumulation_dtype(x.dtype))
     sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)
     return sums
@@ -128,7 +128,7 @@ def landmark_attention(
         of_queries = find_segments(None, q_len, slice(0, q_len), options.num_landmarks, device)
     elif key_mask is not None:
         masked_query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
-    few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)
+    few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)  # (B,)
     # Each of a few tokens is a landmark by itself.
     any_few = all_keys is not None and bool(few.any())
     sums = [segment_sums(masked_query, of_queries), segment_sums(key, segments)]
@@ -137,7 +137,7 @@ def landmark_attention(
     counts = [x.sizes.clamp(min=1)[:, None, :, None] for x in (of_queries, segments, segments)]
     means = [_all_heads(x / n, num_heads) for x, n in zip(sums, counts, strict=False)]  # (BH, L, .)
     queries, keys = (x.to(dtype) for x in means[:2])
-    tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))
+    tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))  # (BH, 1, Nk, .)
     bias = None
     if key_mask is not None:
         bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
@@ -147,14 +147,14 @@ def landmark_attention(
     empty = None
     if all_keys is not None:
         empty = [(x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)]
-    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)
+    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)  # (BH, L, L)
     values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
     if empty is not None and any_few:
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
         values = torch.where(few.repeat_interleave(num_heads)[:, None, None], means[2], values)
-        landmark_bias = mask_bias(~empty[0], acc_dtype)
+        landmark_bias = mask_bias(~empty[0], acc_dtype)  # (BH, L)
     # Weights that exceed the range of float16 need the wider dtype.
     result = value.dtype if value.dtype == torch.bfloat16 else dtype
     tensors = query.flatten(0, 1), keys, values.to(dtype), landmark_bias
@@ -196,7 +196,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     Returns:
         (BH, M, L).
     """
-    z = matrix.mT / _norm_bound(matrix)
+    z = matrix.mT / _norm_bound(matrix)  # (BH, M, L)
     for _ in range(iterations):
         product = torch.bmm(matrix, z)  # (BH, L, M) @ (BH, M, L) -> (BH, L, L)
         inner = torch.baddbmm(product, product, product, beta=7.0, alpha=-1.0)
@@ -290,7 +290,7 @@ def token_convolution(value: Tensor, kernel: Tensor, key_mask: Tensor | None) ->
     padding, groups = (kernel.shape[1] // 2, 0), kernel.shape[0]
     if key_mask is None:
         return conv2d(value, weight, padding=padding, groups=groups)
-    order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)
+    order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)  # (BH, N)
     valid = take(value.flatten(0, 1), order).view(value.shape)
     out = conv2d(valid, weight, padding=padding, groups=groups)
     out = take(out.flatten(0, 1), inverse(order)).view(value.shape)

@@ -66,14 +66,14 @@ def update_state(
 ) -> FeatureState:
     """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state, or to no tokens for None."""
     acc_dtype = accumulation_dtype(value.dtype)
-    phi, log_weight = features.of_key(key, key_mask)
+    phi, log_weight = features.of_key(key, key_mask)  # (..., N, F), (..., N)
     value = value.to(phi.dtype)
     if log_weight is None:
         norm = phi.sum(-2, dtype=acc_dtype).unsqueeze(-1)
         log = norm.new_zeros(norm.shape[:-2])
     else:
         log = log_weight.detach().amax(-1)
-        weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)
+        weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)  # (..., N, 1)
         norm, value = (phi.mT @ weight).to(acc_dtype), value * weight  # (..., F, N) @ (..., N, 1) -> (..., F, 1)
     # (..., F, N) @ (..., N, Dv) -> (..., F, Dv), and 8 columns of norms
     sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)
@@ -86,8 +86,8 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
 
     `dropout_p` is the probability of dropping a feature of a query, here and in all forms below.
     """
-    phi, log_factor = features.of_query(query)
-    sums = state.sums.to(phi.dtype)
+    phi, log_factor = features.of_query(query)  # (..., N, F), (..., N)
+    sums = state.sums.to(phi.dtype)  # (..., F, Dv + 8)
     values, total = _apart(phi @ sums)  # (..., N, F) @ (..., F, Dv + 8) -> (..., N, Dv), (..., N, 1)
     if dropout_p:
         values, _ = _apart(dropout(phi, dropout_p) @ sums)
@@ -119,7 +119,7 @@ def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.
     """
     (query, key, value, key_mask), scale = tokens, features.scale
     assert features.directions is not None
-    query, key, value = (x.to(accumulation_dtype(x.dtype)).unsqueeze(1) for x in (query, key, value))
+    query, key, value = (x.to(accumulation_dtype(x.dtype)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
     directions = features.directions.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
     bias = key.square().sum(3).unsqueeze(2) * (-0.5 * abs(scale))  # (BH, 1, 1, Nk)
     if key_mask is not None:
@@ -189,10 +189,10 @@ def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
     """Compute the factors for log weights (BH, N) and the log (BH,) of the state before them."""
     log_weight = pad(log_weight, (0, -log_weight.shape[1] % size), value=EMPTY)
     start = log_weight.new_full((log_weight.shape[0], 1), EMPTY) if start is None else start.unsqueeze(1)
-    all_largest = torch.maximum(log_weight.detach().cummax(1).values, start)
+    all_largest = torch.maximum(log_weight.detach().cummax(1).values, start)  # (BH, C * S)
     log_weight, largest = (x.unflatten(1, (-1, size)) for x in (log_weight, all_largest))  # (BH, C, S)
-    ends = largest[:, :, -1]
-    before = torch.cat((start, ends), 1)
+    ends = largest[:, :, -1]  # (BH, C)
+    before = torch.cat((start, ends), 1)  # (BH, C + 1)
     # Later keys do not count, and could overflow. A clamp at 0 has no defined gradient for the largest key itself.
     later = torch.ones(size, size, dtype=torch.bool, device=log_weight.device).triu_(1)  # (S, S)
     pairs = (log_weight.unsqueeze(2) - largest.unsqueeze(3)).masked_fill_(later, -torch.inf)
@@ -217,10 +217,10 @@ def _causal_segment(
     value = pad(tokens.value.to(dtype), (0, _ONES), value=1.0)
     phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, S, .)
     factors = None if log_weight is None else _factors(log_weight, size, None if state is None else state.log)
-    weighted = value if factors is None else value * factors.of_key.to(dtype)
+    weighted = value if factors is None else value * factors.of_key.to(dtype)  # (BH * C, S, Dv + 8)
     sums = torch.bmm(phi_k.mT, weighted).to(acc_dtype)  # (BH * C, F, Dv + 8)
     before, after = _states(sums.view(batch_heads, -1, sums[0].numel()), factors, state)
-    states = before.to(dtype).view(sums.shape)
+    states = before.to(dtype).view(sums.shape)  # (BH * C, F, Dv + 8)
 
     def all_sums(phi_q: Tensor) -> Tensor:
         """Sum values and, in the last columns, weights for each query: (BH, N, Dv + 8)."""
@@ -289,7 +289,7 @@ def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tens
     groups. Weights are relative to the largest one that is added up, so a block that is left out cannot hide others.
     """
     num_blocks = sums.shape[1]
-    largest = _largest_of_others(log, earlier_only)
+    largest = _largest_of_others(log, earlier_only)  # (BH, T)
     if num_blocks <= _GROUP:
         return torch.bmm(_of_others(log, largest, earlier_only), sums), largest
     missing = -num_blocks % _GROUP
@@ -302,7 +302,7 @@ def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tens
     others, others_log = _sums_of_others(whole.view(len(sums), -1, sums.shape[2]), ends, earlier_only)
     own = torch.bmm(_of_others(group_log.flatten(0, 1), group_largest.flatten(0, 1), earlier_only), groups)
     factor = torch.exp2(others_log.unsqueeze(2) - group_largest).clamp(max=1.0)
-    both = torch.addcmul(own.view(*factor.shape, -1), others.unsqueeze(2), factor.unsqueeze(3))
+    both = torch.addcmul(own.view(*factor.shape, -1), others.unsqueeze(2), factor.unsqueeze(3))  # (BH, G, S, M)
     return both.flatten(1, 2)[:, :num_blocks], largest
 
 
@@ -364,7 +364,7 @@ def _moved(tokens: Tokens, distance: int) -> Tokens:
 def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
     """Compute the logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
     (phi_q, log_q), (phi_k, log_k) = features.of_query(query), features.of_key(key, None)
-    logs = (phi_q @ phi_k.mT).log2()
+    logs = (phi_q @ phi_k.mT).log2()  # (..., Nq, F) @ (..., F, Nk)
     logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
     logs = logs if log_k is None else logs + log_k.unsqueeze(-2)
     return logs / LOG2_E

@@ -186,16 +186,16 @@ def plan_near_field(
     lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, window.block_q)
     assert lsh.query_order is not None and lsh.key_order is not None
     ranks, valid = _spread_queries(window, query.shape, num_rows, options.seed, query.device)
-    positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)
+    positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
     weights = row_weights(query, key, positions, key_mask, options.scale)
-    of_lsh = inverse(lsh.query_order).gather(1, positions)
-    near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)
+    of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
+    near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)  # (BH, R, block_k) each
     outside = 1.0 - weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
     outside[..., 1] += _LEAST / math.sqrt(num_rows)
     if valid is not None:
         outside = outside.masked_fill(~valid.unsqueeze(2), 0.0)
     left = torch.linalg.vector_norm(outside, dim=1)  # (BH, 2)
-    take_lsh = left[:, 1:] < _CLEARLY * left[:, :1]
+    take_lsh = left[:, 1:] < _CLEARLY * left[:, :1]  # (BH, 1)
 
     def choose(of_window: Tensor | None, of_lsh: Tensor) -> Tensor:
         of_window = integers(of_lsh.shape[1], of_lsh.device) if of_window is None else of_window
@@ -223,7 +223,7 @@ def _spread_queries(
         return constant(_even_ranks, count, num_queries, seed, device=device).expand(shape[0], -1), None
     offset = uniform((1, count), seed, _ROWS, device)
     sampled, step = num_queries.clamp(1, count), integers(count, device)
-    ranks = ((step + offset) * num_queries / sampled).to(torch.int64)
+    ranks = ((step + offset) * num_queries / sampled).to(torch.int64)  # (BH, R)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
 
 
@@ -285,19 +285,19 @@ def probe_norms(
         first = torch.searchsorted(group, integers(groups + 1, query.device).repeat(len(group), 1))
         bounds = (first * near.block_q).clamp_(max=near.num_queries).unsqueeze(2)
         index = stratified_ranks(ceil_div(options.num_probes, groups), bounds.diff(dim=1), offset[:, None, None])
-        index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)
+        index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)  # (BH, R)
         positions = index if near.query_order is None else near.query_order.gather(1, index)
         weights = row_weights(query, key, positions, key_mask, options.scale)
         rows = ExactRows(index, near_keys(near, index), weights)
         group_of_row = integers(groups, query.device).repeat_interleave(index.shape[1] // groups).expand_as(index)
     else:
         group_of_row = group.expand(batch_heads, -1).gather(1, rows.sorted_index // near.block_q)
-    member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]
+    member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]  # (BH, G, R)
     num_rows: Tensor | int = rows.weights.shape[1]
     if rows.valid is not None:
         member, num_rows = member & rows.valid.unsqueeze(1), rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
-    squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()
+    squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
     member, factor = member.to(squares.dtype), near.num_queries * groups
     # A quotient of integers would have float32.
     weight = factor / num_rows if isinstance(factor, int) else (factor.to(member.dtype) / num_rows).unsqueeze(2)
@@ -366,13 +366,13 @@ def near_far_attention(
     far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)  # (BH, T, M)
     # An index lies in the near field if clamping it to the near field does not change it.
     nearest = torch.clamp(far_index, near_index[..., :1], near_index[..., -1:])
-    far_bias = far.log_weight.masked_fill(nearest == far_index, -torch.inf)
+    far_bias = far.log_weight.masked_fill(nearest == far_index, -torch.inf)  # (BH, T, M)
     near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
     if isinstance(near.num_keys, Tensor):
         near_bias.masked_fill_(near_index >= near.num_keys.unsqueeze(2), -torch.inf)
     index, bias = torch.cat((near_index, far_index), 2), torch.cat((near_bias, far_bias), 2)[:, :, None]
     if near.key_order is not None:
-        index = near.key_order.gather(1, index.flatten(1)).view_as(index)
+        index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 
     gathered = GatheredKeys(index, bias, near.block_q, near.query_order)
     return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)

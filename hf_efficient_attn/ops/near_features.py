@@ -126,7 +126,7 @@ def feature_attention(
         return _windowed(query, key, value, key_mask, call, is_causal, state)
 
     mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
-    tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)
+    tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)  # (BH, N, .)
     features = call.features(query)
     if not is_causal and features.directions is not None:
         return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
@@ -213,7 +213,7 @@ def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor
     if not call.window_size:
         return update_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
     valid = torch.ones_like(key[..., 0]) if key_mask is None else key_mask[:, None].to(dtype)
-    valid, kept = valid.expand(batch, num_heads, length), call.window_size + 1
+    valid, kept = valid.expand(batch, num_heads, length), call.window_size + 1  # (B, H, N)
     if state is None:
         key, value, valid = pad(key, (0, 0, kept, 0)), pad(value, (0, 0, kept, 0)), pad(valid, (kept, 0))
     else:
@@ -365,7 +365,7 @@ def _bidirectional_blocks(
     (num_blocks, size), valid, bias = key.shape[1:3], None, None
     if plan.num_valid is not None or length % size:
         index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
-        valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))
+        valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))  # (1 or BH, T, S)
         bias = mask_bias(valid, key.dtype).unsqueeze(2)
     state = others(update_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
     if plan.key_block is not None:
@@ -373,7 +373,7 @@ def _bidirectional_blocks(
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
         key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
         state = FeatureState(sums, state.log.gather(1, block))
-    near = attend_to(query, key, value, bias)
+    near = attend_to(query, key, value, bias)  # (BH, T, S, Dv)
     return merge(near, query_state(query, state, features, dropout_p)).out
 
 
@@ -392,5 +392,5 @@ def _causal_blocks(
     keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
     near = attend_to(query[:, 1:], keys, values, bias[None, None])  # (BH, T - 1, S, Dv)
     state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
-    far = query_state(query[:, 1:], state, features, dropout_p)
+    far = query_state(query[:, 1:], state, features, dropout_p)  # (BH, T - 1, S, Dv)
     return torch.cat((first.out, merge(near, far).out), 1)

@@ -113,7 +113,7 @@ class Contraction(NamedTuple):
         if self.column is None:
             return (table[:, some] @ x.to(table.dtype)).to(acc_dtype)  # (P, n) @ (B, H, n, D) -> (B, H, P, D)
 
-        columns = table.t().contiguous()
+        columns = table.t().contiguous()  # (N, P)
 
         def some_rows(x: Tensor, column: Tensor) -> Tensor:
             # Gather the columns and not the tokens: one product serves all heads of a batch row, side by side.
@@ -129,7 +129,7 @@ class Contraction(NamedTuple):
         """Compute E 1, the factor of a constant that is added to all tokens: (B or 1, P)."""
         if self.num_tokens is None or self.factor is None:
             return self.table.sum(1, dtype=accumulation_dtype(self.table.dtype))[None]
-        used = integers(self.table.shape[1], self.table.device)[:, None] < self.num_tokens
+        used = integers(self.table.shape[1], self.table.device)[:, None] < self.num_tokens  # (N, B)
         return (self.table.to(self.factor.dtype) @ used.to(self.factor.dtype)).t() * self.factor
 
 
@@ -159,14 +159,14 @@ def contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: torc
 def _factors(table: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the factors of the rows for n tokens, and whether rows have weight: (P, M), (B,) -> (B, P) each."""
     used = (integers(table.shape[1], table.device)[:, None] < num_tokens).to(table.dtype)  # (M, B)
-    size, square = table.abs(), table.square()
+    size, square = table.abs(), table.square()  # (P, M)
     whole, whole_square = size.sum(1), square.sum(1)  # (P,), of all columns
     part, part_square = (size @ used).t(), (square @ used).t()  # (B, P), of the columns that are used
     valid = part > 0
     # A row without weight has the factor 1. Its quotients are replaced, because the gradient of 0 / 0 is NaN.
     of_tokens = [x.masked_fill(~valid, 1.0) for x in (whole.expand_as(part), whole_square.expand_as(part))]
     part, part_square = (x.masked_fill(~valid, 1.0) for x in (part, part_square))
-    one_sign = table.sum(1).abs() / whole.masked_fill(whole == 0, 1.0)
+    one_sign = table.sum(1).abs() / whole.masked_fill(whole == 0, 1.0)  # (P,)
     by_weight, by_norm = of_tokens[0] / part, of_tokens[1] / part_square
     return by_weight**one_sign * by_norm ** (0.5 - 0.5 * one_sign), valid
 
@@ -253,5 +253,5 @@ def projection_attention(
     out = attention_to_few_keys(
         query.flatten(0, 1), keys, values, bias, scale=scale, dropout_p=dropout_p, dtype=value.dtype
     )
-    result: Tensor = out.unflatten(0, query.shape[:2])
+    result: Tensor = out.unflatten(0, query.shape[:2])  # (B, H, Nq, Dv)
     return result

@@ -167,14 +167,14 @@ def row_error(
     """
     dtype = accumulation_dtype(exact.dtype)
     exact = exact.to(dtype)
-    difference = approximate.to(dtype) - exact
+    difference = approximate.to(dtype) - exact  # (BH, p, Dv)
     count: Tensor | int = exact.shape[1]
     if valid is not None:
         difference, exact = (x.masked_fill(~valid.unsqueeze(2), 0.0) for x in (difference, exact))
         count = valid.sum(1, keepdim=True)
     (error, error_share), (size, share) = _leading(difference), _leading(exact)
     estimate = torch.where(error == 0, 0.0, error / size)
-    spread = torch.linalg.vector_norm(error_share - share, dim=1)
+    spread = torch.linalg.vector_norm(error_share - share, dim=1)  # (BH,)
     rows = torch.as_tensor(count, device=exact.device).to(dtype).clamp(min=1.0).view(-1)
     left = 1.0 if population is None else (1.0 - rows / torch.as_tensor(population, device=rows.device).view(-1))
     factor = torch.as_tensor(left, dtype=dtype, device=rows.device).clamp(min=0.0).sqrt()
@@ -193,7 +193,7 @@ def _leading(x: Tensor) -> tuple[Tensor, Tensor]:
         power = power @ power
     # The column with the largest diagonal entry has a component along the leading eigenvector.
     largest = power.diagonal(dim1=1, dim2=2).argmax(1)[:, None, None].expand(-1, gram.shape[1], 1)
-    vector = power.gather(2, largest)
+    vector = power.gather(2, largest)  # (BH, D, 1)
     vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True).clamp(min=tiny)
     squares = (x @ vector).squeeze(2).square()  # (BH, p)
     total = squares.sum(1)
@@ -262,7 +262,7 @@ def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
 def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute attention to the landmarks of centered keys: (BH, p, Dv)."""
     root = TEMPERATURE * abs(scale) ** 0.5
-    points, count = key * root, min(NUM_LANDMARKS, key.shape[1])
+    points, count = key * root, min(NUM_LANDMARKS, key.shape[1])  # (BH, n, D)
     log_weight = 0.5 * points.square().sum(2, keepdim=True)
     weight = (log_weight - log_weight.amax(1, keepdim=True)).clamp(min=LEAST_LOG_WEIGHT).exp()
     terms = torch.cat((points * weight, weight), 2)
@@ -276,10 +276,10 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
     # exp(<c, x> - |c|^2 / 2) for a landmark c and a key x, relative to the largest one of the head: (BH, m, Nk).
     similarity = torch.baddbmm(-own.unsqueeze(2), centers, points.mT)
     similarity = (similarity - similarity.amax((1, 2), keepdim=True)).exp()
-    sums = similarity @ with_ones(value)
+    sums = similarity @ with_ones(value)  # (BH, m, Dv + 1)
     weights = regularized_solve(kernel.double(), sums.double(), RIDGE)
     scores = scale / root * query @ centers.mT if root else torch.zeros_like(query @ centers.mT)
-    logits = scores.double() - own.unsqueeze(1)
+    logits = scores.double() - own.unsqueeze(1)  # (BH, p, m)
     basis = (logits - logits.amax(2, keepdim=True)).exp()
     out, size = basis @ weights, basis @ weights[..., -1:].abs()  # (BH, p, Dv + 1), (BH, p, 1)
     positive = out[..., -1:] > _LEAST_DENOMINATOR * size
@@ -336,7 +336,7 @@ def attend_within_bound(
     columns = torch.tensor(levels, device=device)
     growth = columns.double().view(-1, 1, 1) / forms.columns  # (levels, 1, 1); costs are (levels, B, H)
     cost = _LARGEST_COST * (forms.length / num_keys) ** COST_POWER * growth**_COLUMNS_POWER + NUM_ROWS / num_keys
-    log_bound = _first_guess(heads, forms.columns, scale).view(shape)
+    log_bound = _first_guess(heads, forms.columns, scale).view(shape)  # (B, H)
     cost = cost * (1.0 + _NEAR_COST * (5.0 * log_bound.exp() / forms.max_error - 1.0).clamp(0.0, 1.0))
     possible, spread = torch.ones_like(cost, dtype=torch.bool), torch.full_like(cost[0], _COPY_SPREAD)
     budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
@@ -344,10 +344,10 @@ def attend_within_bound(
     columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     while True:
         probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + _GROWTH * growth.log()) / spread)
-        gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)
+        gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)  # (B, H) each
         price = cost.gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
         risk = (1.0 - probability.gather(0, level.unsqueeze(0))[0]) * price
-        order = gain.argsort(dim=1, descending=True, stable=True)
+        order = gain.argsort(dim=1, descending=True, stable=True)  # (B, H)
         within = risk.gather(1, order).cumsum(1) <= budget
         first = (price * (spread == _COPY_SPREAD)).gather(1, order)
         within &= first.cumsum(1) <= _FIRST_COST

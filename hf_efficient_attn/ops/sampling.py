@@ -85,11 +85,11 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     scores: Tensor = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)
     if norms is not None:
         norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)
-        scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))
+        scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))  # (BH, G, Nk)
     count: Tensor | int = value.shape[1]
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(1), 0.0)
-        count = key_mask.sum(1)[:, None, None].clamp(min=1)
+        count = key_mask.sum(1)[:, None, None].clamp(min=1)  # (BH, 1, 1)
     scores = scores + (scores.sum(2, keepdim=True) * (LEAST_SCORE / count) + tiny)
     return scores if key_mask is None else scores.masked_fill_(~key_mask.unsqueeze(1), 0.0)
 
@@ -104,7 +104,7 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
     kv_len, acc_dtype = value.shape[1], accumulation_dtype(value.dtype)
     if key_mask is None:
         step = max(1, kv_len // NORM_VALUES)
-        sample = value[:, step // 2 :: step].to(acc_dtype)
+        sample = value[:, step // 2 :: step].to(acc_dtype)  # (BH, n, Dv)
         factor: Tensor | float = kv_len / sample.shape[1]
     else:
         count = key_mask.sum(1, keepdim=True)
@@ -155,7 +155,7 @@ def density_norms(
     norms, (block_q, is_same) = options.scores, (near.block_q, query.shape[1] == key.shape[1])
     assert callable(norms)
     out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
-    block_keys = near.start[:, :, None] + integers(near.block_k, key.device)
+    block_keys = near.start[:, :, None] + integers(near.block_k, key.device)  # (BH, T, block_k)
     for a in range(key.shape[0]):
         valid = torch.ones_like(out[a], dtype=torch.bool) if key_mask is None else key_mask[a]
         if not valid.any():
@@ -168,7 +168,7 @@ def density_norms(
         index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]
         blocks = pad(order, (0, len(index) * block_q - len(order)), value=-1).view(-1, block_q)
         weight = logs[blocks].masked_fill(blocks < 0, -torch.inf)
-        pairs = 2.0 * queries[blocks] @ keys[index].mT + weight[:, :, None]
+        pairs = 2.0 * queries[blocks] @ keys[index].mT + weight[:, :, None]  # (T, block_q, block_k)
         near_norms = torch.zeros_like(out[a]).index_add_(0, index.flatten(), pairs.exp_().sum(1).flatten())
         out[a, valid] = (log_norms.exp() - near_norms[valid]).clamp(min=0.0)
     return out.to(accumulation_dtype(query.dtype)).unsqueeze(1)
@@ -243,7 +243,7 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     """
     if not num_samples:
         return torch.zeros_like(scores, dtype=torch.float64)
-    highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)
+    highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)  # (..., num_samples)
     rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
     # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.
     others = highest.flip(-1).cumsum(-1, dtype=torch.float64) + rest
@@ -271,7 +271,7 @@ def systematic_sample(
         index: int64 (BH, S, num_samples), ascending where an index is selected.
         log_weight: float64 (BH, S, num_samples), -log(probability); -inf where no index is selected.
     """
-    steps = integers(num_samples, offset.device)
+    steps = integers(num_samples, offset.device)  # (num_samples,)
     # Moved back a little, so that rounding moves no point beyond the end.
     points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)  # (BH, S, num_samples)
     index, probability = _locate(probabilities, points, num_samples + 1.0, group)
@@ -298,7 +298,7 @@ def independent_sample(
         As `systematic_sample`. Nothing is selected if all scores are 0.
     """
     scores = scores.to(torch.float64)
-    shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)  # (BH, G, N)
     index, share = _locate(shares, numbers.sort(2).values * (1.0 - 1e-9), 2.0, group)
     nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5
     return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)

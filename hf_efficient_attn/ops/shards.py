@@ -155,7 +155,7 @@ def total(tensors: Sequence[Tensor], group: "dist.ProcessGroup") -> list[Tensor]
 
 def gather_partials(partial: Partial, group: "dist.ProcessGroup") -> list[Partial]:
     """Gather the partials of all processes in one collective."""
-    both = torch.cat((partial.out, partial.lse.to(partial.out.dtype).unsqueeze(-1)), -1)
+    both = torch.cat((partial.out, partial.lse.to(partial.out.dtype).unsqueeze(-1)), -1)  # (..., N, Dv + 1)
     return [Partial(x[..., :-1], x[..., -1].to(partial.lse.dtype)) for x in gather(both, group).unbind(0)]
 
 
@@ -237,7 +237,7 @@ def over_heads(
         fits = num_heads % size == 0 and size % num_kv_heads == 0
         repeats = (size if fits else num_heads) // num_kv_heads
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    query, key, value = to_heads((query, key, value), shards)
+    query, key, value = to_heads((query, key, value), shards)  # (B, h, N, .) each
     if query.shape[1]:
         out = function(query, key, value, HeadSlice(heads_of(shards.rank, size, num_heads).start, num_heads))
     else:  # nothing to compute, but the other processes wait for the gradients
@@ -272,5 +272,5 @@ def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Sha
     out = []
     for i, x in enumerate(tensors):
         before, after = ([some[i] for some in of] for of in (received[: shards.rank], received[shards.rank + 1 :]))
-        out.append(torch.cat([*before, x, *after], 2))
+        out.append(torch.cat([*before, x, *after], 2))  # (B, H, before + n + after, .)
     return out, shards.first - low, high - shards.own.stop

@@ -115,12 +115,12 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
     """
     tolerance, ridge = pivot_tolerance(points.dtype), 0.1 * pivot_tolerance(points.dtype)
     points = points * LOG2_E**0.5
-    half_norm = 0.5 * points.square().sum(2, keepdim=True)
+    half_norm = 0.5 * points.square().sum(2, keepdim=True)  # (BH, C, 1)
     closed = torch.zeros_like(half_norm[..., 0], dtype=torch.bool) if valid is None else ~valid
     norm = (2.0 / LOG2_E) * half_norm[..., 0]
     norm = (norm - norm.masked_fill(closed, 0.0).amax(1, keepdim=True)).clamp(min=_LEAST)
     residual, picked, was_open = torch.ones_like(norm), [], []
-    factor = points.new_empty(len(points), 0, points.shape[1])
+    factor = points.new_empty(len(points), 0, points.shape[1])  # (BH, chosen, C)
     for of_draw, size in zip(numbers, sizes, strict=True):
         scores = torch.where(residual > tolerance, residual.log() + norm, _LAST) + of_draw
         scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)
@@ -133,10 +133,10 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
         used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
         closed = closed.scatter(1, index, True)
         rows = torch.baddbmm(-half_norm.mT, take(points, index), points.mT) - take(half_norm, index)
-        columns = index.unsqueeze(1)
+        columns = index.unsqueeze(1)  # (BH, 1, size)
         earlier = factor.gather(2, columns.expand(-1, factor.shape[1], -1))
         rows = torch.baddbmm(rows.clamp_(max=0.0).exp2_(), earlier.mT, factor, alpha=-1.0) * used
-        corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT
+        corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT  # (BH, size, size)
         corner.diagonal(dim1=1, dim2=2).add_(torch.where(used.squeeze(2), ridge, 1.0))
         lower, failed = torch.linalg.cholesky_ex(corner)
         # Only rounding can make this fail. Then the diagonal times the size replaces the corner, which is smaller.
@@ -145,7 +145,7 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
         # A product with the inverse of this small matrix is faster than a solve.
         one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
         new = torch.linalg.solve_triangular(lower, one, upper=False) @ rows  # (BH, size, size) @ (BH, size, C)
-        residual = (residual - new.square().sum(1)).clamp(min=0.0)
+        residual = (residual - new.square().sum(1)).clamp(min=0.0)  # (BH, C)
         factor = torch.cat((factor, new), 1)
     return torch.cat(picked, 1), torch.cat(was_open, 1).long()
 
@@ -242,18 +242,18 @@ def thin(
     # on a CPU.
     key, value = key.to(acc_dtype) * math.sqrt(abs(scale) * LOG2_E), value.to(acc_dtype)
     value = value / value.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(acc_dtype).tiny)
-    shift = key.square().sum(2).amax(1)
+    shift = key.square().sum(2).amax(1)  # (BH,)
     for round, draw in zip(reversed(rounds), reversed(draws), strict=True):
         # The margin belongs to a failure probability of 1/2, divided among the rounds and the pairs of a round.
         margin = 0.5 + (8.0 * round.num_pairs * num_rounds).clamp(min=1.0).log()
         missing = -round.num_pairs % round.bucket
         shape = (batch_heads, -1, round.bucket)
-        pairs = pad(index, (0, 2 * missing)).view(*shape, 2)
+        pairs = pad(index, (0, 2 * missing)).view(*shape, 2)  # (BH, T, P, 2)
         counts = pad(count, (0, 2 * missing)).view(*shape, 2)
         size = slice_size(4 * (round.num_pairs + missing) * round.bucket, device)
-        kernel = sliced(_pair_kernel, key, value, shift, pairs, counts, size=size)
+        kernel = sliced(_pair_kernel, key, value, shift, pairs, counts, size=size)  # (BH, T, P, P)
         kept = _walk(kernel, counts, pad(draw, (0, missing)).repeat(batch, 1).view(shape), margin)
-        index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]
+        index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]  # (BH, num_pairs)
         count = count.unflatten(1, (-1, 2)).sum(2)
     return index, count.log()
 
@@ -272,7 +272,7 @@ def thinned_attention(
 ) -> Tensor:
     """Compute attention of queries (BH, Nq, D) to the tokens that `thin` keeps, with log-weights: (BH, Nq, Dv)."""
     token, log_weight = thin(key, value, key_mask, num_samples, scale=scale, seed=seed, batch=batch)
-    keys, values = (take(x, token)[:, None] for x in (key, value))
+    keys, values = (take(x, token)[:, None] for x in (key, value))  # (BH, 1, M, .)
     bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
     return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
 
@@ -290,7 +290,7 @@ def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, count
     Returns:
         (BH, T, P, P).
     """
-    keys, values = take(key, pairs.flatten(2)), take(value, pairs.flatten(2))
+    keys, values = take(key, pairs.flatten(2)), take(value, pairs.flatten(2))  # (BH, T, 2 P, .)
     kernel = (keys @ keys.mT).sub_(shift.view(-1, 1, 1, 1)).exp2_()  # (BH, T, 2 P, 2 P)
     kernel *= (values @ values.mT).add_(1.0)
     rows = kernel[..., ::2, :] - kernel[..., 1::2, :]  # (BH, T, P, 2 P)
@@ -315,7 +315,7 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
         int64 (BH, T, P, 1): 0 if the first token is kept, 1 if the second is.
     """
     first, second = counts.unbind(-1)
-    norm = kernel.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt().double()
+    norm = kernel.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt().double()  # (BH, T, P)
     largest = (norm * counts.amin(-1)).cummax(2).values
     bias = (first - second) / (first + second).clamp(min=1.0)
     threshold = ((bias - draw) * (margin.unsqueeze(2) * norm * largest).clamp(min=_TINY)).to(kernel.dtype)

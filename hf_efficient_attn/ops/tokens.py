@@ -231,7 +231,7 @@ def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Te
 
 
 def _offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
-    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first
+    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first  # (H,)
     return (uniform((1,), seed, stream, device) + head * 0.6180339887498949).frac()
 
 
@@ -275,7 +275,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     """
     if x.requires_grad and torch.is_grad_enabled():
         # Gathering along the first dimension with an expanded index processes whole tokens, forward and backward.
-        flat = flat_index(index, x.shape[1]).view(-1, 1).expand(-1, x.shape[2])
+        flat = flat_index(index, x.shape[1]).view(-1, 1).expand(-1, x.shape[2])  # (BH * ..., D)
         return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
     # `embedding` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
     # faster, because of its backward.
@@ -324,9 +324,9 @@ def move_valid_first(
     """
     if key_mask is None:
         return query, key, value, None
-    order = valid_first(key_mask)
+    order = valid_first(key_mask)  # (BH, N)
     # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
-    query = query.masked_fill(~key_mask.unsqueeze(2), 0.0)
+    query = query.masked_fill(~key_mask.unsqueeze(2), 0.0)  # (BH, N, D)
     return take(query, order), take(key, order), take(value, order), order
 
 

@@ -142,10 +142,10 @@ def _forward_kernel(
         keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
         values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
         scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * scale + weight[None, :]  # (BLOCK_M, BLOCK_N)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))  # (BLOCK_M,)
         # -inf, the maximum without any key, cannot be subtracted.
         finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - finite[:, None])
+        weights = tl.exp2(scores - finite[:, None])  # (BLOCK_M, BLOCK_N)
         kept = tl.exp2(row_max - finite)
         total = total * kept + tl.sum(weights, 1)
         sums = sums * kept[:, None] + _dot(weights.to(values.dtype), values, PRECISION, UPCAST)  # (BLOCK_M, Dv)
@@ -216,17 +216,17 @@ def _backward_kernel(
         keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
         values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
         scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * (scale * _LOG2_E) + weight[None, :]
-        weights = tl.exp2(scores - own_lse[:, None])
+        weights = tl.exp2(scores - own_lse[:, None])  # (BLOCK_M, BLOCK_N)
         own = (head * kv_len + positions)[:, None]
         dims = tl.arange(0, PADDED_VALUE_DIM)
-        some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION, UPCAST)
+        some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION, UPCAST)  # (BLOCK_N, Dv)
         tl.atomic_add(grad_value + own * VALUE_DIM + dims, some, used[:, None] & (dims < VALUE_DIM), sem="relaxed")
         grad_scores = weights * (_dot(grad, tl.trans(values), PRECISION, UPCAST) - delta[:, None])
         if WITH_LOG_WEIGHT:
             tl.atomic_add(grad_log_weight + entries, tl.sum(grad_scores, 0), used, sem="relaxed")
         rounded = grad_scores.to(keys.dtype)
         dims = tl.arange(0, PADDED_HEAD_DIM)
-        some = _dot(tl.trans(rounded), queries, PRECISION, UPCAST) * scale
+        some = _dot(tl.trans(rounded), queries, PRECISION, UPCAST) * scale  # (BLOCK_N, D)
         tl.atomic_add(grad_key + own * HEAD_DIM + dims, some, used[:, None] & (dims < HEAD_DIM), sem="relaxed")
         sums += _dot(rounded, keys, PRECISION, UPCAST)  # (BLOCK_M, D)
     dims = tl.arange(0, PADDED_HEAD_DIM)
@@ -313,7 +313,7 @@ class _GatherAttend(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         (batch_heads, q_len, _), value_dim = query.shape, value.shape[2]
-        out = value.new_empty(batch_heads, q_len, value_dim)
+        out = value.new_empty(batch_heads, q_len, value_dim)  # (BH, Nq, Dv)
         lse = torch.empty(batch_heads, q_len, dtype=torch.float32, device=query.device)
         if not lse.numel():
             return out, lse

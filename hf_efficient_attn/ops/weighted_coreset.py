@@ -136,10 +136,10 @@ class Probes(NamedTuple):
 
 
 def _prepare(rows: Rows) -> Probes:
-    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)
+    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
     middle = -mean * size
-    basis = _features(rows.query, size, middle)
+    basis = _features(rows.query, size, middle)  # (BH, P, D + 1)
     solve = regularized_solve(torch.bmm(basis.mT, basis), basis.mT, LINEAR_RIDGE)  # (BH, D + 1, P)
     return Probes(rows.position, rows.out, size, middle, basis, solve)
 
@@ -195,7 +195,7 @@ def _with_near_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, op
     def some_heads(groups: Tensor, slot: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         out, lse, *keys = rest
         queries = take(query, groups)  # (BH, G, b, D)
-        near = find_near_keys(queries.mean(2), key, options.block_size, options.scale)
+        near = find_near_keys(queries.mean(2), key, options.block_size, options.scale)  # (BH, G, w)
         exact, counted = near_attention(queries, slot, near, (key, value, *keys), options.scale, options.dropout_p)
         return replaced(Partial(out, lse), counted, exact)
 
@@ -223,7 +223,7 @@ def near_attention(
     """
     key, value, centers, landmark, key_bias = keys
     flat = near.flatten(1)
-    own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))
+    own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
     near_key, values = take_both(key, value, near)  # (BH, G, w, D), (BH, G, w, Dv)
     exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
     counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
@@ -237,7 +237,7 @@ def replaced(far: Partial, counted: Partial, exact: Partial) -> Tensor:
     with torch.no_grad():
         ref = torch.maximum(far.lse, exact.lse)
     of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))
-    total = of_far - of_counted + of_exact
+    total = of_far - of_counted + of_exact  # (BH, Nq, 1)
     is_rounding = total <= LEAST_SHARE * of_far
     sums = torch.addcmul(torch.addcmul(far.out * of_far, counted.out, of_counted, value=-1.0), exact.out, of_exact)
     return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
@@ -273,7 +273,7 @@ def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options
     key = key - key.mean(0)
     c, tilt = landmarks_naive(query, key, choice, options)
     exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)
-    scores = torch.where(near, exact, of_landmarks)
+    scores = torch.where(near, exact, of_landmarks)  # (Nq, Nk)
     out = scores.softmax(1) @ value
     rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= math.log(LEAST_SHARE)
     only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ value

@@ -211,17 +211,17 @@ def compute(
         tensors = (query, key, value, *options.parameters.values())
         # The sums give every input a gradient of zeros: DistributedDataParallel refuses parameters without a gradient.
         nothing = torch.stack([0.0 * x.sum(dtype=value.dtype) for x in tensors]).sum()
-        return value.new_zeros(batch, num_heads, q_len, value.shape[3]) + nothing
+        return value.new_zeros(batch, num_heads, q_len, value.shape[3]) + nothing  # (B, H, Nq, Dv)
     method = get_method(config.method)
     # The number of keys before the first query.
     offset = kv_len - q_len if options.is_causal else 0
     if method.decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:
         form = "decode"
     elif offset < 0:  # the first queries come before all keys
-        query = query[:, :, -offset:]
+        query = query[:, :, -offset:]  # (B, H, Nk, D)
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)  # (B, H, Nk, D)
-    key, value = repeat_kv(query, key, value)
+    key, value = repeat_kv(query, key, value)  # (B, H, Nk, .)
     with outside_autocast(query.device):
         if tracing.in_graph() and form != "naive":
             out = call_in_graph(form, config, query, key, value, options)
@@ -359,7 +359,7 @@ def repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value
-    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)  # (B, H, Nk, .) each
 
 
 def cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -123,7 +123,7 @@ def _forward(
 
 def _naive(config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of the logs of all weights."""
-    scores, mask = feature_scores_naive(query, key, _call(config, query, options)), options.key_mask
+    scores, mask = feature_scores_naive(query, key, _call(config, query, options)), options.key_mask  # (B, H, Nq, Nk)
     return dense_softmax(scores, value, None if mask is None else mask[:, None], options.is_causal)
 
 

@@ -39,7 +39,7 @@ def by_heads(
     shape, (query, key, value, mask) = query.shape, _flatten(query, key, value, options.key_mask)
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
-    query, key, value, order = move_valid_first(query, key, value, mask)
+    query, key, value, order = move_valid_first(query, key, value, mask)  # order (BH, N)
     out = form(query, key, value).to(value.dtype)
     return unflatten_heads(restore_order(out, order, mask), shape)
 
@@ -71,8 +71,8 @@ def without_padding(
             return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
         for count in filter(None, counts.unique().tolist()):
             some = (counts == count).nonzero()[:, 0]
-            order = valid_first(mask[some])[:, :count]
-            own = [take(x[some], order) for x in (key, value)]
+            order = valid_first(mask[some])[:, :count]  # (some, count)
+            own = [take(x[some], order) for x in (key, value)]  # (some, count, .)
             if query.shape[1] == key.shape[1]:
                 out = out.index_put((some[:, None], order), form_of_length(take(query[some], order), *own))
             else:
@@ -89,7 +89,7 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     if dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)
         out = exact_attention(*flat, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
-        return unflatten_heads(out, query.shape)
+        return unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     if mask is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)

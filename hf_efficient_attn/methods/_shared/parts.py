@@ -60,7 +60,7 @@ def attention_with_state(
         elif q_len == 1:
             # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), take
             # the place of several queries of one head.
-            grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)
+            grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)  # (B, H_kv, H / H_kv, D)
             out = recurrence.query(config, new_state, grouped_query, options).reshape(batch, num_heads, 1, -1)
         else:
             if num_heads != num_kv_heads:
@@ -100,7 +100,7 @@ def sharded_attention(
 
     if form is not None and form.applies(config, shards.total, options.is_causal):
         with outside_autocast(query.device):
-            out = form.forward(config, query, key, value, options, shards)
+            out = form.forward(config, query, key, value, options, shards)  # (B, H, n, Dv)
     else:
-        out = over_heads(some_heads, query, key, value, shards)
+        out = over_heads(some_heads, query, key, value, shards)  # (B, H, n, Dv)
     return refuse_second_gradient(out.to(dtype), config.method)

@@ -158,8 +158,8 @@ def forward_hidden_states(
     device, kv_len = query.device.type, hidden_states.shape[1]
     with torch.autocast(device, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
-    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])
-    key_mask = projected_key_mask(both, len(hidden_states))
+    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
+    key_mask = projected_key_mask(both, len(hidden_states))  # (B, P)
     with torch.autocast(device, enabled=False):
         out = _attend(config, "forward", query, keys, values, options, options.key_mask, key_mask)
         return out.to(query.dtype)
