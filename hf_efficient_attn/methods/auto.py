@@ -77,7 +77,7 @@ class AutoAttentionConfig(MethodConfig):
     def exact_up_to(
         self, num_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, device: torch.device
     ) -> int:
-        """The number of keys up to which calls of this size, dtype and device are exact."""
+        """Return the number of keys up to which calls of this size, dtype and device are exact."""
         if self.crossover:
             return max(self.crossover, self.columns)
         length = crossover_length(

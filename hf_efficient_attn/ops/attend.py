@@ -66,7 +66,7 @@ class Partial(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over numbers of `dtype`: float32, or float64 for float64."""
+    """Return the dtype of sums over numbers of `dtype`: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -224,7 +224,7 @@ def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
 def _backward(
     grads: tuple[Tensor, Tensor | None], inputs: _Inputs, results: tuple[Tensor, Tensor], scale: float, with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and bias (None unless `with_bias`)."""
+    """Compute the gradients of query, key, value and bias (None unless `with_bias`)."""
     (query, key, value, bias), (grad_out, grad_lse) = inputs, grads
     (dim, value_dim), on_cpu = (query.shape[3], value.shape[3]), query.device.type == "cpu"
     dtype = accumulation_dtype(query.dtype) if on_cpu else query.dtype
@@ -263,7 +263,7 @@ def _backward(
 
 
 def _cuda_backward(grad_out: Tensor, inputs: list[Tensor], out: Tensor, lse: Tensor, scale: float) -> Any:
-    """The gradients of query, key and value by the backward of the kernel that `_forward` has called."""
+    """Compute the gradients of query, key and value by the backward of the kernel that `_forward` has called."""
     query, key, _ = inputs
     # The state of the random numbers of dropout. There is none, but the kernels take it.
     on_amd = torch.version.hip is not None
@@ -365,7 +365,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which products of `x` run.
+    """Return the dtype in which products of `x` run.
 
     On an accelerator it is the dtype of `x`. On the CPU it is bfloat16 for bfloat16 tensors if the processor multiplies
     them (AVX512-BF16, AMX), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`.

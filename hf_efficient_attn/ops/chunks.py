@@ -55,7 +55,7 @@ class Heads(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Which keys and queries count: bool (B, Nk) and (B, Nq), or None if all do.
+    """The masks of keys and queries: bool (B, Nk) and (B, Nq), or None if all count.
 
     `same_tokens` tells whether the queries are the keys' own tokens. Then both masks are the same.
     """

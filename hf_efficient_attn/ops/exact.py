@@ -142,7 +142,7 @@ _GLOBAL_BLOCK_Q = 128
 
 
 class WindowCall(NamedTuple):
-    """Which keys a query attends to, and how.
+    """The keys that a query attends to, and the options of the attention.
 
     Attributes:
         window_size: keys on each side, in the causal form on the left only.

@@ -142,7 +142,7 @@ def features_of_maps(
 
 
 def query_factor(scale: float, head_dim: int) -> float | None:
-    """The factor by which queries are multiplied for a scale; None for the default scale, 1/sqrt(D)."""
+    """Compute the factor by which queries are multiplied for a scale; None for the default scale, 1/sqrt(D)."""
     factor = scale * head_dim**0.5
     return None if abs(factor - 1.0) < 1e-12 else factor
 
@@ -199,7 +199,7 @@ def _outputs(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
 
 
 def count_features(feature_map: str, num_features: int) -> int:
-    """The number of features of a token for maps with `num_features` columns."""
+    """Return the number of features of a token for maps with `num_features` columns."""
     return num_features if feature_map == "t2r" else 2 * num_features
 
 
@@ -226,7 +226,7 @@ def start_map(
 
 
 def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
-    """The negative log of phi(0) . phi(0), for the initial maps of learned features."""
+    """Compute the negative log of phi(0) . phi(0), for the initial maps of learned features."""
     if feature_map == "t2r":
         return -math.log(num_features * _START_BIAS**2)
     return math.log(2 * num_features) if feature_map == "hedgehog" else -math.log(2 * num_features)

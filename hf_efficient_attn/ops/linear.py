@@ -145,7 +145,7 @@ def causal(tokens: Tokens, features: Features, dropout_p: float = 0.0, state: Fe
 
 
 def count_of(features: Features, tokens: Tokens) -> int:
-    """The number of features of a token."""
+    """Return the number of features of a token."""
     with torch.no_grad():
         return features.of_key(tokens.key[:, :1], None)[0].shape[2]
 

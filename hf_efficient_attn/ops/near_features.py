@@ -72,15 +72,15 @@ class FeatureCall(NamedTuple):
     log_weight: Tensor | float = 0.0
 
     def maps_for(self, num_heads: int) -> list[Tensor | None]:
-        """The maps of `num_heads` heads, (H, D, F) each."""
+        """Return the maps of `num_heads` heads, (H, D, F) each."""
         return [None if x is None else x.repeat_interleave(num_heads // x.shape[0], 0) for x in self.maps]
 
     def features(self, x: Tensor) -> Features:
-        """The features of tokens with the heads of x (B, H, N, D)."""
+        """Return the features of tokens with the heads of x (B, H, N, D)."""
         return self.of_maps(*self.maps_for(x.shape[1]))
 
     def log_weight_for(self, x: Tensor) -> Tensor:
-        """The constant c of the heads of x (B, H, N, D): (H, 1)."""
+        """Return the constant c of the heads of x (B, H, N, D): (H, 1)."""
         num_heads, dtype = x.shape[1], accumulation_dtype(x.dtype)
         if not isinstance(self.log_weight, Tensor):
             return torch.full((num_heads, 1), self.log_weight, dtype=dtype, device=x.device)

@@ -329,7 +329,7 @@ def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | Non
 
 
 def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:
-    """The totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
+    """Return the totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
     return totals if group is None else totals.gather(1, group.unsqueeze(2).expand(len(totals), -1, -1))
 
 

@@ -66,12 +66,12 @@ Seed: TypeAlias = int | Tensor | HeadSeed
 
 
 def seed_value(seed: Seed) -> int | Tensor:
-    """The seed of the layer."""
+    """Return the seed of the layer."""
     return seed.value if isinstance(seed, HeadSeed) else seed
 
 
 def head_slice(seed: Seed, num_heads: int) -> HeadSlice:
-    """The numbers of the `num_heads` heads of a call with this seed."""
+    """Return the numbers of the `num_heads` heads of a call with this seed."""
     return seed.heads if isinstance(seed, HeadSeed) else HeadSlice(0, num_heads)
 
 

@@ -242,12 +242,12 @@ def uniform_of_heads(count: int, num_heads: int, seed: Seed, stream: int, device
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """The quotient of a number >= 0 and a divisor > 0, rounded up."""
+    """Compute the quotient of a number >= 0 and a divisor > 0, rounded up."""
     return (number + divisor - 1) // divisor  # ONNX rounds quotients of negative numbers towards 0
 
 
 def count_blocks(length: int, size: int) -> int:
-    """The number of blocks of `size` tokens that hold `length` tokens.
+    """Return the number of blocks of `size` tokens that hold `length` tokens.
 
     In a graph for ONNX there is one more, which is empty: PyTorch's exporter takes a dimension that is 1 in the example
     for one that is always 1.

@@ -143,13 +143,13 @@ class MethodConfig:
 
     @classmethod
     def hyperparameters(cls) -> tuple[str, ...]:
-        """The names of all hyperparameters."""
+        """Return the names of all hyperparameters."""
         # torch.compile cannot trace `dataclasses.fields` of a class. The fields of the base class are the facts above.
         own = (name for name in cls.__dataclass_fields__ if name not in MethodConfig.__dataclass_fields__)
         return (*own, "compute_dtype")
 
     def to_dict(self) -> dict[str, Any]:
-        """The method's name and all hyperparameters, as values that JSON can represent.
+        """Return the method's name and all hyperparameters, as values that JSON can represent.
 
         Without `compute_dtype`, if it has its default.
         """
@@ -218,7 +218,7 @@ class MethodConfig:
         return self
 
     def calibrated(self: ConfigT, max_error: float, accepted: bool) -> ConfigT | None:
-        """The config of a layer that `hea.calibrate` stores, or None for exact attention.
+        """Return the config of a layer that `hea.calibrate` stores, or None for exact attention.
 
         Args:
             max_error: the limit of the error.

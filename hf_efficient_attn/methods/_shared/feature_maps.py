@@ -140,7 +140,7 @@ def _query(config: FeatureConfig, state: State, query: Tensor, options: Attentio
 def _forward_shard(
     config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
 ) -> Tensor:
-    """The form for a sequence that processes share; see `ShardedForm`."""
+    """Return the form for a sequence that processes share; see `ShardedForm`."""
     call, is_causal = _call(config, query, options), options.is_causal
     return sharded_feature_attention(query, key, value, options.key_mask, call, shards, is_causal=is_causal)
 

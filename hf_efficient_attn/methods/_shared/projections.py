@@ -97,7 +97,7 @@ class FlurkaConfig(ProjectionConfig):
     averages_queries = False
 
     def kernel_config(self) -> MethodConfig:
-        """The config of the kernel's method."""
+        """Return the config of the kernel's method."""
         return make_config(self.kernel, **{name: getattr(self, name) for name in self.kernel_fields})
 
 

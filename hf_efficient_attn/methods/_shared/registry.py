@@ -45,7 +45,7 @@ class MethodInfo:
 
     @property
     def decoding(self) -> str | None:
-        """What a new token of a decoder costs, in words; None for methods without a causal form."""
+        """The computation of a new token of a decoder, in words; None for methods without a causal form."""
         if not self.causal:
             return None
         if self.recurrent:
@@ -225,17 +225,17 @@ def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def available_methods() -> tuple[str, ...]:
-    """The names of all methods. Each is also an `attn_implementation`."""
+    """Return the names of all methods. Each is also an `attn_implementation`."""
     return tuple(_REGISTRY)
 
 
 def methods_with(fact: str) -> list[str]:
-    """The names of the methods for which a fact holds, such as "causal", with their default hyperparameters."""
+    """Return the names of the methods for which a fact holds, such as "causal", with their default hyperparameters."""
     return [name for name, method in _REGISTRY.items() if getattr(method.default, fact)]
 
 
 def get_method(name: str) -> Method:
-    """The entry of the registry with this name.
+    """Return the entry of the registry with this name.
 
     Raises:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.
@@ -272,7 +272,7 @@ def _no_method(value: object) -> str:
 
 
 def method_info(name: str) -> MethodInfo:
-    """The facts about one method.
+    """Return the facts about one method.
 
     Raises:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.

@@ -69,7 +69,7 @@ class SampledKeysConfig(MethodConfig):
 
 
 def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> SamplingOptions:
-    """How the keys are sampled for queries (B, H, Nq, D)."""
+    """Make the options of the sampling for queries (B, H, Nq, D)."""
     return SamplingOptions(
         num_samples=config.num_samples,
         scores=softmax_column_norms if config.column_scores == "kde" else config.column_scores,
@@ -84,7 +84,7 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
 
 
 def _near_options(config: SampledKeysConfig) -> NearFieldOptions:
-    """The near field of the bidirectional form: a window has a third more keys than queries.
+    """Plan the near field of the bidirectional form: a window has a third more keys than queries.
 
     Small blocks gather more keys in all. On activations of BERT (512 tokens, budget 128) 16, 24 and 32 queries with 32
     near keys have errors of .144, .144 and .158. The blocks of "lsh" are the paper's, with as many queries as keys.
