@@ -1,7 +1,7 @@
 """All attention methods, one per module. Importing this package finds and registers every one of them.
 
-Each module of this package is a method, except those with a name that starts with an underscore. `_shared` contains
-what the methods have in common. Other packages import what they need from here and not from `_shared`.
+Each module of this package is a method, except modules whose name starts with an underscore. `_shared` contains the
+code that methods share. Other packages import from here and not from `_shared`.
 """
 
 import importlib

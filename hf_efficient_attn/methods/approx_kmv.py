@@ -1,10 +1,10 @@
-"""ApproxKMV: attention through approximate products with a Gaussian kernel matrix, numerator and denominator.
+"""ApproxKMV: attention whose numerator and denominator are approximate products with a Gaussian kernel matrix.
 
 "Improved algorithms for kernel matrix-vector multiplication under sparsity assumptions", section 4. A = exp(Q K^T /
 sqrt d) equals a Gaussian kernel matrix up to a factor of each row (Lemma 4.1, `products.attention_to_gaussian`), and
 this factor cancels in D^-1 A V. So A V and A 1 are products for the paper's Algorithm 3, where x is each column of V
 and the vector of ones. It computes exactly the keys that share a bucket of a Euclidean hash with the query and the keys
-at the heavy coordinates of x, and estimates the rest from uniform draws, as many as the allowed error requires.
+at the heavy coordinates of x. It estimates the rest from as many uniform draws as the allowed error requires.
 `products.plan_product` states which line of the algorithm is which, and where it departs from the paper.
 
 Departures of this method from the paper:
@@ -14,13 +14,13 @@ Departures of this method from the paper:
   their means, which has neither property.
 - The guarantee |K x - y| <= eps |x| holds for all rows together, for a kernel that is at most 1. It says little about a
   row whose denominator is less than 2 eps, so such a row is computed exactly.
-- `num_samples` > 0 sets the cost of a query instead of the error, without a guarantee. Half of these keys are those
-  that share most buckets with the query, and the rest is drawn. Up to `num_samples` keys are computed exactly.
+- `num_samples` > 0 sets the cost of a query instead of the error, without a guarantee. Half of these keys share the
+  most buckets with the query, and the rest is drawn. Up to `num_samples` keys are computed exactly.
 
-The amount of work depends on the data: the number of draws is the one that the error of this data requires, rows with a
-small denominator are computed exactly, and the keys that share a bucket with a query may be none or all. A bound by
-shape would be that of all pairs, or would cut off buckets and lose the guarantee. Each head of each sequence is a
-separate problem on its valid tokens, and they are solved one after the other.
+The amount of work depends on the data: the error determines the number of draws, rows with a small denominator are
+computed exactly, and none or all keys may share a bucket with a query. A bound by shape would count all pairs, or would
+cut off buckets and lose the guarantee. Each head of each sequence is a separate problem on its valid tokens, and these
+problems are solved one after the other.
 """
 
 import math
@@ -43,7 +43,7 @@ from hf_efficient_attn.ops.shards import head_slice, seed_value
 
 # The probability with which one column of the product may exceed the error.
 _DELTA = 0.01
-# Pairs of queries and keys that are processed at a time.
+# This many pairs of queries and keys are processed at a time.
 _PAIRS = 1 << 17
 # The seeds of consecutive heads differ by this number.
 _SEED_STEP = 1_000_003
@@ -87,22 +87,22 @@ class _Head(NamedTuple):
 
 
 def _gaussian(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys in units of the bandwidth, and the log of the ratio of each row of A to that of its kernel."""
+    """Scale queries and keys to units of the bandwidth, and find the log of the factor of each row of A: (Nq,)."""
     query, key = (x.detach().to(accumulation_dtype(x.dtype)) for x in head[:2])
     queries, keys, bandwidth, log_factor = products.attention_to_gaussian(query, key, scale=head.scale)
-    return queries / bandwidth, keys / bandwidth, log_factor
+    return queries / bandwidth, keys / bandwidth, log_factor  # (Nq, D), (Nk, D), (Nq,)
 
 
 @torch.no_grad()
 def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
-    """The keys that are computed for queries of one head. All keys are computed for the other queries."""
+    """Yield the keys that are computed for queries of one head. All keys are computed for all other queries."""
     if head.scale == 0.0 or len(head.key) <= config.num_samples:
         return
     queries, keys, _ = _gaussian(head)
     if config.num_samples:
         yield from kde.parts_by_budget(config.num_samples, queries, keys, head.seed)
         return
-    x = pad(head.value.detach().to(keys.dtype), (0, 1), value=1.0)
+    x = pad(head.value.detach().to(keys.dtype), (0, 1), value=1.0)  # (Nk, Dv + 1)
     # `delta` is for all columns of the product together.
     delta, eps = min(0.5, _DELTA * x.shape[1]), config.error_percent / 100
     plan = products.plan_product(queries, keys, x, eps=eps, delta=delta, seed=head.seed)
@@ -117,14 +117,14 @@ def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
 
 
 def _least_lse(config: ApproxKMVConfig, head: _Head) -> Tensor:
-    """The lse (Nq,) that a query needs, so that the error says something about it: -inf with a budget."""
+    """Compute the least lse (Nq,) at which the error bound says something about a query: -inf with a budget."""
     if config.num_samples or head.scale == 0.0:
         return head.query.new_full((len(head.query),), -torch.inf)
     return _gaussian(head)[2] + math.log(2 * config.error_percent / 100)
 
 
 def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
-    """The output (Nq, Dv) of one head."""
+    """Compute the output (Nq, Dv) of one head."""
     (query, key, value, scale, dropout_p, _), least = head, _least_lse(config, head)
     outs, indices, is_open = [], [], torch.ones_like(least, dtype=torch.bool)
     for part in _parts(config, head):
@@ -135,20 +135,20 @@ def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
         is_open[indices[-1]] = False
     rest = is_open.nonzero().squeeze(1)
     if len(rest):
-        rows = query[rest][None]
+        rows = query[rest][None]  # (1, R, D)
         outs.append(exact_attention(rows, key[None], value[None], is_causal=False, scale=scale, dropout_p=dropout_p)[0])
         indices.append(rest)
     return torch.cat(outs)[torch.cat(indices).argsort()]
 
 
 def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
-    """The output (Nq, Dv) of one head: the draws of `_forward_head` as a dense matrix of weights."""
+    """Compute the output (Nq, Dv) of one head, with the draws of `_forward_head` as a dense matrix of weights."""
     (query, key, value), least = head[:3], _least_lse(config, head)
     weights = torch.ones(len(query), len(key), dtype=torch.float64, device=query.device)
-    scores = (query.double() @ key.double().t() * head.scale).detach()
+    scores = (query.double() @ key.double().t() * head.scale).detach()  # (Nq, D) @ (D, Nk) -> (Nq, Nk)
     for queries, keys, bias in _parts(config, head):
         own = torch.zeros(len(queries), len(key), dtype=torch.float64, device=query.device)
-        own.scatter_add_(1, keys, bias.exp())
+        own.scatter_add_(1, keys, bias.exp())  # (R, Nk)
         own[(scores[queries] + own.log()).logsumexp(1) < least[queries]] = 1.0
         weights[queries] = own
     return dense_attention(query[None], key[None], value[None], weights.log()[None], scale=head.scale)[0]
@@ -157,7 +157,7 @@ def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
 def _each_head(
     form: Callable[[ApproxKMVConfig, _Head], Tensor], config: ApproxKMVConfig, num_heads: int, options: AttentionOptions
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """One form for each head of sequences without padding, query (BH, Nq, D), ...: (BH, Nq, Dv)."""
+    """Return a function that calls a form for each head, for sequences without padding: (BH, ., .) -> (BH, Nq, Dv)."""
     seed, first = seed_value(options.seed), head_slice(options.seed, num_heads).first
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

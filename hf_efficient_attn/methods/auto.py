@@ -1,14 +1,14 @@
 """auto (this package): exact attention where approximation does not pay or is not accurate enough, else nearfar.
 
 - Up to the length at which nearfar pays on this machine (`hf-efficient-attn crossover`), attention is exact.
-- In longer sequences the error of each head is bounded from the exact rows of some queries that the output was not
-  corrected by. A head whose bound exceeds `max_error` has more columns or stays exact. Which heads are attempted
-  describes `hf_efficient_attn.ops.row_error`.
+- In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
+  by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact.
+  `hf_efficient_attn.ops.row_error` describes which heads are attempted.
 - These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
-  about earlier ones, every head has `columns` columns, or all are exact (`static_form`).
+  about earlier ones, every head has `columns` columns, or all heads are exact (`static_form`).
 
-The crossover is that of one sequence, and each sequence of a padded batch is judged by its own number of tokens. In the
-causal form, in which the number of later tokens must not matter, it is the padded length.
+The crossover applies to one sequence, so each sequence of a padded batch is judged by its own number of tokens. The
+causal form uses the padded length, because the number of later tokens must not matter.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from hf_efficient_attn.ops.row_error import COST_POWER, Forms, attend_within_bou
 from hf_efficient_attn.ops.row_error import worthwhile_length as worthwhile
 from hf_efficient_attn.ops.shards import seed_value
 
-# The head_dim for which lengths are measured. Most of the choice of landmarks does not depend on it, so that the cost
-# relative to exact attention is 1.4 times as high with a head_dim of 32.
+# Lengths are measured for this head_dim. Most of the cost of choosing landmarks does not depend on head_dim, so with 32
+# the cost relative to exact attention is 1.4 times as high.
 _HEAD_DIM = 64
 # The cost of `_approximation` for each column, relative to nearfar with its default hyperparameters.
 _COST = 1.25 / 256
@@ -77,7 +77,7 @@ class AutoAttentionConfig(MethodConfig):
     def exact_up_to(
         self, num_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, device: torch.device
     ) -> int:
-        """The number of keys up to which calls are exact."""
+        """Return the number of keys up to which calls of this size, dtype and device are exact."""
         if self.crossover:
             return max(self.crossover, self.columns)
         length = crossover_length(
@@ -93,20 +93,20 @@ class AutoAttentionConfig(MethodConfig):
         return max(length, self.columns)
 
     def with_budget(self, columns: int) -> "AutoAttentionConfig":
-        """A copy that begins with `columns` columns. Heads above the error bound have more."""
+        """Return a copy that begins with `columns` columns. Heads above the error bound get more."""
         return dataclasses.replace(self, columns=self.check_budget(columns))
 
     def to_measure(self) -> "AutoAttentionConfig":
-        """`columns` for all heads at every length."""
+        """Return a copy with `columns` columns for all heads at every length."""
         return dataclasses.replace(self, max_error=0.0, crossover=1, static_form="columns")
 
     def calibrated(self, max_error: float, accepted: bool) -> "AutoAttentionConfig":
-        """With a bound of `max_error`, and exact in the static form if `columns` for all heads were not accepted."""
+        """Return a copy with the bound `max_error`, exact in the static form if `columns` were not accepted."""
         return dataclasses.replace(self, max_error=max_error, static_form="columns" if accepted else "exact")
 
 
 def _approximation(config: AutoAttentionConfig, columns: int) -> MethodConfig:
-    """Nearfar with a budget of `columns`; if errors are bounded, with as many landmarks and 5/4 as many near keys."""
+    """Make a nearfar config: a budget of `columns`, or with a bound `columns` landmarks and 5/4 as many near keys."""
     if not config.max_error:
         return _with_budget(columns)
     further = {"num_samples": columns, "block_size": 5 * columns // 4, "num_groups": 256, "num_probes": 384}
@@ -121,9 +121,10 @@ def _with_budget(columns: int) -> MethodConfig:
 def _decide(
     config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> tuple[int, bool]:
-    """Up to how many keys attention is exact, and whether all heads have the same form, whatever the data."""
+    """Decide up to how many keys attention is exact, and whether all heads have the same form for any data."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    # Reentrant checkpointing has no gradient at first, and must have the form for it. In training the seed is drawn.
+    # Reentrant checkpointing first computes without a gradient, but must use the same form. A drawn seed shows
+    # training.
     is_trained = needs_grad or options.dropout_p > 0.0 or isinstance(seed_value(options.seed), Tensor)
     is_static = is_trained or not config.max_error or options.is_causal
     kv_len = key.shape[2]
@@ -133,16 +134,16 @@ def _decide(
 
 
 def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) -> Forms:
-    """How heads (BH, N, .) are computed. As sequences they all have the same random numbers."""
+    """Make the two forms of heads (BH, N, .). Heads are passed as sequences, so all have the same random numbers."""
     options = options._replace(key_mask=None)
 
     def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
         form = get_method(config.switches_to).forward
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
         return form(_approximation(config, columns), query, key, value, options)[:, 0]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return exactly(query[None], key[None], value[None], options)[0]
+        return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
 
     num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
     return Forms(approximate, exact, num_probes, config.max_error, config.columns, length)
@@ -165,7 +166,7 @@ def forward(
         if is_static:
             return forms.approximate(query, key, value, config.columns)
         heads, batch = (query, key, value), len(query) // num_heads
-        return attend_within_bound(heads, forms, batch, options.scale, options.seed)[0]
+        return attend_within_bound(heads, forms, batch, options.scale, options.seed)[0]  # (BH, Nq, Dv)
 
     return without_padding(of_one_length, query, key, value, options)
 

@@ -23,11 +23,11 @@ Departures from the paper, and the reasons:
   summarised by groups of 1, 2, 4, ... windows. A query thus sees window_size keys and num_landmarks summaries, and
   log2(N / (window_size * num_landmarks)) more in longer sequences.
 - Queries may be other tokens than the keys; in the paper a window has as many of both. Query i of m has the position
-  floor(i n / m) among the n keys and sees the window at that position. The mean query of a chunk [a, b) is that of the
-  queries from floor(a m / n) to ceil(b m / n) - 1, which is at least one. With m = n these are the chunk's own tokens.
-- Causal form: the near field is the own block of window_size / 2 tokens, up to the query, and the block before it. The
-  completed blocks before those are split into intervals of 1, 2, 4, ... blocks. Each
-  has num_landmarks / 2 summaries of its own tokens. A fixed grid of chunks would cost N^2 / chunk size.
+  floor(i n / m) among the n keys and sees the window at that position. The mean query of a chunk [a, b) averages the
+  queries from floor(a m / n) to ceil(b m / n) - 1, at least one. With m = n these are the chunk's own tokens.
+- Causal form: the near field is the query's block of window_size / 2 tokens, up to the query, and the block before it.
+  All earlier blocks are split into intervals of 1, 2, 4, ... blocks. Each interval has num_landmarks / 2 summaries of
+  its tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
 The computation is in `hf_efficient_attn.ops.chunks` and, for the causal form, in
@@ -86,7 +86,7 @@ class EvaConfig(MethodConfig):
 
     @property
     def exact_length(self) -> int:
-        """The window, or more if the chunks next to it have one key each. The smaller number of the two forms counts.
+        """The window, or more if the chunks next to it have one key each: the smaller number of the two forms.
 
         The causal form has two blocks of half a window, so an odd window counts as one key less there.
         """
@@ -97,14 +97,14 @@ class EvaConfig(MethodConfig):
 
 
 def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_: int) -> dict[str, Tensor]:
-    """W_q and W_k (H, D, D) of a learned proposal. They are the identity, so that conversion starts from q~ + k~."""
+    """Make W_q and W_k (H, D, D) of a learned proposal. They are the identity, so conversion starts from q~ + k~."""
     if config.proposal != "learned":
         return {}
     return {name: torch.eye(head_dim).repeat(num_heads, 1, 1) for name in _MAPS}
 
 
 def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[Tensor | None]:
-    """W_q and W_k (H, D, D) in the accumulation dtype; None if the proposal is not learned."""
+    """Return W_q and W_k (H, D, D) in the accumulation dtype; None if the proposal is not learned."""
     check_parameters(config, query, options)
     maps = (options.parameters.get(name) for name in _MAPS)
     return [None if x is None else x.to(accumulation_dtype(query.dtype)) for x in maps]
@@ -113,7 +113,7 @@ def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[T
 def _call(
     config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
 ) -> tuple[Heads, Masks, Draw]:
-    """The tensors and masks of the forms, and what draws the numbers of the chunks."""
+    """Make the tensors and masks of the forms, and the function that draws the numbers of the chunks."""
     maps = _maps(config, query, options)
     same_tokens = not of_queries and query.shape[2] == key.shape[2]
     query_mask = options.key_mask if same_tokens else (*of_queries, None)[0]
@@ -127,15 +127,15 @@ def forward(
 ) -> Tensor:
     """Fast form; see `register_method`.
 
-    FLuRKA, whose keys are not tokens, also gives the mask of the queries that count, bool (B, Nq) or None.
+    FLuRKA, whose keys are not tokens, also passes the mask of the queries, bool (B, Nq) or None.
     """
     heads, masks, draw = _call(config, query, key, value, options, *of_queries)
-    excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]
+    excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]  # (B, 1, Nq, 1)
     heads = heads if excluded is None else heads._replace(query=query.masked_fill(excluded, 0.0))
     attention = interval_attention if options.is_causal else window_attention
     cut = config.window_size, config.num_landmarks
-    out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)
-    out = unflatten_heads(out, query.shape)
+    out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)  # (BH, Nq, Dv)
+    out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     return out if excluded is None else out.masked_fill(excluded, 0.0)
 
 

@@ -1,11 +1,11 @@
 """FLuRKA with the kernel of EVA: keys and values contracted to P tokens, a window of them exactly, the rest by chunks.
 
 Gupta et al. 2023, Eq. 2, where phi(q) . phi(k) are the random features of EVA (Zheng et al. 2023). These features are
-never computed. `hf_efficient_attn.methods.eva` gives the sums that they have in the limit of one control variate for
-each key of the window and one for each chunk of the other keys, all in one softmax. In terms of Eq. 2:
+never computed. `hf_efficient_attn.methods.eva` gives their sums in the limit of one control variate for each key of the
+window and one for each chunk of the other keys, all in one softmax. In terms of Eq. 2:
 
-- E1 K and E2 V, with W_K and W_V applied before or after them, are computed by `forward` and `forward_hidden_states` of
-  `hf_efficient_attn.methods._shared.projections`.
+- `forward` and `forward_hidden_states` of `hf_efficient_attn.methods._shared.projections` compute E1 K and E2 V, with
+  W_K and W_V applied before or after them.
 - phi(Q) (phi(E1 K)^T E2 V) is the attention of EVA for N queries and P keys.
 
 The contracted keys are not tokens and have no queries of their own. Since a table starts from means of P segments,

@@ -14,7 +14,7 @@ from hf_efficient_attn.ops.projections import NAMES as TABLES
 
 @dataclass(frozen=True, kw_only=True)
 class FlurkaLinearConfig(EluFeatures, FlurkaConfig):
-    """Hyperparameters of FLuRKA with the features elu(x) + 1, as many as head_dim, or with learned ones."""
+    """Hyperparameters of FLuRKA with the D features elu(x) + 1, or with learned features."""
 
     method = "flurka_linear"
     title = "FLuRKA, linear transformer"

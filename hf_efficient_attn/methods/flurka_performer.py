@@ -1,7 +1,7 @@
 """FLuRKA with the kernel of the Performer: keys and values contracted to P tokens, positive random features (FAVOR+).
 
 Gupta et al. 2023, Eq. 2, with phi of Choromanski et al. 2021 and with their normalisation, phi(q) . sum_j phi(k_j) over
-the contracted keys. With more and more features the output converges to that of the Linformer.
+the contracted keys. With more and more features the output converges to the output of the Linformer.
 `hf_efficient_attn.methods._shared.projections` describes the departures from the paper.
 """
 

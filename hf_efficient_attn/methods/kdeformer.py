@@ -11,7 +11,7 @@ where a key is sampled by the estimated norm of its column of the attention matr
   Frobenius norm of V^T V estimates |V|_op^2; in the paper the power method does. A sampled key has weight 0 for the
   queries whose near field contains it.
 - Column norms: by default they are estimated from exact rows of some queries and not from kernel densities. With
-  `near_field="auto"` they are the rows that choose the near field, and otherwise those of `num_probes` queries.
+  `near_field="auto"` the rows that choose the near field are used, and otherwise the rows of `num_probes` queries.
   `column_scores="kde"` is the paper's estimate: Algorithm 1, lines 3-4, with Algorithm 2 on densities by hashing
   (`kernel.softmax_column_norms`), minus the norms of the near field (Algorithm 3, line 3). The amount of its work
   depends on the data.
@@ -31,7 +31,7 @@ Departures from the paper:
 - Algorithm 1 divides by a separate estimate of D. Here the denominator of an output is the sum of the weights in its
   numerator (the merged lse of near and far field). Every output is therefore a convex combination of values, the errors
   of numerator and denominator partly cancel, and no output is scaled up by a poor estimate of D.
-- The paper has no causal form. The one here is that of `hf_efficient_attn.ops.causal`.
+- The paper has no causal form. `hf_efficient_attn.ops.causal` describes the causal form here.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Linear transformer (Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020): weights phi(q) . phi(k), phi(x) = elu(x) + 1.
 
-Other features, which are learned, are those of `hf_efficient_attn.ops.features`. With `window_size`, the weights of
-softmax replace those of the features in a window; see `hf_efficient_attn.ops.near_features`.
+`hf_efficient_attn.ops.features` describes other features, which are learned. With `window_size`, the weights of softmax
+replace the weights of the features in a window (`hf_efficient_attn.ops.near_features`).
 
 - Bidirectional, Eq. 4-6: out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j).
 - Causal, Eq. 9-12: the same with sums up to token i, computed chunk by chunk.
@@ -10,9 +10,9 @@ softmax replace those of the features in a window; see `hf_efficient_attn.ops.ne
 The computation is in `hf_efficient_attn.ops.linear`. The paper has no scale. Here, a scale other than
 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i) / phi(q_i)^T Z.
 
-A model that is trained with a window can learn to ignore the features: its loss is then that of the window alone. So
-measure the features alone as well, `dataclasses.replace(config, window_size=0)` with the same learned parameters, and
-the window alone, which is `longformer`.
+A model that is trained with a window can learn to ignore the features, so that the window alone determines its loss. So
+measure also the features alone, `dataclasses.replace(config, window_size=0)` with the same learned parameters, and the
+window alone, which is `longformer`.
 """
 
 from dataclasses import dataclass, replace
@@ -54,14 +54,14 @@ class LinearConfig(EluFeatures):
 
     @property
     def needs_square(self) -> bool:
-        """With a window, because it is one of positions."""
+        """True with a window, because the window is one of positions."""
         return self.window_size > 0
 
     def with_budget(self, columns: int) -> "LinearConfig":
         """Spend half of the budget on the window, if there is one, and the rest on learned features.
 
-        A window has the same size on each side. With elu, the features always cost as much as about D / 2 exact keys,
-        and the whole budget is that of the window.
+        A window has the same size on each side. The features "elu" always cost as much as about D / 2 exact keys, so
+        the window gets the whole budget.
         """
         columns = self.check_budget(columns)
         num_features, window_size = self.num_features, self.window_size

@@ -9,10 +9,10 @@ by length.
 Departures from the paper, in which all sequences have M tokens:
 
 - `hf_efficient_attn.ops.projections` describes how the tables are applied to padded and to shorter input. With M tokens
-  the contracted keys are those of the paper.
+  the contracted keys are the same as in the paper.
 - A contracted key that has no weight at any valid token, in E or in F, is left out of the softmax.
 - Conversion starts from means of P segments and not from a Gaussian, so a checkpoint that is not trained further
-  attends to averages of keys and values. If a segment is not full, the average is that of its tokens. With M <= P,
+  attends to averages of keys and values. A segment that is not full averages the tokens that it has. With M <= P,
   every token is a segment and the output is exact.
 
 There is no causal form, because a contracted key contains tokens of the future.
@@ -62,8 +62,8 @@ def forward(
     options: AttentionOptions,
     shards: Shards | None = None,
 ) -> Tensor:
-    """Fast form; see `register_method`. With `shards` it is a `ShardedForm`: the contracted keys and values travel."""
-    both = tables(config, key.shape[2] if shards is None else shards.total, options)
+    """Fast form; see `register_method`. As a `ShardedForm` it exchanges the contracted keys and values."""
+    both = tables(config, key.shape[2] if shards is None else shards.total, options)  # (P, M) each
     return projection_attention(
         query, key, value, options.key_mask, both, scale=options.scale, dropout_p=options.dropout_p, shards=shards
     )
@@ -73,7 +73,7 @@ def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, op
     """Readable form: one batch row at a time without its padding."""
     contracted = naive_contraction(tables(config, key.shape[2], options), key, value, options.key_mask)
     rows = zip(query.double(), contracted, strict=True)
-    outs = [(options.scale * q @ keys.mT).softmax(-1) @ values for q, (keys, values) in rows]
+    outs = [(options.scale * q @ keys.mT).softmax(-1) @ values for q, (keys, values) in rows]  # (H, Nq, P) @ (H, P, Dv)
     return torch.stack(outs).to(value.dtype)
 
 

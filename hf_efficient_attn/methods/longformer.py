@@ -52,7 +52,7 @@ class LongformerConfig(MethodConfig):
 
     @property
     def adds_distance_bias(self) -> bool:
-        """All pairs of the window are computed, those of global tokens in a form without a bias."""
+        """True without global tokens: the form with global tokens adds no bias."""
         return self.global_tokens == 0
 
     def with_budget(self, columns: int) -> "LongformerConfig":
@@ -77,26 +77,27 @@ def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     """Readable form, with the dense matrix of allowed pairs."""
     mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if options.key_mask is None else options.key_mask
     call = _call(config, options, options.is_causal)
-    weights = window_bias(query.shape[2], mask, options.distance_bias, call, torch.float64)
+    weights = window_bias(query.shape[2], mask, options.distance_bias, call, torch.float64)  # (B, H or 1, Nq, Nk)
     return dense_attention(query, key, value, weights, scale=options.scale)
 
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Decode a few tokens: without global tokens only the cached keys within the window are read."""
+    """Decode a few tokens. Without global tokens this reads only the cached keys within the window."""
     return window_decode(query, key, value, options.key_mask, options.distance_bias, _call(config, options, True))
 
 
 def forward_shard(
     config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
 ) -> Tensor:
-    """The form for a sequence that processes share: the keys of the window travel; see `ShardedForm`."""
+    """Compute a sequence that processes share, which exchange the keys of the window; see `ShardedForm`."""
     right, length = 0 if options.is_causal else config.window_size, query.shape[2]
     (key, value), before, after = with_neighbors((key, value), config.window_size, right, shards)
     query = pad(query, (0, 0, before, after))  # queries of the neighbors, whose outputs are dropped
     mask = shards.key_mask
     mask = None if mask is None else mask[:, shards.first - before : shards.own.stop + after]
+    # (B, H, before + n + after, Dv)
     out = forward(config, query, *repeat_kv(query, key, value), options._replace(key_mask=mask))
-    return out[:, :, before : before + length]
+    return out[:, :, before : before + length]  # (B, H, n, Dv)
 
 
 register_method(

@@ -1,12 +1,12 @@
 """nearfar (this package): near keys exactly, and landmarks for all other keys.
 
 `hf_efficient_attn.ops.weighted_coreset` describes the bidirectional form. Landmarks, which are means of clusters of
-keys, stand for all keys. In heads for which this is not enough, groups of queries that are alike attend to the keys
-with the largest scores exactly. On activations of BERT (MiniLM) with 512 tokens and 128 columns, the error is .024
+keys, stand for all keys. In heads for which this is not enough, groups of similar queries attend exactly to the keys
+with the largest scores. On activations of BERT (MiniLM) with 512 tokens and 128 columns, the error is .024
 (`python -m recipes.benchmarks.error`).
 
-`hf_efficient_attn.ops.coreset_causal` describes the causal form, in which nothing is chosen, averaged or fitted from
-later tokens. It depends on the whole budget, block_size + num_samples, and on the seed.
+`hf_efficient_attn.ops.coreset_causal` describes the causal form, in which no choice, mean or fit depends on later
+tokens. It uses only the whole budget, block_size + num_samples, and the seed.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] <= config.exact_length:
-            return (scale * query.double() @ key.double().mT).softmax(2) @ value.double()
+            return (scale * query.double() @ key.double().mT).softmax(2) @ value.double()  # (BH, Nq, Nk) @ (BH, Nk, Dv)
         return weighted_coreset_naive(query, key, value, coreset)
 
     return without_padding(of_one_length, query, key, value, options)

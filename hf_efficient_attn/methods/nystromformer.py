@@ -14,8 +14,8 @@ Departures from the paper. Where the paper's assumptions hold, the result is the
 - The paper assumes that n is divisible by the number of landmarks. Here, the first n mod L segments have one token
   more. Segments contain valid tokens only, and segments without a token have no weight. The convolution also runs over
   the valid tokens. With as many queries as keys, as in self-attention, the key mask is also the mask of the queries.
-- The iteration starts from the norms of each batch row's and each head's own matrix. The authors' code uses the largest
-  norms in the batch, so the output of a batch row depends on the others.
+- The iteration starts from the norms of the matrix of each batch row and head. The authors' code uses the largest norms
+  in the batch, so the output of a batch row depends on other rows.
 - With up to L tokens the output is exact attention. For a short row of a padded batch the landmarks are the keys
   themselves, and F W with W = V is exact.
 - pinv="solve" is regularised least squares in place of the iteration.
@@ -86,7 +86,7 @@ class NystromformerConfig(MethodConfig):
         return 0 if self.conv_kernel_size else self.num_landmarks
 
     def with_budget(self, columns: int) -> "NystromformerConfig":
-        """Half as many landmarks as the budget has exact keys.
+        """Return a copy with half as many landmarks as the budget has exact keys.
 
         For each query, F W costs as much as attention to L keys, and B V the same again. The pseudo-inverse is not
         counted: for N > 60 L^2 / D its six steps of 4 L^3 multiplications cost less than a tenth of the rest.
@@ -95,12 +95,12 @@ class NystromformerConfig(MethodConfig):
 
 
 def initial_parameters(config: NystromformerConfig, *, num_heads: int, **_: int) -> dict[str, Tensor]:
-    """`conv_weight` (H, kernel) of zeros if there is a convolution, so that conversion does not change the output."""
+    """Make `conv_weight` (H, kernel) of zeros if there is a convolution, so that conversion keeps the output."""
     return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
 
 
 def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
-    """The kernels of the convolution (H, kernel) in the accumulation dtype, or None if there is none."""
+    """Check and return the kernels of the convolution (H, kernel) in the accumulation dtype, or None without one."""
     check_parameters(config, query, options)
     if not config.conv_kernel_size:
         return None
@@ -109,7 +109,7 @@ def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: At
             "nystromformer: the convolution adds the tokens of V to those of the output, which needs as many keys as "
             f"queries; there are {query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
         )
-    return options.parameters["conv_weight"].to(accumulation_dtype(query.dtype))
+    return options.parameters["conv_weight"].to(accumulation_dtype(query.dtype))  # (H, kernel)
 
 
 def _landmarks(config: NystromformerConfig, options: AttentionOptions) -> LandmarkOptions:
@@ -125,14 +125,14 @@ def forward(
     options: AttentionOptions,
     shards: Shards | None = None,
 ) -> Tensor:
-    """Fast form; see `register_method`. With `shards` it is a `ShardedForm`: the landmarks travel."""
+    """Fast form; see `register_method`. As a `ShardedForm` it exchanges the landmarks."""
     kernel = _kernel(config, query, key, options)
     if shards is None and min(query.shape[2], key.shape[2]) <= config.num_landmarks:
         out = exactly(query, key, value, options)
     else:
         tensors, chosen = (query, key, value, options.key_mask), _landmarks(config, options)
-        out = landmark_attention(*tensors, chosen, dropout_p=options.dropout_p, shards=shards)
-        out = unflatten_heads(out, query.shape)
+        out = landmark_attention(*tensors, chosen, dropout_p=options.dropout_p, shards=shards)  # (BH, Nq, Dv)
+        out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     return add_convolution(out, value, kernel, options.key_mask)
 
 

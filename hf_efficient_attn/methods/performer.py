@@ -4,8 +4,8 @@ Eq. 5 with the orthogonal features of section 3.2 (`hf_efficient_attn.ops.featur
 transformer (`hf_efficient_attn.ops.linear`). The scale is split evenly between queries and keys. Dropout acts on the
 features of a query.
 
-One departure from the paper affects rounding only: the features of a token are relative to the largest one, and a key
-has a weight besides, whose log is kept. The authors subtract one maximum over all keys, which leaks the future in a
+One departure from the paper affects rounding only: the features of a token are relative to the largest feature, and the
+log of that factor is a weight of the key. The authors subtract one maximum over all keys, which leaks the future in a
 causal model, and add 1e-6.
 """
 
@@ -37,7 +37,7 @@ class PerformerConfig(FavorFeatures):
     )
 
     def with_budget(self, columns: int) -> "PerformerConfig":
-        """As many features as the budget has exact keys."""
+        """Return a copy with as many features as the budget has exact keys."""
         columns = self.check_budget(columns)
         columns = max(1, columns // count_features(self.feature_map, 1)) if self.is_learned else columns
         return replace(self, num_features=columns)

@@ -3,8 +3,8 @@
 The code in `hf_efficient_attn.ops.hashing` follows these parts of the paper:
 
 - Hash: h(x) = argmax([xR; -xR]) ("Locality sensitive hashing", section 2), in `bucket_codes`. With about 2 l / m
-  buckets for chunks of m tokens, one such hash costs l^2 / m. Here a bucket is a pair of hashes, each with about the
-  square root of that number of values.
+  buckets for chunks of m tokens, one such hash costs l^2 / m. Here a bucket is a pair of hashes, each of which has
+  about sqrt(2 l / m) values.
 - Sorting by bucket and then by position, and chunks of equal size ("LSH attention", Figure 2): `plan_rounds`. In the
   paper a chunk attends to itself and to the chunk before it, which suits a causal order. Here it attends to itself and
   to half of each neighbour, which is the same number of keys. Queries and keys that are not shared are sorted
@@ -60,7 +60,7 @@ class ReformerConfig(MethodConfig):
 
     @property
     def exact_length(self) -> int:
-        """The keys of all rounds. With shared queries and keys the attention is another one at every length."""
+        """The number of keys of all rounds; 0 for shared queries and keys, which are another attention."""
         return 0 if self.shared_query_key else 2 * self.block_size * self.num_hashes
 
     def with_budget(self, columns: int) -> "ReformerConfig":
@@ -72,7 +72,7 @@ class ReformerConfig(MethodConfig):
 def _plan(
     config: ReformerConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Rounds]:
-    """The keys, which with shared queries and keys are the normalised queries, and the rounds."""
+    """Return the keys, which are the normalised queries with `shared_query_key`, and plan the rounds."""
     sizes, seed = {"block_size": config.block_size, "rounds": config.num_hashes}, options.seed
     if not config.shared_query_key:
         return key, plan_rounds(query, key, key_mask, **sizes, seed=seed)
@@ -83,7 +83,7 @@ def _plan(
         )
     plan = plan_rounds(query, query, key_mask, **sizes, seed=seed)
     key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)
-    return normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype), plan
+    return normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype), plan  # (BH, N, D)
 
 
 def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -102,7 +102,7 @@ def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, opt
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         key, plan = _plan(config, query, key, key_mask, options)
-        pairs = dense_pairs(plan)
+        pairs = dense_pairs(plan)  # (BH, Nq, Nk)
         if config.shared_query_key:
             others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
             pairs = torch.where(others.any(-1, keepdim=True), others, pairs)

@@ -6,19 +6,18 @@ phi(q_i) . phi(k_j) for all pairs plus a sparse correction exp(q_i . k_j) - phi(
     out_i = [sum_{j in S_i} (exp(q_i . k_j) - phi(q_i) . phi(k_j)) v_j + phi(q_i) . sum_j phi(k_j) v_j^T] / [v_j = 1]
 
 On S the features cancel. The output consists of exp(q_i . k_j) on S and of phi(q_i) . phi(k_j) outside of S, and it is
-computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, whose sums over the keys outside
-of S are added up from the other blocks (`hf_efficient_attn.ops.near_features`). Nothing is subtracted, so rounding
-cannot make the far field negative, as it does in the paper's form if one near key has most of the weight. Each query
-has the factor exp(-|q|^2/2) / F, so that both fields have the same normalisation.
+computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, a sum over all other blocks
+(`hf_efficient_attn.ops.near_features`). Nothing is subtracted, so rounding cannot make the far field negative, as it
+does in the paper's form if one near key has most of the weight. Each query has the factor exp(-|q|^2/2) / F, so that
+both fields have the same normalisation.
 
 - `near_field="window"`: queries and keys are split into blocks of block_size by position, and a query attends to its
   own block. Three blocks of a third of this size have a slightly smaller error, but take two to three times as long.
 - `near_field="lsh"`: queries and keys are sorted by an angular hash as in KDEformer (`hashing.plan_lsh`) and split
   into blocks of block_size. The hash of the middle query of a block determines its block of keys. The paper uses the
-  buckets of several rounds of cross-polytope hashing. The complement of equal blocks is a contiguous set of blocks on
-  each side.
+  buckets of several rounds of cross-polytope hashing. With equal blocks, the far field is all blocks on either side.
 - Causal form: blocks of block_size / 2 by position, for both near fields. A query attends to its own block up to itself
-  and to the previous block. A scan over the blocks provides the features of all blocks before those.
+  and to the previous block. A scan over the blocks provides the features of all earlier blocks.
 """
 
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ class ScatterbrainConfig(MethodConfig):
 def _plan(
     config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
 ) -> tuple[BlockPlan, int]:
-    """The near field of (BH, N, D) tokens, and the number of tokens of its blocks."""
+    """Plan the near field of (BH, N, D) tokens, and return it with the number of tokens of a block."""
     num_hashes = config.num_hashes if config.near_field == "lsh" and not options.is_causal else 0
     plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, options.seed)
     return plan, ceil_div(config.block_size, 2) if options.is_causal else config.block_size
@@ -100,8 +99,8 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
         index, orders = torch.arange(key.shape[1], device=key.device)[None], (plan.query_order, plan.key_order)
         of_query, of_key = ((index if order is None else inverse(order)) // size for order in orders)
         of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
-        blocks_before = of_query[:, :, None] - of_key[:, None]
-        near = blocks_before <= 1 if options.is_causal else blocks_before == 0
+        blocks_before = of_query[:, :, None] - of_key[:, None]  # (BH, N, N)
+        near = blocks_before <= 1 if options.is_causal else blocks_before == 0  # (BH, N, N)
         query, key = query.double(), key.double()
         scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
         return dense_softmax(scores, value, key_mask, options.is_causal)

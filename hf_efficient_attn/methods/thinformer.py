@@ -14,10 +14,10 @@ Departures from the paper:
   the token in the other is kept. So kept tokens may stand for different numbers of tokens. These numbers are their
   weights in the softmax, and the decision between the tokens of a pair takes them into account.
 - At the paper's sizes with g >= 1 all weights are equal. Buckets, probabilities and the margin of the decisions (for a
-  failure probability of 1/2) are then those of the authors' code, and the same random numbers keep the same tokens.
-  Except: that code keeps the first token of a bucket's first pair, and then flips all decisions of a round with
-  probability 1/2. Here the first decision is a fair draw.
-- The paper has no causal form, and this one has none either: a kept token would stand for later ones.
+  failure probability of 1/2) are then the same as in the authors' code, and the same random numbers keep the same
+  tokens. There is one exception: the authors' code keeps the first token of a bucket's first pair, and then flips all
+  decisions of a round with probability 1/2. Here the first decision is a fair draw.
+- There is no causal form, in the paper or here, because a kept token would stand for later tokens.
 
 The rounds, and the pairs of a bucket, follow one another: a call has about 2 * num_samples steps of a few small
 operations on all heads and buckets together, whatever the length.

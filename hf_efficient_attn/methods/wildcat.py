@@ -5,7 +5,7 @@ How the paper's quantities correspond to the code, with beta the scale of the sc
 - The keys are centered, which changes no softmax.
 - The coreset S is chosen by randomly pivoted Cholesky on the kernel exp(beta / tau^2 <k, k'>)
   (`hf_efficient_attn.ops.coreset`).
-- Nystrom weights, the best approximation of every key's feature by those of the coreset:
+- Nystrom weights, which best approximate the feature of every key by the features of the coreset:
   W = exp(beta / tau^2 K_S K_S^T)^-1 exp(beta / tau^2 K_S K^T), applied to the values and to ones.
 - Output: exp(beta Q K_S^T) (W V) / exp(beta Q K_S^T) (W 1), clipped to the range of each feature of the values. Where
   the denominator is not positive, the output is the middle of this range (0 in the authors' code).
@@ -61,7 +61,7 @@ class WildCatConfig(MethodConfig):
     seed: int = option(0, "Seed of the choice of the coreset.", minimum=0)
 
     def with_budget(self, columns: int) -> "WildCatConfig":
-        """As many keys in the coreset as the budget has exact keys, and four times as many candidates.
+        """Return a copy with as many keys in the coreset as the budget has, and four times as many candidates.
 
         The coreset itself is not counted. With as many queries as keys, its weights cost as much as the queries.
         """
@@ -71,13 +71,13 @@ class WildCatConfig(MethodConfig):
 def _choose(
     config: WildCatConfig, query: Tensor, key: Tensor, num_heads: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """The keys of the coreset (BH, m, D) for centered keys (BH, n, D), and the factor (BH, 1, 1) of the kernel."""
+    """Choose the coreset (BH, m, D) of centered keys (BH, n, D), and the factor (BH, 1, 1) of the kernel."""
     num_candidates = min(key.shape[1], max(config.num_samples, config.num_candidates))
-    candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))
-    factor = kernel_scale_of(query, candidates, options.scale)
+    candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))  # (BH, C, D)
+    factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
     pivots = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, seed=options.seed, batch=batch)
-    return take(candidates, pivots.candidate), factor
+    return take(candidates, pivots.candidate), factor  # (BH, m, D), (BH, 1, 1)
 
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -87,7 +87,7 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
         key = key - key.mean(1, keepdim=True)
-        keys, factor = _choose(config, query, key, num_heads, options)
+        keys, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
         return attend_to_coreset(query, key, value, keys, factor, scale=scale, dropout_p=dropout_p)
 
     return without_padding(form, query, key, value, options, config.num_samples)
@@ -100,9 +100,9 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = query.double(), key.double(), value.double()
         if key.shape[1] <= count:
-            return (scale * query @ key.mT).softmax(-1) @ value
+            return (scale * query @ key.mT).softmax(-1) @ value  # (BH, Nq, Nk) @ (BH, Nk, Dv)
         key = key - key.mean(1, keepdim=True)
-        coreset, factor = _choose(config, query, key, num_heads, options)
+        coreset, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
         return coreset_naive(query, key, value, coreset, factor, scale=scale)
 
     return without_padding(form, query, key, value, options)

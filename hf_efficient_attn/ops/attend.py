@@ -1,18 +1,19 @@
 """Softmax attention of blocks of queries to their keys, and its lse: the one function that knows the kernels.
 
 A `Partial` is the result of attention over a subset of the keys: the normalized output and the log of the total weight.
-The partials of two disjoint subsets merge into that of their union. This is the online softmax of Milakov & Gimelshein
-(2018), which FlashAttention (Dao et al. 2022) applies to blocks. Attention in this package is built on the two
-functions `attend` and `merge`, except exact attention where PyTorch's `scaled_dot_product_attention` takes it as it is.
+The partials of two disjoint subsets merge into the partial of their union. This is the online softmax of Milakov &
+Gimelshein (2018), which FlashAttention (Dao et al. 2022) applies to blocks. Attention in this package is built on the
+two functions `attend` and `merge`, except exact attention where PyTorch's `scaled_dot_product_attention` takes it as it
+is.
 
-Where PyTorch has a fused kernel, it computes forward and backward: that of the CPU, and on CUDA FlashAttention for half
-precision and "memory-efficient attention" for float32. Everything else takes plain products: other devices, float64 on
-an accelerator, dropout, a bias of single pairs on an accelerator or with a gradient, and graphs for ONNX.
+PyTorch's fused kernels compute forward and backward where they exist: a kernel for the CPU, and on CUDA FlashAttention
+for half precision and "memory-efficient attention" for float32. Plain products compute everything else: other devices,
+float64 on an accelerator, dropout, a bias of single pairs on an accelerator or with a gradient, and graphs for ONNX.
 
-The kernels know no gradient of the lse and none of a bias. Further dimensions stand for them. A bias per key is a
-dimension of the keys, where all queries are 1; in half precision it is the sum of two numbers. With dP = grad_out v^T
-the gradient of the scores is P (dP - delta), where delta = grad_out . out - grad_lse. So the kernel takes a dimension
-more in which grad_out is grad_lse, out is -1 and values are 0.
+The kernels give no gradient of the lse and none of a bias. Additional dimensions stand for both. A bias per key becomes
+a dimension of the keys in which all queries are 1; in half precision the sum of two dimensions holds it. With
+dP = grad_out v^T the gradient of the scores is P (dP - delta), where delta = grad_out . out - grad_lse. So the kernel
+takes one more dimension, in which grad_out is grad_lse, out is -1 and values are 0.
 
 A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is summed in float32. So other modules sum
 over many tokens in parts, which they add in float32, and scores before an exponential stay in float32.
@@ -28,7 +29,7 @@ from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, kept_results
 
-# exp(x) = 2^(x LOG2_E): on the CPU powers of two take a fraction of the time of those of e.
+# exp(x) = 2^(x LOG2_E): on the CPU exp2 takes a fraction of the time of exp.
 LOG2_E = 1.0 / math.log(2.0)
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,11 +42,11 @@ _CPU_HAS_BFLOAT16 = bool(
     and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     and torch.cpu._is_avx512_bf16_supported()
 )
-# Dimensions that FlashAttention takes at most.
+# FlashAttention takes at most this many dimensions.
 _MAX_FLASH_DIM = 256
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Numbers of a query, key or value that the Triton kernels hold at most.
+# The Triton kernels hold at most this many numbers of a query, key or value.
 _LARGEST_DIM = 256
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -65,7 +66,7 @@ class Partial(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over numbers of `dtype`: float32, or float64 for float64."""
+    """Return the dtype of sums over numbers of `dtype`: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -75,7 +76,7 @@ def safe_row_max(row_max: Tensor) -> Tensor:
 
 
 def merge(*partials: Partial) -> Partial:
-    """Merge the partials of disjoint subsets into that of their union. Subsets may be empty.
+    """Merge the partials of disjoint subsets into the partial of their union. Subsets may be empty.
 
     The merge is associative and exact. The output is the convex combination of the outputs by the softmax over the
     `lse`. It is differentiable in every `out` and `lse`.
@@ -87,13 +88,13 @@ def merge(*partials: Partial) -> Partial:
     for lse in lses[1:]:
         row_max = torch.maximum(row_max, lse.detach())
     row_max = safe_row_max(row_max)
-    weights = [torch.exp(lse - row_max) for lse in lses]
+    weights = [torch.exp(lse - row_max) for lse in lses]  # (..., Nq) each
     total = weights[0]
     for weight in weights[1:]:
         total = total + weight
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    out = outs[0] * (weights[0] / total).unsqueeze(-1)
+    out = outs[0] * (weights[0] / total).unsqueeze(-1)  # (..., Nq, Dv)
     for part, weight in zip(outs[1:], weights[1:], strict=True):
         out.addcmul_(part.to(out.dtype), (weight / total).unsqueeze(-1))
     return Partial(out.to(outs[0].dtype), (total.log() + row_max).masked_fill(empty, -torch.inf))
@@ -102,7 +103,7 @@ def merge(*partials: Partial) -> Partial:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
 ) -> Partial:
-    """Exact attention of blocks of queries to blocks of keys: softmax(scale * query key^T + bias) value, and its lse.
+    """Compute softmax(scale * query key^T + bias) value and its lse for blocks of queries and their blocks of keys.
 
     Args:
         query: (BH, T, Nq, D), where T is the number of blocks and Nq the number of queries of a block.
@@ -149,16 +150,17 @@ def _by_products(
     """`attend` by standard operators, in the accumulation dtype. Autograd keeps the weights of all pairs."""
     acc_dtype = accumulation_dtype(query.dtype)
     product = _product_of_blocks if exporting_to_onnx() else torch.matmul
+    # (BH, T, Nq, D) @ (BH, T, D, Nk) -> (BH, T, Nq, Nk)
     scores = product(query.to(acc_dtype), key.to(acc_dtype).mT) * scale
     if bias is not None:
         scores = scores + bias
     # Not by logsumexp, whose gradient is NaN if all scores of a query are -inf.
     row_max = safe_row_max(scores.detach().amax(-1, keepdim=True)) if key.shape[2] else scores.new_zeros(())
-    weights = torch.exp(scores - row_max)
-    total = weights.sum(-1, keepdim=True)
+    weights = torch.exp(scores - row_max)  # (BH, T, Nq, Nk)
+    total = weights.sum(-1, keepdim=True)  # (BH, T, Nq, 1)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    lse = (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1)
+    lse = (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1)  # (BH, T, Nq)
     weights = weights / total if dropout_p == 0.0 else dropout(weights / total, dropout_p)
     return Partial(product(weights, value.to(acc_dtype)).to(value.dtype), lse)
 
@@ -169,7 +171,7 @@ def _product_of_blocks(left: Tensor, right: Tensor) -> Tensor:
     If the example of an export has one block, `matmul` takes the dimension for a broadcast one.
     """
     shape = left.shape[:2]
-    right = right.expand(*shape, -1, -1).flatten(0, 1)
+    right = right.expand(*shape, -1, -1).flatten(0, 1)  # (BH * T, K, N)
     product: Tensor = torch.bmm(left.flatten(0, 1), right).unflatten(0, shape)
     return product
 
@@ -184,7 +186,7 @@ class _Attend(torch.autograd.Function):
         out, lse = kept_results(lambda: _forward((query, key, value, bias), scale))
         ctx.save_for_backward(query, key, value, bias, out, lse)
         ctx.scale = scale
-        ctx.set_materialize_grads(False)  # without a gradient of the lse less is to compute
+        ctx.set_materialize_grads(False)  # the backward computes less without a gradient of the lse
         return out, lse
 
     @staticmethod
@@ -199,7 +201,7 @@ def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
     query, key, value, bias = inputs
     on_cpu, shape, value_dim = query.device.type == "cpu", query.shape[:3], value.shape[3]
     dtype = product_dtype(query)
-    columns = None if on_cpu or bias is None else bias[:, :, 0]  # only the kernel of the CPU takes a float32 bias
+    columns = None if on_cpu or bias is None else bias[:, :, 0]  # (BH, T, Nk); only the CPU's kernel takes a bias
     query, key, value = _widened(query.to(dtype), key.to(dtype), value.to(dtype), columns, 0, scale)
     query, key, value, mask = _arranged(query, key, value, bias if on_cpu else None)
     if on_cpu:
@@ -213,7 +215,7 @@ def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = out.reshape(*shape, value_dim).to(inputs[2].dtype), lse.reshape(shape)
     if bias is None:
         return out, lse
-    empty = bias.amax(-1) == -torch.inf
+    empty = bias.amax(-1) == -torch.inf  # (BH, T, 1 or Nq)
     if not on_cpu:
         out = out.masked_fill(empty.unsqueeze(-1), 0.0)
     return out, lse.masked_fill(empty, -torch.inf)
@@ -222,7 +224,7 @@ def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
 def _backward(
     grads: tuple[Tensor, Tensor | None], inputs: _Inputs, results: tuple[Tensor, Tensor], scale: float, with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and bias (None unless `with_bias`)."""
+    """Compute the gradients of query, key, value and bias (None unless `with_bias`)."""
     (query, key, value, bias), (grad_out, grad_lse) = inputs, grads
     (dim, value_dim), on_cpu = (query.shape[3], value.shape[3]), query.device.type == "cpu"
     dtype = accumulation_dtype(query.dtype) if on_cpu else query.dtype
@@ -247,7 +249,7 @@ def _backward(
         x.reshape(x.shape[0] * x.shape[1] // n, n, -1, x.shape[3])
         for x, n in zip(found, (query.shape[1] if rows[2] == query.shape[2] else 1, blocks, blocks), strict=True)
     )
-    grad_bias = None
+    grad_bias = None  # (BH or 1, T or 1, 1, Nk), as `bias`
     if with_bias and bias is not None:
         grad_bias = grad_key[..., dim].unsqueeze(2).to(bias.dtype).sum_to_size(bias.shape) / (
             scale * _unit(dtype, scale)
@@ -261,7 +263,7 @@ def _backward(
 
 
 def _cuda_backward(grad_out: Tensor, inputs: list[Tensor], out: Tensor, lse: Tensor, scale: float) -> Any:
-    """The gradients of query, key and value by the backward of the kernel that `_forward` has called."""
+    """Compute the gradients of query, key and value by the backward of the kernel that `_forward` has called."""
     query, key, _ = inputs
     # The state of the random numbers of dropout. There is none, but the kernels take it.
     on_amd = torch.version.hip is not None
@@ -289,7 +291,7 @@ def _takes_flash(query: Tensor) -> bool:
 def _widened(
     query: Tensor, key: Tensor, value: Tensor, columns: Tensor | None, further: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad the tensors to the dimensions that a kernel takes. Two dimensions of the keys hold the bias (., ., Nk).
+    """Pad the tensors to the dimensions that a kernel takes. Two more dimensions of the keys hold the bias (., ., Nk).
 
     `further` is the number of dimensions that the values need besides their own.
     """
@@ -308,7 +310,7 @@ def _widened(
         unit = _unit(query.dtype, scale)
         # 0 times -inf would be NaN.
         least = -6e4 if query.dtype == torch.float16 else -1e30
-        column = (columns / (scale * unit)).clamp(min=least, max=-least)
+        column = (columns / (scale * unit)).clamp(min=least, max=-least)  # (BH or 1, T or 1, Nk)
         query[..., dim : dim + 2] = unit
         key[..., dim] = high = column.to(key.dtype)
         key[..., dim + 1] = column - high
@@ -316,7 +318,7 @@ def _widened(
 
 
 def _unit(dtype: torch.dtype, scale: float) -> float:
-    """What queries are in the dimensions of a bias: a power of two, so that products with it are exact."""
+    """The number that queries have in the dimensions of a bias: a power of two, so that products with it are exact."""
     size = 32.0 if dtype == torch.float16 else 1.0
     return math.copysign(2.0 ** min(15, round(math.log2(size / abs(scale)))), scale)
 
@@ -324,14 +326,14 @@ def _unit(dtype: torch.dtype, scale: float) -> float:
 def _arranged(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Batch and heads of the kernels, (batch, heads, ., .), so that nothing large is copied.
+    """Arrange the tensors as (batch, heads, ., .) for the kernels, so that nothing large is copied.
 
-    Blocks that share their keys are one block. On the CPU blocks with keys of their own are the batch, since the memory
-    of an output is (batch, length, heads, dim).
+    Blocks that share their keys become one block. On the CPU, blocks with different keys become the batch, since the
+    memory of an output is (batch, length, heads, dim).
     """
     batch_heads, num_blocks = query.shape[:2]
     if key.shape[1] == value.shape[1] == 1 and (bias is None or bias.shape[1] == bias.shape[2] == 1):
-        return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, bias
+        return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, bias  # (BH, 1, T * Nq, D)
     key, value = (x if x.shape[1] == num_blocks else x.expand(-1, num_blocks, -1, -1) for x in (key, value))
     as_batch = query.device.type == "cpu" and key.is_contiguous() and value.is_contiguous()
     if as_batch and (bias is None or bias.shape[:2] in ((1, 1), (batch_heads, num_blocks))):
@@ -363,11 +365,11 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which products of `x` run.
+    """Return the dtype in which products of `x` run.
 
-    On an accelerator it is that of `x`. On the CPU it is bfloat16 for bfloat16 tensors if the processor multiplies them
-    (AVX512-BF16, AMX), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`. Otherwise
-    half precision runs in float32, since float16 products of the CPU are slow.
+    On an accelerator it is the dtype of `x`. On the CPU it is bfloat16 for bfloat16 tensors if the processor multiplies
+    them (AVX512-BF16, AMX), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`.
+    Otherwise half precision runs in float32, since float16 products of the CPU are slow.
     """
     if x.dtype == torch.float64 or x.device.type != "cpu":
         return x.dtype
@@ -378,7 +380,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """`product_dtype` for sums over all tokens. They can exceed the range of float16, so float32 takes its place."""
+    """The dtype of sums over all tokens: `product_dtype`, but float32 for float16, whose range they can exceed."""
     dtype = product_dtype(x)
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -387,6 +389,6 @@ def _medium_precision() -> bool:
     return torch.get_float32_matmul_precision() == "medium"
 
 
-# A graph contains the result and is traced again if it changes. This is `torch.compiler.assume_constant_result`, which
-# would import the compiler here.
+# A graph contains the result, and PyTorch traces the graph again if the result changes. This line does the same as
+# `torch.compiler.assume_constant_result`, which would import the compiler here.
 vars(_medium_precision)["_dynamo_marked_constant"] = True

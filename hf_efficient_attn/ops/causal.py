@@ -2,17 +2,17 @@
 
 The sequence is cut into blocks by position. Block t attends causally to itself and to block t-1, exactly. The completed
 blocks 0 .. t-2 are split into aligned intervals of 1, 2, 4, ... blocks according to the binary digits of t-1. Each
-interval has one weighted sample of its keys, which is drawn once, from the tokens of the interval alone, and which all
-blocks that see the interval share. So the choice of keys that a query attends to never depends on later tokens, and the
-output does not even depend on the length of the sequence.
+interval has one weighted sample of its keys. The sample is drawn once, from the tokens of the interval alone, and all
+blocks that see the interval share it. So the choice of keys that a query attends to never depends on later tokens, and
+the output does not even depend on the length of the sequence.
 
 The intervals are the off-diagonal squares of HyperAttention's causal recursion (Han et al. 2023, Algorithm 4). The
 recursion also sorts the queries of a square among each other, which lets later queries influence earlier ones; here
 this step is left out.
 
 On level l an interval has L = block_size * 2**l tokens. The tokens are divided into pairs of intervals. Only the left
-interval of a pair, interval j at 2 j L, is sampled. Counted from block 1 on, the queries that see it are those from
-(2 j + 1) L to (2 j + 2) L - 1.
+interval of a pair, interval j at 2 j L, is sampled. Counted from block 1 on, queries (2 j + 1) L to (2 j + 2) L - 1 see
+it.
 """
 
 import math
@@ -55,14 +55,14 @@ class IntervalPlan(NamedTuple):
     """The far field on one level: J intervals of L = block_size * 2**level tokens.
 
     Attributes:
-        level: the level.
+        level: the level of the intervals.
         sample_index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
-        log_weight: (BH, J, M), their log-weights.
+        log_weight: (BH, J, M), the log-weights of the sampled keys.
         key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
             window alone.
-        query_block: int64 (BH, J, L or less), for each query that sees the interval the block of hashed keys that
-            belongs to its near field; None likewise.
-        block_k: keys of a block of hashed keys.
+        query_block: int64 (BH, J, L or less), the block of hashed keys in the near field of each query that sees the
+            interval; None if the near field is the window alone.
+        block_k: the number of keys of a block of hashed keys.
     """
 
     level: int
@@ -74,7 +74,7 @@ class IntervalPlan(NamedTuple):
 
 
 def _levels(length: int, block_size: int) -> list[tuple[int, int]]:
-    """The number of sampled intervals and the tokens of an interval, J and L, of each level of N = `length` tokens."""
+    """Return J sampled intervals and L tokens per interval for each level of a sequence of N = `length` tokens."""
     # The queries of block t have t-1 completed blocks before block t-1.
     completed = max(0, ceil_div(length, block_size) - 2)
     return [(((completed >> i) + 1) >> 1, block_size << i) for i in range(completed.bit_length())]
@@ -86,7 +86,7 @@ def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
 
 
 def _later_queries(query: Tensor, block_size: int) -> Tensor:
-    """The queries from block 1 on, padded for `_seen_by`: (BH, N, D) -> (BH, P, D)."""
+    """Take the queries from block 1 on, padded for `_seen_by`: (BH, N, D) -> (BH, P, D)."""
     ends = [2 * count * length for count, length in _levels(query.shape[1], block_size) if count > 1]
     missing = max([query.shape[1] - block_size, *ends]) + block_size - query.shape[1]
     query = query[:, block_size:]
@@ -96,27 +96,27 @@ def _later_queries(query: Tensor, block_size: int) -> Tensor:
 def _seen_by(x: Tensor, num_intervals: int, length: int) -> Tensor:
     """View the queries that see each interval: (BH, P, ...) -> (BH, num_intervals, length, ...).
 
-    A single interval may have fewer: it is not padded, since it may be half of the sequence.
+    A single interval may have fewer queries: they are not padded, since they may be half of the sequence.
     """
     if num_intervals == 1:
         return x[:, None, length : 2 * length]
-    view: Tensor = x[:, : 2 * num_intervals * length].unflatten(1, (num_intervals, 2, length))
+    view: Tensor = x[:, : 2 * num_intervals * length].unflatten(1, (num_intervals, 2, length))  # (BH, J, 2, L, ...)
     return view[:, :, 1]
 
 
 def _interval_scores(
     query: Tensor, key: Tensor, value: Tensor, level: int, length: int, options: SamplingOptions
 ) -> Tensor:
-    """The unnormalized sampling probabilities of the keys of J intervals of L tokens, from each interval's own queries.
+    """Compute unnormalized sampling probabilities of the keys of J intervals of L tokens, from the interval's queries.
 
-    They are those of `column_scores`, with the softmax of each interval in place of D^-1 A_res.
+    `column_scores` computes them, with the softmax of each interval in place of D^-1 A_res.
 
     Args:
         query: (BH, J, L, D).
         key: (BH, J, L, D).
         value: (BH, J, L, Dv).
         level: the level of the intervals, which determines the probes.
-        length: L.
+        length: L, the tokens of an interval.
         options: `scores` as in `SamplingOptions`.
 
     Returns:
@@ -129,10 +129,10 @@ def _interval_scores(
         norms = torch.stack(logs).unsqueeze(1).exp_().to(acc_dtype)
     elif options.scores == "probe":
         rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level, key.device)
-        probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
         if key.dtype == torch.float16:  # has no fast product on CPUs
             probes, key = probes.float(), key.float()
-        weights = (probes * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)
+        weights = (probes * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)  # (BH J, p, L)
         norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)
     elif options.scores == "uniform":
         return torch.ones(key.shape[:3], dtype=acc_dtype, device=key.device).flatten(0, 1).unsqueeze(1)
@@ -142,7 +142,7 @@ def _interval_scores(
 def _ranks(
     options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int, device: torch.device
 ) -> Tensor:
-    """One index in each of `count` equal strata of `length` tokens, by an offset of each head: int64 (BH, count)."""
+    """Draw one index in each of `count` equal strata of `length` tokens, by an offset per head: int64 (BH, count)."""
     offset = offsets(batch_heads // options.batch, options.seed, stream, device).unsqueeze(1)
     return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
@@ -150,10 +150,10 @@ def _ranks(
 def plan_intervals(
     query: Tensor, key: Tensor, value: Tensor, block_size: int, options: SamplingOptions, num_hashes: int = 0
 ) -> list[IntervalPlan]:
-    """Sample the keys of all intervals, num_samples / 2 each, or all keys of shorter intervals. No gradient.
+    """Sample num_samples / 2 keys of each interval, or all keys of shorter intervals, without a gradient.
 
     With `num_hashes` the keys of the sampled intervals are also sorted by an angular hash and cut into blocks of
-    block_size / 2. A query gets the block in which its own code lies, which does not depend on other queries.
+    block_size / 2. A query gets the block in which its code lies, which does not depend on other queries.
 
     Args:
         query: (BH, N, D).
@@ -171,10 +171,10 @@ def plan_intervals(
         is_even = options.scores == "uniform" and not options.independent
         later = _later_queries(query, block_size) if num_hashes else query
         for level, (count, length) in enumerate(_levels(query.shape[1], block_size)):
-            queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))
+            queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))  # (BH, J, L, .)
             stream = _SAMPLES + 2 * level
             if is_even or not 0 < num_samples < length:
-                # One key of each of equal strata; every key if there are as many samples.
+                # Take one key of each of equal strata, or every key if there are as many samples.
                 taken = min(num_samples, length)
                 index = _ranks(options, batch_heads, taken, length, stream, device).unsqueeze(1).expand(-1, count, -1)
                 log_weight = torch.full((), math.log(length / max(1, taken)), dtype=acc_dtype, device=device)
@@ -189,10 +189,10 @@ def plan_intervals(
             if num_hashes and num_samples < length:
                 block_k, hashed = max(1, block_size // 2), (num_hashes, options.seed)
                 sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)
-                # Without the share of the position: the rank of the cell.
+                # The rank of the query's cell is its sorting key without the share of its position.
                 seeing = _seen_by(later, count, length)
                 cell = hash_keys(seeing.flatten(0, 1), *hashed).floor_().to(sorted_keys.dtype)
-                # The middle of the cell's keys. The query's rank in the cell would depend on later queries.
+                # Take the middle of the cell's keys: the query's rank in the cell would depend on later queries.
                 low, high = (torch.searchsorted(sorted_keys, x) for x in (cell, cell + 1))
                 block = ((low + high) // 2).clamp_(max=length - 1) // block_k
                 plan = IntervalPlan(level, *far, order.view(keys.shape[:3]), block.view(seeing.shape[:3]), block_k)
@@ -211,7 +211,7 @@ def causal_near_far_attention(
     scale: float,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """The attention of a plan.
+    """Compute the attention of a plan.
 
     Args:
         query: (BH, N, D).
@@ -237,10 +237,10 @@ def causal_near_far_attention(
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
             count, length = index.shape[1], block_size << plan.level
-            seeing = _seen_by(queries, count, length)
+            seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
             if query_block is None:
                 index = index + (integers(count, key.device) * 2 * length)[:, None]
-                keys, values = take_both(key, value, index)
+                keys, values = take_both(key, value, index)  # (BH, J, M, .)
                 part = attend(seeing, keys, values, log_weight.unsqueeze(2), scale=scale, dropout_p=dropout_p)
             else:
                 own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
@@ -257,15 +257,15 @@ def causal_near_far_attention(
 def _near_partial(
     query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float
 ) -> Partial:
-    """Attention of the queries from block 1 on to their own block, causally, and to the whole block before it.
+    """Compute attention of the queries from block 1 on to their own block, causally, and to the block before it.
 
     (BH, N, D), (BH, N, D), (BH, N, Dv) -> Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
     """
     q_len = query.shape[1] - block_size
-    query = pad_to_blocks(query[:, block_size:], block_size)
+    query = pad_to_blocks(query[:, block_size:], block_size)  # (BH, T, block_size, D)
     key, value = (pad_to_blocks(x, block_size) for x in (key, value))
-    key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))
-    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)
+    key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))  # (BH, T, 2 block_size, .)
+    block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)  # (block_size, block_size)
     bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
     out, lse = attend(query, key, value, bias, scale=scale, dropout_p=dropout_p)
     return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
@@ -274,15 +274,15 @@ def _near_partial(
 def _hashed_and_sampled(
     queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, *, scale: float, dropout_p: float
 ) -> Partial:
-    """Attention of the queries that see the intervals of a level to their blocks of hashed keys and to the samples.
+    """Compute attention of the queries that see a level's intervals to their blocks of hashed keys and to the samples.
 
-    The queries of one block of keys are gathered into blocks of their own, which then share these keys and the samples.
+    Queries with the same block of keys are gathered into blocks, which then share these keys and the samples.
 
     Args:
         queries: (BH, J, L or less, D).
         key: (BH, J, L, D).
         value: (BH, J, L, Dv).
-        plan: with blocks of hashed keys.
+        plan: the plan of the level, with blocks of hashed keys.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
 
@@ -300,14 +300,14 @@ def _hashed_and_sampled(
     # An unused slot gets the query at index `q_len`, which is padding.
     query_of_slot = torch.full((len(queries), num_blocks * block_k), q_len, device=device)
     query_of_slot.scatter_(1, slot, integers(q_len, device).expand_as(slot))
-    grouped = take(pad(queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))
-    sorted_index = block_of_slots[:, :, None] * block_k + integers(block_k, device)
+    grouped = take(pad(queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))  # (S, T, block_k, D)
+    sorted_index = block_of_slots[:, :, None] * block_k + integers(block_k, device)  # (S, T, block_k)
     near = key_order.gather(1, sorted_index.clamp(max=length - 1).flatten(1)).view_as(sorted_index)
-    block_of_sample = inverse(key_order).gather(1, index) // block_k
-    in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]
+    block_of_sample = inverse(key_order).gather(1, index) // block_k  # (S, M)
+    in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]  # (S, T, M)
     far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)
     bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
-    key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)
+    key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)  # (S, T, block_k + M)
     out, lse = attend(grouped, *take_both(key, value, key_index), bias, scale=scale, dropout_p=dropout_p)
     out = take(out.flatten(1, 2), slot)
     return Partial(out.unflatten(0, shape[:2]), lse.flatten(1, 2).gather(1, slot).view(shape))
@@ -316,25 +316,25 @@ def _hashed_and_sampled(
 def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple[Tensor, Tensor]:
     """Distribute queries over blocks of `size` slots so that all queries of a block have the same block of keys.
 
-    The shape is fixed, and there are no more blocks than it needs. A block of slots is begun by the first query that
-    needs it, so the slot of a query depends on earlier queries only. If later ones could move it to another block, its
-    output could change in the last bit, because rounding in a product may depend on where a matrix lies in memory.
+    The number of blocks is fixed, and no larger than any distribution of the queries needs. The first query that needs
+    a block begins it, so the slot of a query depends on earlier queries only. If later queries could move it to another
+    block, its output could change in the last bit: rounding in a product may depend on where a matrix lies in memory.
 
     Args:
         query_block: int64 (S, L), the block of keys of each query.
         num_key_blocks: number of blocks of keys.
-        size: slots of a block.
+        size: the number of slots of a block.
 
     Returns:
-        slot: int64 (S, L), the slot of each query among those of all blocks.
+        slot: int64 (S, L), the slot of each query among the slots of all blocks.
         block: int64 (S, T), the block of keys of each block of slots, T = ceil(L / size) + num_key_blocks - 1.
     """
     num_blocks = ceil_div(query_block.shape[1], size) + num_key_blocks - 1
-    # The rank of each query among those with the same block of keys, in the order of the blocks of keys.
+    # The rank of each query among the queries with the same block of keys, in the order of the blocks of keys.
     order = query_block.argsort(dim=1, stable=True)
     sorted_block = query_block.gather(1, order)
     sorted_index = torch.arange(query_block.shape[1], device=query_block.device)
-    rank = sorted_index - torch.searchsorted(sorted_block, sorted_block)
+    rank = sorted_index - torch.searchsorted(sorted_block, sorted_block)  # (S, L)
     # Blocks of slots are numbered in the order of the queries that begin them.
     begins = torch.empty_like(order).scatter_(1, order, (rank % size == 0).to(order.dtype))
     number = (begins.cumsum(1) - 1).gather(1, order).gather(1, sorted_index - rank % size)
@@ -344,20 +344,20 @@ def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple
 
 
 def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan], block_size: int) -> Tensor:
-    """The output of the merge of the window, whose partial has all queries, and of the levels: (BH, P, Dv).
+    """Merge the partial of the window, which has all queries, with the partials of the levels: (BH, P, Dv).
 
-    The queries of a level are at most half of all. So its partial is added to a view of the output.
+    A level has at most half of all queries. So its partial is added to a view of the output.
     """
     views = [(plan.sample_index.shape[1], block_size << plan.level) for plan in plans]
     padded = max([near.lse.shape[1], *(2 * count * length for count, length in views if count > 1)])
     missing = padded - near.lse.shape[1]
-    lses = near.lse.new_full((1 + len(parts), near.lse.shape[0], padded), -torch.inf)
+    lses = near.lse.new_full((1 + len(parts), near.lse.shape[0], padded), -torch.inf)  # (1 + levels, BH, P)
     lses[0, :, : padded - missing] = near.lse
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(lses[i], *view).copy_(part.lse)
-    # Every query attends to itself, so that the softmax is defined. That of padding is NaN.
+    # Every query attends to itself, so the softmax is defined, except for padding, where it is NaN.
     weights = lses.softmax(0)
-    out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)
+    out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)  # (BH, P, Dv)
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weights[i], *view).unsqueeze(-1))
     return out.to(near.out.dtype)
@@ -366,9 +366,9 @@ def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan
 def dense_causal_log_weights(
     plans: Sequence[IntervalPlan], length: int, block_size: int, num_exact: int, like: Tensor
 ) -> Tensor:
-    """The readable form: what is added to the scores before the softmax, float64 (BH, N, N).
+    """Compute the bias of the scores in the readable form: float64 (BH, N, N).
 
-    N is `length`; BH and the device are those of `like`.
+    N is `length`. BH and the device are taken from `like` (BH, ...).
     """
     weights = like.new_full((len(like), length, length), -torch.inf, dtype=torch.float64)
     for i in range(length):

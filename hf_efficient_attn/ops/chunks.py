@@ -1,11 +1,11 @@
 """Attention to a few keys exactly and to one summary of each chunk of the other keys, in one softmax (EVA).
 
-The method and its departures from the paper are described in `hf_efficient_attn.methods.eva`. A window is a set of
-consecutive keys that a query sees exactly, a group is 2**level consecutive windows, and a chunk is what one summary
-represents: a part of a window, or a group. `hf_efficient_attn.ops.chunks_causal` is the causal form.
+`hf_efficient_attn.methods.eva` describes the method and its departures from the paper. A window is a set of consecutive
+keys that a query sees exactly. A group is 2**level consecutive windows. A chunk is a part of a window, or a group, and
+has one summary. `hf_efficient_attn.ops.chunks_causal` is the causal form.
 
-Both move valid tokens before masked ones: of n valid keys the positions are 0 to n - 1. Shapes: BH is B * H, and R
-is B, or 1 if all batch rows are alike because nothing is masked.
+Both forms move valid tokens before masked ones, so that n valid keys have the positions 0 to n - 1. Shapes: BH is B *
+H, and R is B, or 1 if all batch rows are alike because nothing is masked.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,16 +29,16 @@ from hf_efficient_attn.ops.tokens import (
     valid_first,
 )
 
-# Streams of random numbers: one for the chunks, and the following ones for the levels of groups or intervals.
+# The stream of random numbers of the chunks. The levels of groups or intervals use the streams after it.
 _STREAM = 40
-# draw(stream, count) gives standard normal numbers (H, count, D) for chunks, or None if omega is not drawn.
+# draw(stream, count) returns standard normal numbers (H, count, D) for chunks, or None if omega is not drawn.
 Draw: TypeAlias = Callable[[int, int], Tensor | None]
 
 
 class Heads(NamedTuple):
     """Query (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv), and the proposal's W_q and W_k (H, D, D) or None.
 
-    For some heads the first dimension is BH.
+    In a slice of heads the first dimension is BH, in place of B and H.
     """
 
     query: Tensor
@@ -48,14 +48,14 @@ class Heads(NamedTuple):
     key_map: Tensor | None
 
     def flattened(self, noises: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The tensors, and the numbers (H, C, D) of summaries, with BH as their first dimension."""
+        """Return the tensors, and the numbers (H, C, D) of summaries, with BH as their first dimension."""
         batch = len(self.query)
         of_heads = (None if x is None else x.expand(batch, *x.shape).flatten(0, 1) for x in (*self[3:], *noises))
         return [*(x.flatten(0, 1) for x in self[:3]), *of_heads]
 
 
 class Masks(NamedTuple):
-    """Which keys and queries count: bool (B, Nk) and (B, Nq), or None if all do.
+    """The masks of keys and queries: bool (B, Nk) and (B, Nq), or None if all count.
 
     `same_tokens` tells whether the queries are the keys' own tokens. Then both masks are the same.
     """
@@ -68,14 +68,14 @@ class Masks(NamedTuple):
 def chunk_noise(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, seed: Seed | None, stream: int, count: int
 ) -> Tensor | None:
-    """Standard normal numbers (H, count, D) of chunks for queries of a shape (B, H, Nq, D); None without a seed.
+    """Draw standard normal numbers (H, count, D) of chunks for queries of a shape (B, H, Nq, D); None without a seed.
 
     The numbers of a chunk depend on its index, not on the number of chunks.
     """
     if seed is None:
         return None
     first, total = head_slice(seed, shape[1])
-    # The numbers are kept, so that sequences of all lengths should need few different sets of them.
+    # The numbers are kept for later calls. A power of two of them serves sequences of many lengths.
     sizes = 1 << (count - 1).bit_length(), total, shape[3]
     drawn = normal(sizes, seed, _STREAM + stream, device)[:count, first : first + shape[1]]
     return drawn.transpose(0, 1).to(dtype)
@@ -91,7 +91,7 @@ def repeat_for_heads(x: Tensor | None, batch: int, num_heads: int) -> Tensor | N
 def summarize(
     tokens: Sequence[Tensor], valid: Tensor | None, heads: Heads, noise: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The mean key and the estimated value beta_c(omega_c) of each chunk.
+    """Compute the mean key and the estimated value beta_c(omega_c) of each chunk.
 
     Args:
         tokens: the queries (BH, C, P, D) or their means (BH, C, D), the keys (BH, C, P, D) and the values
@@ -106,39 +106,39 @@ def summarize(
     """
     acc_dtype, root = accumulation_dtype(tokens[1].dtype), abs(scale) ** 0.5
     query, key, value = (x.to(acc_dtype) for x in tokens)
-    mean_query, mean_key = query if query.ndim == 3 else _mean(query, valid), _mean(key, valid)
+    mean_query, mean_key = query if query.ndim == 3 else _mean(query, valid), _mean(key, valid)  # (BH, C, D) each
     mu_query = mean_query if heads.query_map is None else mean_query @ heads.query_map.mT
     mu_key = mean_key if heads.key_map is None else mean_key @ heads.key_map.mT
-    omega = ((-mu_query if scale < 0 else mu_query) + mu_key) * root
+    omega = ((-mu_query if scale < 0 else mu_query) + mu_key) * root  # (BH, C, D)
     omega = omega if noise is None else omega + noise
-    # log xi(sqrt(scale) k, omega), both terms in one product.
+    # log xi(sqrt(scale) k, omega), with both terms in one product: (BH, C, P).
     logits = (key * (omega.unsqueeze(2) * root - key * (0.5 * root * root))).sum(-1)
     if valid is not None:
         # The bias of an empty chunk is -inf. Equal logits keep its softmax and the gradient finite.
         logits = logits.masked_fill(~valid, torch.finfo(acc_dtype).min)
         value = value.masked_fill(~valid.unsqueeze(-1), 0.0)
-    beta = (logits.softmax(-1).unsqueeze(2) @ value).squeeze(2)
+    beta = (logits.softmax(-1).unsqueeze(2) @ value).squeeze(2)  # (BH, C, 1, P) @ (BH, C, P, Dv) -> (BH, C, Dv)
     return mean_key.to(tokens[1].dtype), beta.to(tokens[2].dtype)
 
 
 def _mean(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Means over the valid tokens of chunks: (BH, C, P, D) -> (BH, C, D)."""
+    """Average the valid tokens of chunks: (BH, C, P, D) -> (BH, C, D)."""
     if valid is None:
         return x.mean(2)
     return x.masked_fill(~valid.unsqueeze(-1), 0.0).sum(2) / valid.sum(2).clamp(min=1).unsqueeze(-1)
 
 
 class WindowSizes(NamedTuple):
-    """How the keys are cut into windows and chunks, as far as this depends on shapes alone.
+    """The numbers of windows and chunks, as far as they depend on shapes alone.
 
     Attributes:
         kv_len: number of keys.
-        window: keys of a window.
-        num_windows: windows of the sequence.
+        window: number of keys of a window.
+        num_windows: number of windows of the sequence.
         num_landmarks: largest number of chunks.
         level: a chunk is a group of 2**level windows if there are more windows than landmarks. Otherwise this is 0.
-        per_window: chunks of a window; 1 if there are more windows than landmarks.
-        num_chunks: chunks of the sequence. In a padded batch it is an upper bound.
+        per_window: number of chunks of a window; 1 if there are more windows than landmarks.
+        num_chunks: number of chunks of the sequence. In a padded batch it is an upper bound.
     """
 
     kv_len: int
@@ -151,12 +151,12 @@ class WindowSizes(NamedTuple):
 
     @property
     def summaries(self) -> list[int]:
-        """Number of summaries: of the chunks, then of the groups of each level below theirs."""
+        """The number of chunks, then the number of groups of each level below the level of the chunks."""
         return [self.num_chunks, *(ceil_div(self.num_windows, 1 << i) for i in range(self.level))]
 
 
 def window_sizes(kv_len: int, window_size: int, num_landmarks: int, masked: bool) -> WindowSizes:
-    """The cut of `kv_len` keys into windows and at most `num_landmarks` chunks."""
+    """Cut `kv_len` keys into windows and at most `num_landmarks` chunks."""
     window, level = min(window_size, kv_len), 0
     num_windows = ceil_div(kv_len, window)
     while ceil_div(num_windows, 1 << level) > num_landmarks:
@@ -168,20 +168,22 @@ def window_sizes(kv_len: int, window_size: int, num_landmarks: int, masked: bool
 
 
 class _Plan(NamedTuple):
-    """Which tokens the chunks have and what each block of queries sees. The first dimension is R, or BH for some heads.
+    """The tokens of the chunks, and what each block of queries sees.
+
+    The first dimension is R, or BH in a slice of heads.
 
     Attributes:
         key_order: int64 (R, Nk), the valid keys first; None without a mask.
-        query_order: int64 (R, S * block_q), the query in each slot of the blocks, and some query in a slot that none
-            needs; None if the blocks are the windows and nothing is masked.
-        slot: int64 (R, Nq), the slot of each query; None likewise.
+        query_order: int64 (R, S * block_q), the query in each slot of the blocks; unused slots hold any query. None if
+            the blocks are the windows and nothing is masked.
+        slot: int64 (R, Nq), the slot of each query; None where `query_order` is None.
         window: int64 (R, S), the window of each block.
         num_keys: int64 (R, 1), the number of valid keys.
         token: int64 (R, C, P), the tokens of each chunk.
-        valid: bool (R, C, P), which of them are tokens of the chunk.
+        valid: bool (R, C, P), False for entries of `token` that are padding.
         bias: (R, S, 1, K), added to the scores of the keys of the window, of the chunks, and of one group of each
             level: 0 for a key, the log of the number of keys for a summary, -inf for what the block does not see.
-        mean_query: (BH, C', D), of all summaries; None if these are the means of the queries of their tokens.
+        mean_query: (BH, C', D), the mean query of every summary; None if it is the mean over the summary's tokens.
     """
 
     key_order: Tensor | None
@@ -198,14 +200,14 @@ class _Plan(NamedTuple):
 def window_attention(
     heads: Heads, masks: Masks, draw: Draw, window_size: int, num_landmarks: int, *, scale: float, dropout_p: float
 ) -> Tensor:
-    """The bidirectional form: (BH, Nq, Dv).
+    """Compute the bidirectional form: (BH, Nq, Dv).
 
     Args:
         heads: the tensors of all heads. Masked queries, keys and values are 0.
         masks: which keys and queries count.
-        draw: gives the standard normal numbers: of the chunks as stream 0, of the groups of each level as 1, 2, ...
-        window_size: keys of a window.
-        num_landmarks: chunks at most.
+        draw: gives standard normal numbers: stream 0 for the chunks, and 1, 2, ... for the groups of each level.
+        window_size: number of keys of a window.
+        num_landmarks: largest number of chunks.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
     """
@@ -242,13 +244,13 @@ def window_attention(
         siblings = [((plan.window >> i) ^ 1).clamp(max=n - 1) for i, n in enumerate(sizes.summaries[1:])]
 
         def seen(x: Tensor, summaries: tuple[Tensor, ...]) -> Tensor:
-            """The keys of each block's window, all chunks, and the other half of the group of each level."""
-            near = pad_to_blocks(x, window)
+            """Concatenate the keys of each block's window, all chunks, and the other half of each level's group."""
+            near = pad_to_blocks(x, window)  # (BH, S, window, .)
             if not masks.same_tokens:
                 near = take(near.flatten(2), plan.window).unflatten(2, near.shape[2:])
-            far = summaries[0].unsqueeze(1).expand(-1, num_blocks, -1, -1)
+            far = summaries[0].unsqueeze(1).expand(-1, num_blocks, -1, -1)  # (BH, S, C, .)
             groups = [take(group, index).unsqueeze(2) for group, index in zip(summaries[1:], siblings, strict=True)]
-            return torch.cat((near, far, *groups), 2)
+            return torch.cat((near, far, *groups), 2)  # (BH, S, window + C + levels, .)
 
         mean_keys, betas = zip(*found, strict=True)
         tensors = pad_to_blocks(query, block_q), seen(key, mean_keys), seen(value, betas), plan.bias
@@ -263,7 +265,7 @@ def window_attention(
 
 
 def _plan(query: Tensor, key: Tensor, masks: Masks, sizes: WindowSizes) -> tuple[_Plan, int]:
-    """The plan, and the number of queries of a block."""
+    """Make the plan, and return it with the number of queries of a block."""
     device, kv_len, window, level = key.device, sizes.kv_len, sizes.window, sizes.level
     num_keys = torch.full((1, 1), kv_len, device=device) if masks.keys is None else masks.keys.sum(1, keepdim=True)
     key_order = None if masks.keys is None else valid_first(masks.keys)
@@ -283,15 +285,15 @@ def _plan(query: Tensor, key: Tensor, masks: Masks, sizes: WindowSizes) -> tuple
     per_window = (sizes.num_landmarks // own_windows).clamp(1, window)
     chunk, group_size = integers(sizes.num_chunks, device), window << own_level
     first, part = chunk // per_window * group_size, chunk % per_window
-    start = torch.minimum(first + part * group_size // per_window, num_keys)
+    start = torch.minimum(first + part * group_size // per_window, num_keys)  # (R, C)
     stop = torch.minimum(first + (part + 1) * group_size // per_window, num_keys)
-    token = start[..., None] + integers(ceil_div(window, sizes.per_window) << level, device)
+    token = start[..., None] + integers(ceil_div(window, sizes.per_window) << level, device)  # (R, C, P)
     # A block sees its own window, and the chunks outside of its own group.
-    own = own_window[:, :, None]
-    near = own * window + integers(window, device) < num_keys[:, :, None]
-    outside = (chunk // per_window)[:, None] != own >> own_level[:, :, None]
+    own = own_window[:, :, None]  # (R, S, 1)
+    near = own * window + integers(window, device) < num_keys[:, :, None]  # (R, S, window)
+    outside = (chunk // per_window)[:, None] != own >> own_level[:, :, None]  # (R, S, C)
     counts = [near, outside * (stop - start)[:, None]]
-    # Of its own group, it sees at each level the other half of the group of 2**(i + 1) windows.
+    # In its own group, it sees at each level the other half of its group of 2**(i + 1) windows.
     starts, stops = [start], [stop]
     for i, count in enumerate(sizes.summaries[1:]):
         size = window << i
@@ -313,16 +315,16 @@ def _plan(query: Tensor, key: Tensor, masks: Masks, sizes: WindowSizes) -> tuple
 def _query_blocks(
     query_mask: Tensor | None, rank: Tensor, num_queries: Tensor, num_keys: Tensor, sizes: WindowSizes
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`query_order`, `slot` and `window` of `_Plan` for queries that are other tokens, and the queries of a block.
+    """Compute `query_order`, `slot` and `window` of `_Plan` for queries that are other tokens, and the size of a block.
 
     Query i of m has position i n / m among n keys. With w as the window of that position, it has slot i + w block_q: a
-    block starts at a multiple of block_q queries, and once more where a window starts. At most an eighth of the slots
-    are unused if there are many queries, and a half if smaller blocks would each gather keys for few queries.
+    block starts at a multiple of block_q queries, and again where a window starts. With many queries at most an eighth
+    of the slots are unused. With few queries up to half of them are, because smaller blocks would gather more keys.
     """
     q_len, num_windows = rank.shape[1], sizes.num_windows
     block_q = max(ceil_div(q_len, 8 * num_windows), min(64, ceil_div(q_len, num_windows)))
     num_blocks = ceil_div(q_len, block_q) + num_windows - 1
-    window = rank * num_keys // num_queries.clamp(min=1) // sizes.window
+    window = rank * num_keys // num_queries.clamp(min=1) // sizes.window  # (R, Nq)
     slot = rank + window * block_q
     if query_mask is not None:  # masked queries have one more slot, at the end
         slot = slot.masked_fill(~query_mask, num_blocks * block_q)
@@ -333,13 +335,13 @@ def _query_blocks(
 
 
 def _mean_queries(query: Tensor, rank: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """The means of queries (B, H, Nq, D), 0 where masked, of ranks (R, Nq) from `first` to `last` - 1: (BH, C, D)."""
+    """Average queries (B, H, Nq, D), 0 where masked, whose ranks (R, Nq) are `first` to `last` - 1: (BH, C, D)."""
 
     def some_rows(query: Tensor, *indices: Tensor) -> Tensor:
         rank, first, last = (x.unsqueeze(i) for i, x in zip((1, 2, 2), indices, strict=True))
         tokens = query.transpose(1, 2).flatten(2).to(accumulation_dtype(query.dtype))  # (b, Nq, H D)
-        inside = ((rank >= first) & (rank < last)).to(tokens.dtype)
-        means = inside @ tokens / (last - first).clamp(min=1)
+        inside = ((rank >= first) & (rank < last)).to(tokens.dtype)  # (b, C, Nq)
+        means = inside @ tokens / (last - first).clamp(min=1)  # (b, C, Nq) @ (b, Nq, H D) -> (b, C, H D)
         of_heads: Tensor = means.unflatten(2, query.shape[1::2])
         return of_heads.transpose(1, 2)
 

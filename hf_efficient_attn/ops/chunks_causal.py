@@ -25,7 +25,7 @@ from hf_efficient_attn.ops.tokens import (
 
 
 class Level(NamedTuple):
-    """Intervals of `length` tokens, of which so many are seen, in chunks of `chunk` tokens; the last may have fewer."""
+    """`num_intervals` intervals of `length` tokens that queries see, cut into chunks of at most `chunk` tokens."""
 
     length: int
     num_intervals: int
@@ -33,18 +33,18 @@ class Level(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of an interval."""
+        """The number of chunks of an interval."""
         return ceil_div(self.length, self.chunk)
 
 
 class IntervalSizes(NamedTuple):
-    """How a sequence is cut into intervals.
+    """The blocks and intervals of a sequence.
 
-    The completed blocks before the two that a query sees exactly are split into intervals of 1, 2, 4, ... blocks by the
-    binary digits of their number. So on each level the tokens are pairs of intervals, of which the left one is seen.
+    A query sees two blocks exactly. The completed blocks before them are split into intervals of 1, 2, 4, ... blocks by
+    the binary digits of their number. So on each level the tokens are pairs of intervals, and queries see the left one.
 
     Attributes:
-        block: tokens of a block.
+        block: number of tokens of a block.
         levels: the levels of intervals.
     """
 
@@ -53,7 +53,7 @@ class IntervalSizes(NamedTuple):
 
 
 def interval_sizes(length: int, window_size: int, num_landmarks: int) -> IntervalSizes:
-    """The intervals of blocks of window_size / 2 tokens, each cut into at most num_landmarks / 2 equal chunks."""
+    """Cut blocks of window_size / 2 tokens into intervals, and each interval into at most num_landmarks / 2 chunks."""
     block, most = max(1, window_size // 2), max(1, num_landmarks // 2)
     completed, levels = max(0, ceil_div(length, block) - 2), []
     for i in range(completed.bit_length()):
@@ -65,14 +65,14 @@ def interval_sizes(length: int, window_size: int, num_landmarks: int) -> Interva
 def interval_attention(
     heads: Heads, masks: Masks, draw: Draw, window_size: int, num_landmarks: int, *, scale: float, dropout_p: float
 ) -> Tensor:
-    """The causal form: (BH, N, Dv).
+    """Compute the causal form: (BH, N, Dv).
 
     Args:
         heads: the tensors of all heads, with Nq = Nk = N. Masked queries, keys and values are 0.
         masks: which tokens count.
-        draw: gives the standard normal numbers of an interval of each level, as streams 1, 2, ... A query sees one
-            interval per level, so that those of a level share them.
-        window_size: tokens of the two blocks of the near field.
+        draw: gives the standard normal numbers of an interval of each level, as streams 1, 2, ... The intervals of a
+            level share them, because a query sees one interval per level.
+        window_size: number of tokens of the two blocks of the near field.
         num_landmarks: twice the largest number of chunks of an interval.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
@@ -81,7 +81,7 @@ def interval_attention(
     noises = [draw(i, level.num_chunks) for i, level in enumerate(sizes.levels, 1)]
     length, block, device = heads.key.shape[2], sizes.block, heads.key.device
     attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
-    # Which of the block before and of its own a query of a block sees.
+    # The keys of the block before and of its own block that a query sees: (block, 2 block).
     pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
     near_bias = mask_bias(pairs, heads.key.dtype)[None, None]
 
@@ -90,18 +90,18 @@ def interval_attention(
         if order is not None:
             query, key, value = (take(x, order) for x in heads[:3])
             heads = heads._replace(query=query, key=key, value=value)
-        queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])
+        queries, keys, values = (pad_to_blocks(x, block) for x in heads[:3])  # (BH, T, block, .)
         first, queries = queries.split((1, queries.shape[1] - 1), 1)
-        out = attend_to(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out
+        out = attend_to(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out  # (BH, 1, block, Dv)
         if length > block:
-            keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))
-            near = attend_to(queries, keys, values, near_bias)
+            keys, values = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (keys, values))  # (BH, T - 1, 2 block, .)
+            near = attend_to(queries, keys, values, near_bias)  # (BH, T - 1, block, Dv)
             if sizes.levels:
                 table = [_interval_summaries(*x, heads, sizes, scale) for x in zip(sizes.levels, noises, strict=True)]
                 keys, values, bias = (torch.cat(x, 1) for x in zip(*table, strict=True))
                 near = merge(near, _far_partial(queries, keys, values, bias, sizes, attend_to))
             out = torch.cat((out, near.out), 1)
-        out = out.flatten(1, 2)[:, :length]
+        out = out.flatten(1, 2)[:, :length]  # (BH, N, Dv)
         return out if order is None else take(out, inverse(order))
 
     order = None if masks.keys is None else repeat_for_heads(valid_first(masks.keys), *heads.key.shape[:2])
@@ -117,20 +117,20 @@ def _far_partial(
     sizes: IntervalSizes,
     attend_to: Callable[..., Partial],
 ) -> Partial:
-    """Attention of the blocks from block 1 on, (BH, T, S, D), to the summaries of the intervals that each sees.
+    """Compute attention of the blocks from block 1 on, (BH, T, S, D), to the summaries of the intervals that each sees.
 
-    Blocks that see equally many intervals are one call.
+    Blocks that see equally many intervals are computed by one call.
 
     Args:
         queries: (BH, T, S, D).
         keys: (BH, J, M, D), the M summaries of each interval, level by level.
         values: (BH, J, M, Dv).
-        bias: (1, J, M), added to their scores.
+        bias: (1, J, M), added to the scores of the summaries.
         sizes: the sizes of blocks and intervals.
         attend_to: `attend` with the scale and the dropout of the call.
     """
     first = [0, *itertools.accumulate(level.num_intervals for level in sizes.levels)]
-    groups: dict[int, dict[int, list[int]]] = {}  # number of intervals -> block -> these
+    groups: dict[int, dict[int, list[int]]] = {}  # number of intervals -> block -> its intervals
     for block in range(queries.shape[1]):
         seen = [first[i] + (block >> (i + 1)) for i in range(len(sizes.levels)) if block >> i & 1]
         groups.setdefault(len(seen), {})[block] = seen
@@ -151,7 +151,7 @@ def _far_partial(
 def _interval_summaries(
     level: Level, noise: Tensor | None, heads: Heads, sizes: IntervalSizes, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summarize the left intervals of a level: their keys, values and bias.
+    """Summarize the left intervals of a level by keys, values and bias.
 
     Returns:
         (BH, J, M, D), (BH, J, M, Dv) and (1, J, M), where M is the same on all levels.
@@ -166,17 +166,17 @@ def _interval_summaries(
             tokens = [pad(x, (0, 0, 0, padding)) for x in tokens]
             position = integers(num_chunks * chunk, heads.key.device).view(1, num_chunks, chunk)
             valid = (position < length).repeat(1, count, 1)
-        parts = [x.reshape(len(x), count * num_chunks, chunk, -1) for x in tokens]
+        parts = [x.reshape(len(x), count * num_chunks, chunk, -1) for x in tokens]  # (BH, J M, chunk, .)
         noise = None if noise is None else noise.repeat(1, count, 1)
         keys, values = (x.unflatten(1, (count, -1)) for x in summarize(parts, valid, heads, noise, scale))
     most = max(level.num_chunks for level in sizes.levels)
     keys, values = (pad(x, (0, 0, 0, most - num_chunks)) if most > num_chunks else x for x in (keys, values))
-    counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)
+    counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)  # (M,)
     return keys, values, counts.to(accumulation_dtype(keys.dtype)).log().expand(1, count, -1)
 
 
 class Chunk(NamedTuple):
-    """Tokens start .. stop - 1, bool (N,) the positions that see the summary, and the stream and number of its draw."""
+    """Tokens start .. stop - 1; the positions that see the summary, bool (N,); the stream and number of its draw."""
 
     start: int
     stop: int
@@ -186,7 +186,7 @@ class Chunk(NamedTuple):
 
 
 def window_chunks(position: Tensor, window_size: int, num_landmarks: int) -> tuple[Tensor, list[Chunk]]:
-    """The near field, bool (N, N), and the chunks for the positions (N,) of all keys, in the bidirectional form."""
+    """Return the near field, bool (N, N), and the chunks of the bidirectional form, for the positions (N,) of keys."""
     num_keys = len(position)
     window, num_windows = position // window_size, max(1, ceil_div(num_keys, window_size))
     chunks, level = [], 0
@@ -206,7 +206,7 @@ def window_chunks(position: Tensor, window_size: int, num_landmarks: int) -> tup
 
 
 def interval_chunks(position: Tensor, window_size: int, num_landmarks: int) -> tuple[Tensor, list[Chunk]]:
-    """The same for the causal form."""
+    """Return the near field and the chunks of the causal form, as `window_chunks` does."""
     block_size, num_keys, chunks = max(1, window_size // 2), len(position), []
     block = position // block_size
     for level in range(num_keys.bit_length()):
@@ -228,7 +228,7 @@ def summary_attention_naive(
     cut: Callable[[Tensor], tuple[Tensor, list[Chunk]]],
     scale: float,
 ) -> Tensor:
-    """Float64 (B, H, Nq, Dv), 0 for masked queries.
+    """Compute the readable form of both: float64 (B, H, Nq, Dv), 0 for masked queries.
 
     Args:
         heads: the tensors of all heads.

@@ -1,21 +1,22 @@
 """Coresets, a few weighted keys that stand for all keys: one for WildCat, and one that grows as keys arrive.
 
-Weights are Nystrom's (`regularized_solve`): with them the kernel exp(<x, y>) of the coreset's keys approximates that of
-all keys. `hf_efficient_attn.methods.wildcat` explains the quantities of WildCat (Schroeder, Mackey, ICML 2026).
+With Nystrom weights (`regularized_solve`), a coreset approximates the kernel exp(<x, y>) of all keys by its own keys.
+`hf_efficient_attn.methods.wildcat` explains the quantities of WildCat (Schroeder, Mackey, ICML 2026).
 
-The sum of exp(scale <q, k>) [v, 1] over all keys gives the numerator and the denominator of attention. In a
-`GrowingCoreset` it is a sum over m landmarks, whose weights are sums of [v, 1]. `add_keys` makes new landmarks of the
-old ones and the new keys together, and projects their weights on the new landmarks: a coreset of a union of coresets
-("merge and reduce", Har-Peled & Mazumdar 2004, "On coresets for k-means and k-median clustering"; here one after the
-other and not in a tree, so that a single coreset is kept).
+The sum of exp(scale <q, k>) [v, 1] over all keys gives the numerator and the denominator of attention. A
+`GrowingCoreset` replaces it by a sum over m landmarks, whose weights are sums of [v, 1]. `add_keys` makes new landmarks
+from the old landmarks and the new keys, and projects the weights of both on the new landmarks. This is a coreset of a
+union of coresets ("merge and reduce", Har-Peled & Mazumdar 2004, "On coresets for k-means and k-median clustering").
+They merge one after the other and not in a tree, so that a single coreset is kept.
 
-- Landmarks are pivots of randomized pivoted Cholesky (`choose_pivots`), moved by steps of Lloyd's algorithm in which a
-  landmark of before counts once for each key that it represents.
-- Every landmark has the sums of values and the number of the keys in its cluster as weights. They are positive, and the
-  sum over the landmarks is then attention to the means of clusters.
-- It also has Nystrom weights: the correction of the former by (K + ridge I)^-1 on what they miss at the landmarks
-  (K: the kernel of the landmarks). They are far more accurate, but a sum may lose its sign. A query whose denominator
-  differs by more than a factor of two between the two kinds uses the positive weights.
+- Landmarks are pivots of randomized pivoted Cholesky (`choose_pivots`), moved by steps of Lloyd's algorithm. In these
+an
+  old landmark counts once for each key that it represents.
+- Every landmark has positive weights: the sum of the values in its cluster, and its number of keys. The sum over the
+  landmarks is then attention to the means of clusters.
+- Every landmark also has Nystrom weights: the positive weights, corrected by (K + ridge I)^-1 for what they miss at the
+  landmarks (K: the kernel of the landmarks). They are far more accurate, but a sum of them may lose its sign. A query
+  whose two denominators differ by more than a factor of two uses the positive weights.
 
 Everything is finite for finite input: exponents are limited by a smaller temperature for heads with very long keys.
 """
@@ -32,25 +33,24 @@ from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.thinning import choose_pivots
 from hf_efficient_attn.ops.tokens import constant, flat_index, slice_size, sliced, take
 
-# A slice of distances may be this multiple of what `sliced` is meant for, 20 MiB on a CPU.
+# Slices of distances may be larger by this factor than other slices: 20 MiB on a CPU.
 _LARGER_SLICES = 5
 # WildCat's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
 RHO = 3.94582
-# The temperature is that of logits of at least this size, so that it is finite for equal keys.
+# The temperature is computed for logits of at least this size, so that it is finite for equal keys.
 LEAST_LOGIT = 1e-3
-# A denominator below this is rounding. The largest of its terms is about 1.
+# A denominator below this is rounding, because its largest term is about 1.
 LEAST_DENOMINATOR = 1e-6
 RIDGE = 1e-3
-# In a growing coreset keys are multiplied by `_TEMPERATURE` in the kernel between keys. Measured on GPT-2: .5 to .75
-# differ little.
+# A growing coreset multiplies keys by `_TEMPERATURE` in the kernel between keys. On GPT-2 .5 to .75 differ little.
 _TEMPERATURE = 0.6
 _RIDGE = 1e-2
 _NUM_REFINEMENTS = 3
-# Evenly spaced keys among which pivots are chosen.
+# Pivots are chosen among this many evenly spaced keys.
 _NUM_CANDIDATES = 1024
 # The largest exponent of the kernel between keys. Its exponential squared must fit float32.
 _LARGEST_EXPONENT = 30.0
-# Nystrom weights of a head that are larger than this multiple of all its clusters together are rounding.
+# Nystrom weights are rounding if they exceed this multiple of the weights of all clusters of the head together.
 _LARGEST_WEIGHT = 1e3
 # A Nystrom denominator is safe between these multiples of the denominator of the clusters.
 _SAFE = (0.5, 2.0)
@@ -59,10 +59,10 @@ _SMALLEST_SCALE = 1e-9
 
 @torch.no_grad()
 def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
-    """The nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C).
+    """Find the nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C).
 
-    Distances are equal up to rounding of the last bits: the index replaces the last bits of each number, so that the
-    maximum contains it. On a CPU this takes a quarter of the time of `argmax`.
+    The index of a landmark replaces the last bits of its closeness, so that the maximum contains the index. On a CPU
+    this takes a quarter of the time of `argmax`. Distances that differ in these bits only count as equal.
     """
     integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
     bits, index = (1 << (count - 1).bit_length()) - 1, constant(_integers, count, integer, device=points.device)
@@ -70,8 +70,8 @@ def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
     offset = landmarks.square().sum(1, keepdim=True)
 
     def some_heads(points: Tensor, landmarks: Tensor, offset: Tensor) -> Tensor:
-        # Not by `baddbmm`, which takes twice as long: on the CPU it first copies the offsets to all rows.
-        scores = torch.bmm(points, landmarks).sub_(offset, alpha=0.5)
+        # `baddbmm` takes twice as long: on the CPU it first copies the offsets to all rows.
+        scores = torch.bmm(points, landmarks).sub_(offset, alpha=0.5)  # (BH, C, D) @ (BH, D, m) -> (BH, C, m)
         scores.view(integer).bitwise_and_(~bits).bitwise_or_(index)
         return scores.amax(2)
 
@@ -84,15 +84,15 @@ def _integers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
-    """The sums of the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
+    """Sum the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
     sums = x.new_zeros(len(x) * count, x.shape[2])
     return sums.index_add(0, flat_index(cluster, count).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
 
 
 def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Tensor:
-    """(K + ridge I)^-1 R by Cholesky, for symmetric positive semidefinite matrices up to rounding. Differentiable once.
+    """Compute (K + ridge I)^-1 R by Cholesky, for matrices that are symmetric positive semidefinite up to rounding.
 
-    Where the decomposition fails nevertheless, K + ridge I is replaced by a multiple of I.
+    The result is differentiable once. Where the decomposition fails, a multiple of I replaces K + ridge I.
 
     Args:
         kernel: K, (BH, m, m), in the accumulation dtype.
@@ -106,15 +106,15 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
         constant(_identity, kernel.shape[-1], factor, kernel.dtype, device=kernel.device)
         for factor in (1.0, kernel.shape[-1] ** 0.5)
     )
-    system = torch.add(kernel, one, alpha=ridge)
+    system = torch.add(kernel, one, alpha=ridge)  # (BH, m, m)
     with torch.no_grad():
         lower, failed = torch.linalg.cholesky_ex(system)
-        # A product with the inverse takes less time than to solve triangular systems for many right sides.
+        # A product with the inverse takes less time than triangular solves for many right-hand sides.
         inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))
     if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
         return inverse if right is None else torch.bmm(inverse, right)
     right = one if right is None else right
-    # A step of refinement has the value of the solution, and by R and K its gradient.
+    # A step of refinement has the value of the solution, and its gradient by R and K.
     solved = (inverse @ right).detach()
     return solved + inverse @ (right - system @ solved)
 
@@ -124,7 +124,7 @@ def _identity(size: int, factor: float, dtype: torch.dtype, device: torch.device
 
 
 def with_ones(x: Tensor) -> Tensor:
-    """One more column, for the denominators: (..., Dv) -> (..., Dv + 1)."""
+    """Append a column of ones, for the denominators: (..., Dv) -> (..., Dv + 1)."""
     return pad(x, (0, 1), value=1.0)
 
 
@@ -147,7 +147,7 @@ class _Coreset(NamedTuple):
 
 
 def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
-    """Beta / tau^2 of every head, (BH, 1, 1), for queries (BH, Nq, D) and centered keys (BH, C, D)."""
+    """Compute beta / tau^2 of every head, (BH, 1, 1), for queries (BH, Nq, D) and centered keys (BH, C, D)."""
     largest_query, largest_key = (torch.linalg.vector_norm(x, dim=2).amax(1)[:, None, None] for x in (query, points))
     # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
     x = largest_query * (abs(scale) / RHO)
@@ -159,14 +159,14 @@ def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
 def attend_to_coreset(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, scale: float, dropout_p: float
 ) -> Tensor:
-    """Attention to a coreset with Nystrom weights.
+    """Compute attention to a coreset with Nystrom weights.
 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D), centered.
         value: (BH, Nk, Dv).
-        keys: (BH, m, D), those of the coreset.
-        kernel_scale: (BH, 1, 1), by `kernel_scale_of`.
+        keys: (BH, m, D), the keys of the coreset.
+        kernel_scale: (BH, 1, 1), from `kernel_scale_of`.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight from the numerator.
 
@@ -182,25 +182,25 @@ def attend_to_coreset(
 
 
 def _weighted_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, dropout_p: float) -> _Coreset:
-    """The weights of coreset keys (BH, m, D) for centered keys (BH, Nk, D)."""
-    # Sums over all keys, of one row of the kernel for each key of the coreset: exp(lse) [out, 1].
-    rows = keys * kernel_scale
+    """Compute the weights of coreset keys (BH, m, D) for centered keys (BH, Nk, D)."""
+    # Sum the kernel's row of each coreset key over all keys: exp(lse) [out, 1].
+    rows = keys * kernel_scale  # (BH, m, D)
     out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))
     ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))
     if dropout_p > 0.0:  # outputs are between 0 and multiples of the values
         middle, half = torch.zeros_like(ends[0]), ends.abs().amax(0)
     else:
         middle, half = 0.5 * (ends[1] + ends[0]), 0.5 * (ends[1] - ends[0])
-    # The range of a feature that is constant is rounding.
+    # If a feature is constant, its range is rounding.
     finfo = torch.finfo(value.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
     # In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
-    points = keys * kernel_scale.double().sqrt()
+    points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
     kernel = points @ points.mT
-    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)
+    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)  # (BH, m, 1)
     kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
     weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
-    weighted = regularized_solve(kernel, with_ones((out - middle) / unit) * weights, RIDGE)
+    weighted = regularized_solve(kernel, with_ones((out - middle) / unit) * weights, RIDGE)  # (BH, m, Dv + 1)
     # The size of the weights goes into the exponent of the query.
     size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
     bias = (size.log() + log_size).squeeze(2).to(key.dtype)
@@ -208,14 +208,14 @@ def _weighted_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Te
 
 
 def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> Tensor:
-    """Attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv)."""
+    """Compute attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv)."""
     tensors, values, bias = (
         (query[:, None], coreset.key[:, None]),
         coreset.weighted[:, None],
         coreset.bias[:, None, None],
     )
-    sums = attend(*tensors, values, bias, scale=scale).out[:, 0]
-    numerator, denominator = sums[..., :-1], sums[..., -1:]
+    sums = attend(*tensors, values, bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
+    numerator, denominator = sums[..., :-1], sums[..., -1:]  # (BH, Nq, Dv), (BH, Nq, 1)
     if dropout_p > 0.0:
         numerator = attend(*tensors, values[..., :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     # Where the denominator is not positive, this divides by infinity.
@@ -239,7 +239,7 @@ class GrowingCoreset(NamedTuple):
 
 
 def empty_coreset(key: Tensor, value: Tensor, num_landmarks: int) -> GrowingCoreset:
-    """A coreset of no key, for keys (..., N, D) and values (..., N, Dv)."""
+    """Make a coreset without keys, for keys (..., N, D) and values (..., N, Dv)."""
     dtype, shape = accumulation_dtype(key.dtype), (*key.shape[:-2], num_landmarks)
     sizes = (key.shape[-1], value.shape[-1] + 1, value.shape[-1] + 1)
     return GrowingCoreset(*(key.new_zeros(*shape, size, dtype=dtype) for size in sizes))
@@ -255,13 +255,13 @@ def add_keys(
     seed: Seed,
     batch: int,
 ) -> GrowingCoreset:
-    """Make one coreset of a coreset and of further keys.
+    """Add keys to a coreset.
 
     Args:
-        coreset: of BH heads, with m landmarks.
+        coreset: the coreset of BH heads, with m landmarks.
         key: (BH, N, D), finite.
         value: (BH, N, Dv), finite.
-        mask: bool (BH, N), which keys to add, or None for all.
+        mask: bool (BH, N), True for the keys to add, or None for all.
         scale: factor of the scores of attention.
         seed: the seed of the pivots.
         batch: B, the number of sequences.
@@ -273,13 +273,13 @@ def add_keys(
     new = torch.cat((value.to(dtype), value.new_ones(*value.shape[:2], 1, dtype=dtype)), 2)
     if mask is not None:
         new = new.masked_fill(~mask.unsqueeze(2), 0.0)
-    points = torch.cat((coreset.key, key.to(dtype)), 1)
+    points = torch.cat((coreset.key, key.to(dtype)), 1)  # (BH, m + N, D)
     clusters, weights = (torch.cat((old, new), 1) for old in (coreset.clusters, coreset.weights))
     x, center, factor = _scaled(points, clusters[..., -1:], scale)
     num_landmarks, exists = coreset.key.shape[1], clusters[..., -1] > 0
     position, valid = candidate_positions(exists, x.shape[1], max(_NUM_CANDIDATES, 2 * num_landmarks), x.device)
     pivots = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
-    start = take(x, position.gather(1, pivots.candidate))
+    start = take(x, position.gather(1, pivots.candidate))  # (BH, m, D)
     sizes = [points.shape[2], clusters.shape[2], clusters.shape[2]]
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
@@ -289,11 +289,11 @@ def add_keys(
 
 
 def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> Partial:
-    """Attention to all keys that a coreset represents.
+    """Compute attention to all keys that a coreset represents.
 
     Args:
         query: (BH, Nq, D).
-        coreset: of BH heads.
+        coreset: the coreset of BH heads.
         scale: factor of the scores.
 
     Returns:
@@ -301,17 +301,17 @@ def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> 
     """
     key, clusters, weights = coreset
     with torch.autocast(query.device.type, enabled=False):
-        scores = scale * (query.to(key.dtype) @ key.mT)
+        scores = scale * (query.to(key.dtype) @ key.mT)  # (BH, Nq, m)
         scores = scores.masked_fill((clusters[..., -1] <= 0).unsqueeze(1), -torch.inf)
         row_max = safe_row_max(scores.detach().amax(2, keepdim=True))
         basis = (scores - row_max).exp()
-        positive, signed = basis @ clusters, basis @ weights
+        positive, signed = basis @ clusters, basis @ weights  # (BH, Nq, m) @ (BH, m, Dv + 1)
     return _partial(positive, signed, row_max)
 
 
 def _partial(positive: Tensor, signed: Tensor, row_max: Tensor) -> Partial:
-    """The partial of sums (BH, Nq, Dv + 1) by both kinds of weights, divided by exp(row_max)."""
-    ratio = signed[..., -1:] / positive[..., -1:]
+    """Make a partial from sums (BH, Nq, Dv + 1) by both kinds of weights, which are divided by exp(row_max)."""
+    ratio = signed[..., -1:] / positive[..., -1:]  # (BH, Nq, 1)
     total = torch.where((ratio > _SAFE[0]) & (ratio < _SAFE[1]), signed, positive)
     empty = total[..., -1:] <= 0
     denominator = total[..., -1:].masked_fill(empty, 1.0)
@@ -320,7 +320,7 @@ def _partial(positive: Tensor, signed: Tensor, row_max: Tensor) -> Partial:
 
 
 def _scaled(points: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The points as the kernel exp(<x, y>) takes them: x = (points - center) * factor, and 0 where the count is 0.
+    """Scale points for the kernel exp(<x, y>): x = (points - center) * factor, and 0 where the count is 0.
 
     Args:
         points: (BH, N, D).
@@ -339,14 +339,14 @@ def _scaled(points: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 
 def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
-    """The new coreset of some heads, its three tensors side by side: (BH, m, D + 2 (Dv + 1)).
+    """Compute the new coreset of some heads, with its three tensors side by side: (BH, m, D + 2 (Dv + 1)).
 
     Args:
-        x: (BH, N, D), points as the kernel takes them.
+        x: (BH, N, D), scaled points.
         clusters: (BH, N, Dv + 1).
         weights: (BH, N, Dv + 1).
         landmark: (BH, m, D), pivots among `x`.
-        selected: bool (BH, m), which pivots exist.
+        selected: bool (BH, m), False for pivots that do not exist.
     """
     count = clusters[..., -1:]
     for _ in range(_NUM_REFINEMENTS):
@@ -354,8 +354,8 @@ def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, sele
         number = members @ count
         landmark = torch.where(number > 0, members @ (count * x) / number.clamp(min=1.0), landmark)
     members = _members(x, landmark, selected)
-    number, cluster = members @ count, members @ clusters
-    alive = (number > 0).to(x.dtype)
+    number, cluster = members @ count, members @ clusters  # (BH, m, 1), (BH, m, Dv + 1)
+    alive = (number > 0).to(x.dtype)  # (BH, m, 1)
     landmark = landmark * alive
     half = 0.5 * (landmark * landmark).sum(2, keepdim=True)
     kernel = (landmark @ landmark.mT - half - half.mT).clamp(max=0.0).exp() * alive * alive.mT
@@ -368,7 +368,7 @@ def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, sele
 
 
 def _members(x: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
-    """1 for the points (BH, N, D) to which a landmark is the nearest one, else 0: (BH, m, N)."""
+    """Mark the points (BH, N, D) whose nearest landmark is landmark i by 1 in row i, and others by 0: (BH, m, N)."""
     closeness = landmark @ x.mT - 0.5 * (landmark * landmark).sum(2, keepdim=True)
     nearest = closeness.masked_fill(~selected.unsqueeze(2), -torch.inf).argmax(1, keepdim=True)
     return torch.zeros_like(closeness).scatter_(1, nearest, 1.0)
@@ -377,11 +377,11 @@ def _members(x: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
 def coreset_naive(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, scale: float
 ) -> Tensor:
-    """The readable form of `attend_to_coreset` for float64 inputs, with dense weights of all keys."""
+    """Compute `attend_to_coreset` in the readable form for float64 inputs, with dense weights of all keys."""
     root = kernel_scale.sqrt()
     points, half_norm = root * keys, 0.5 * (root * keys).square().sum(2, keepdim=True)
-    # exp(<x, y> - |x|^2 / 2), as multiples of the largest one. The missing factors are part of the logits below.
-    exponents = points @ (root * key).mT - half_norm
+    # exp(<x, y> - |x|^2 / 2) relative to its maximum. The logits below contain the missing factors.
+    exponents = points @ (root * key).mT - half_norm  # (BH, m, Nk)
     kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
     kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
     identity = torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device)
@@ -391,7 +391,7 @@ def coreset_naive(
     # Relative to the middle of the range, which is the output if the denominator is not positive.
     numerators, ones = weights @ (value - middle), weights.sum(2, keepdim=True)
     size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
-    logits = scale * query @ keys.mT - half_norm.mT
+    logits = scale * query @ keys.mT - half_norm.mT  # (BH, Nq, m)
     basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
     denominator = basis @ ones
     positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))

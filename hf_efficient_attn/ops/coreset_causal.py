@@ -1,17 +1,17 @@
 """Near keys exactly, and landmarks for all other keys: the strictly causal form of `nearfar`.
 
 The positions after the first `num_exact` are cut into epochs, whose lengths grow with the position. The prefix of an
-epoch is all keys up to one block before its start. From the prefix alone come the center of the keys, the landmarks,
-and groups of similar queries. All queries of the epoch use them, so no choice depends on later tokens, and the output
+epoch is all keys up to one block before its start. The prefix alone determines the center of the keys, the landmarks,
+and groups of similar queries, which all queries of the epoch use. So no choice depends on later tokens, and the output
 does not even depend on the length of the sequence. A query attends to
 
 - its own block and the block before it, exactly;
-- the keys with the largest scores for the group of queries that is most similar to it, exactly. They are found again a
-  few times in an epoch, among all keys before the last two blocks. For the products, queries of a group are put in
-  blocks, in their order, and a block has the near keys that its first query knows;
-- all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.weighted_coreset`), a key is
-  represented by its nearest landmark, and what landmarks count for near keys is subtracted. Each block adds its own
-  keys to the sums of the landmarks.
+- the near keys exactly: the keys with the largest scores for the group of queries that is most similar to the query.
+  They are found again a few times in an epoch, among all keys before the last two blocks. For the products, queries of
+  a group are put in blocks, in their order, and a block has the near keys that its first query knows;
+- all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.weighted_coreset`), the nearest
+  landmark represents a key, and what landmarks count for near keys is subtracted. Each block adds its own keys to the
+  sums of the landmarks.
 """
 
 import itertools
@@ -53,7 +53,8 @@ from hf_efficient_attn.ops.tokens import (
 )
 from hf_efficient_attn.ops.weighted_coreset import LEAST_SHARE, near_attention, replaced
 
-# Evenly spaced keys of the prefix, from which landmarks are made, and queries, from which groups are made.
+# The numbers of evenly spaced keys of the prefix that landmarks are made from, and of queries that groups are made
+# from.
 _CANDIDATES, _QUERIES = 2048, 512
 # Near keys are found again when the position has grown by 1 / `_REFRESH`. A block has `_BLOCK_Q` queries of one group.
 # An epoch has half as many groups as it has full blocks, but at least `_FEW_GROUPS`.
@@ -69,7 +70,7 @@ class CausalCoresetOptions(NamedTuple):
         block_size: tokens of a block. A query attends to its own block and the block before it exactly.
         num_near: near keys of a group, w.
         num_samples: landmarks, m.
-        num_groups: groups of queries, rounded down to a power of two.
+        num_groups: number of groups of queries, rounded down to a power of two.
         seed: seed of the landmarks.
     """
 
@@ -84,7 +85,7 @@ class CausalCoresetOptions(NamedTuple):
 def split_columns(columns: int, seed: Seed = 0) -> CausalCoresetOptions:
     """Distribute a budget of keys per query: on average 1.5 blocks, and as many near keys by content as landmarks.
 
-    Larger blocks have a smaller error on activations of GPT-2, and a larger one on those of MiniLM.
+    Larger blocks have a smaller error on activations of GPT-2, and a larger error on activations of MiniLM.
     """
     block_size = max(1, 9 * columns // 32)
     near = (columns - 3 * block_size // 2) // 2
@@ -100,7 +101,7 @@ class Epoch(NamedTuple):
 
 
 def epochs(length: int, options: CausalCoresetOptions) -> Iterator[Epoch]:
-    """The epochs of a sequence.
+    """Yield the epochs of a sequence.
 
     After `num_exact` positions the first three epochs are about 1/3, 2/3 and 2/3 times as long. The later ones double
     the position.
@@ -118,7 +119,7 @@ def epochs(length: int, options: CausalCoresetOptions) -> Iterator[Epoch]:
 def causal_coreset_attention(
     query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """Causal attention to near keys exactly, and to all other keys through landmarks.
+    """Compute causal attention to near keys exactly, and to all other keys through landmarks.
 
     Gradients flow through keys, values and weights, with all choices fixed.
 
@@ -175,7 +176,7 @@ def _epoch(
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    """The output (BH, L, Dv) of the L queries of an epoch, for all tokens up to its end in the accumulation dtype."""
+    """Compute the output (BH, L, Dv) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
     start, size, length = epoch.start, options.block_size, epoch.end - epoch.start
     chosen, prefix = _coreset_options(epoch, options, scale, dropout_p), start - size
     num_blocks = ceil_div(length, size)
@@ -186,13 +187,13 @@ def _epoch(
     segment = constant(_segments, last, prefix, size, device=key.device)
     keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
     values, bias = _running(*(x.unflatten(1, (num_blocks, -1)) for x in (keys.value, keys.bias)))
-    blocks = pad_to_blocks(query[:, start:], size)
-    centers = landmarks.key.unsqueeze(1).expand(-1, num_blocks, -1, -1)
+    blocks = pad_to_blocks(query[:, start:], size)  # (BH, T, size, D)
+    centers = landmarks.key.unsqueeze(1).expand(-1, num_blocks, -1, -1)  # (BH, T, m, D)
     far = _flat(attend(blocks, centers, values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p), length)
 
     own = (pad_to_blocks(x[:, prefix:], size).flatten(1, 2) for x in (key, value))
-    own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)
-    block = torch.ones(size, size, dtype=torch.bool, device=query.device)
+    own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T, 2 size, .)
+    block = torch.ones(size, size, dtype=torch.bool, device=query.device)  # (size, size)
     causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
     window = _flat(attend(blocks, own_key, own_value, causal, scale=scale, dropout_p=dropout_p), length)
 
@@ -206,7 +207,7 @@ def _epoch(
 
 
 def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The means of values and logs of weights of the segments up to each of T: (BH, T, m, Dv) and (BH, T, m)."""
+    """Accumulate means of values (BH, T, m, Dv) and logs of weights (BH, T, m) over the segments up to each of T."""
     (batch_heads, num_segments, m), dim = bias.shape, value.shape[3]
     if num_segments == 1:
         return value, bias
@@ -217,7 +218,7 @@ def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     # `others` adds up the segments before each one. With an empty one at the end, these are the sums up to each one.
     state = others(FeatureState(pad(state[0], (0, 0, 0, 1)), pad(state[1], (0, 1), value=EMPTY)), earlier_only=True)
     sums, log = (x[:, 1:].unflatten(0, (batch_heads, m)).transpose(1, 2) for x in state)
-    total = sums[..., dim]
+    total = sums[..., dim]  # (BH, T, m)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     bias = (total.log() + log / LOG2_E).masked_fill(empty, -torch.inf)
@@ -229,22 +230,22 @@ def _flat(blocks: Partial, length: int) -> Partial:
 
 
 def _segments(last: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """The segment of each of the first `last` keys, int64: 0 in the prefix, and 1, 2, ... in the blocks after it."""
+    """Number the segment of each of the first `last` keys, int64: 0 in the prefix, then 1, 2, ... for each block."""
     return ((torch.arange(last, device=device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)
 
 
 @torch.no_grad()
 def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: CoresetOptions) -> tuple[Groups, Tensor]:
-    """The L queries of an epoch in T blocks of groups, and the near keys of each block, int64 (BH, T, w)."""
-    factor = directions(key[:, :prefix])
+    """Put the L queries of an epoch in T blocks of groups, and find each block's near keys: int64 (BH, T, w)."""
+    factor = directions(key[:, :prefix])  # (BH, D, F)
     some = query.index_select(1, constant(even_positions, prefix, min(prefix, _QUERIES), device=key.device))
     groups = group_queries(some @ factor, options.num_groups)
     mean = take(some, groups.query).mean(2)  # (BH, G, D)
     blocks, group = _in_blocks(nearest(query[:, epoch.start :] @ factor, mean @ factor), mean.shape[1])
 
-    # The near keys of each span and group, (BH, S, G, w), are among the keys before the last two blocks.
+    # The near keys of each span and group, (BH, S, G, w), lie before the last two blocks.
     ends = [start - (epoch.start - prefix) for start in epoch.spans]
-    scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)
+    scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)  # (BH, G, Nk)
     near = [largest(scores[..., :prefix], options.block_size)]
     for before, end in itertools.pairwise(ends):
         new = torch.arange(before, end, device=key.device).expand(*near[0].shape[:2], -1)
@@ -255,8 +256,8 @@ def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: C
 
 
 def _spans(epoch: Epoch, device: torch.device) -> Tensor:
-    """The span of each query of an epoch, int64 (L,)."""
-    first = torch.tensor(epoch.spans, device=device)
+    """Return the span of each query of an epoch, int64 (L,)."""
+    first = torch.tensor(epoch.spans, device=device)  # (S,)
     return torch.searchsorted(first, torch.arange(epoch.start, epoch.end, device=device), right=True) - 1
 
 
@@ -264,18 +265,18 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
     """Put queries in blocks of one group each, in the order of the queries.
 
     Args:
-        group: int64 (BH, L), that of each query.
+        group: int64 (BH, L), the group of each query.
         num_groups: the number of groups.
 
     Returns:
         The blocks, and the group of each block, int64 (BH, T). Places without a query have the first one.
     """
     (batch_heads, length), device = group.shape, group.device
-    count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)
+    count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)  # (BH, G)
     count.scatter_add_(1, group, torch.ones_like(group))
     ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)
     rank = inverse(group.sort(dim=1, stable=True)[1]) - (count.cumsum(1) - count).gather(1, group)
-    slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, group) * _BLOCK_Q + rank
+    slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, group) * _BLOCK_Q + rank  # (BH, L)
     num_blocks = length // _BLOCK_Q + num_groups  # at most
     query = torch.zeros(batch_heads, num_blocks * _BLOCK_Q, dtype=torch.int64, device=device)
     query.scatter_(1, slot, integers(length, device).expand_as(slot))
@@ -286,9 +287,9 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
 def causal_coreset_naive(
     query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float
 ) -> Tensor:
-    """The readable form of `causal_coreset_attention`, with dense matrices of one head after another, in float64.
+    """Compute `causal_coreset_attention` in the readable form, by dense float64 matrices of one head after another.
 
-    With the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
+    It makes the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
     """
     future = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
     out = (scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf).softmax(2) @ value.double()
@@ -302,7 +303,7 @@ def causal_coreset_naive(
 def _naive_epoch(
     query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions, scale: float
 ) -> Tensor:
-    """The output (L, Dv) of the queries of an epoch, for all tokens up to its end."""
+    """Compute the output (L, Dv) of the queries of an epoch from all tokens up to its end."""
     (start, end, _), size, chosen = epoch, options.block_size, _coreset_options(epoch, options, scale)
     prefix, position = start - size, torch.arange(end, device=key.device)
     first_near = start + ((position[start:] - start) // size - 1) * size

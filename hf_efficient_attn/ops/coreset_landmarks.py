@@ -1,12 +1,12 @@
-"""Landmarks: weighted means of clusters of keys that begin with keys far from each other. And near keys by content.
+"""Landmarks, which are weighted means of clusters of keys, and near keys, which groups of queries attend to exactly.
 
 `hf_efficient_attn.ops.weighted_coreset` explains the choice of landmarks.
 
-Queries that are alike attend mostly to the same keys. So queries are put in groups, and a group attends exactly to the
-keys with the largest scores for its mean query, next to weighted landmarks for all keys. What landmarks count for near
-keys is subtracted. For this each key has a weight on its nearest landmark only.
+Similar queries attend mostly to the same keys. So queries are put in groups. A group attends exactly to its near keys,
+the keys with the largest scores for its mean query, next to weighted landmarks for all keys. What landmarks count for
+near keys is subtracted. This needs one landmark per key, so a key has a weight on its nearest landmark only.
 
-Groups are halves of halves: a group is sorted along the direction in which the scores of its queries vary most, and cut
+Groups are made by halving: a group is sorted along the direction in which the scores of its queries vary most, and cut
 in the middle, until there are as many groups as asked for.
 """
 
@@ -27,29 +27,29 @@ from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, int
 TEMPERATURE = 0.6
 # The share of the mean query in g, and the powers of exp(2 g) in the draw of a key and in the mean of its cluster.
 TILT, DRAW_POWER, POWER = 0.3, 0.7, 0.5
-# Queries of the mean, and the smallest logarithm of a key's weight in the mean of its cluster.
+# The number of queries in the mean query, and the smallest log weight of a key in the mean of its cluster.
 NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
-# Queries are compared along so many directions, the ones along which keys vary most. The least variance of keys along a
-# direction, as a share of that along all.
+# Queries are compared along this many directions, along which keys vary most. The variance of keys along a direction is
+# at least this share of their whole variance.
 _GROUP_DIMS, _LEAST_VARIANCE = 10, 0.001
-# The least logarithm of a weight, relative to the largest, and the least share that is left over of a point, in a draw.
+# In a draw: the least log weight relative to the largest one, and the least share of a point that is left over.
 _LEAST, _LEAST_LEFT = -1e4, 1e-12
 
 
 class CoresetOptions(NamedTuple):
-    """How landmarks and near keys are chosen.
+    """Options for the choice of landmarks and near keys.
 
     Attributes:
-        num_samples: landmarks, m.
-        num_candidates: evenly spaced keys from which the landmarks are made, at least m.
+        num_samples: m, the number of landmarks.
+        num_candidates: number of evenly spaced keys from which the landmarks are made, at least m.
         num_refinements: steps of Lloyd's algorithm; 0 for landmarks that are keys.
-        num_probes: queries whose exact rows are known; 0 for none.
-        block_size: near keys of a group of queries, w; or 0.
-        num_groups: groups of queries. They are halves of halves, so it is rounded down to a power of two.
+        num_probes: number of queries whose exact rows are known; 0 for none.
+        block_size: w, the number of near keys of a group of queries; or 0.
+        num_groups: number of groups of queries, rounded down to a power of two.
         near_share: a head has near keys if landmarks alone miss more than this share of its output, measured on the
             probes. With 0, or without probes, all heads have them; with 1 none has.
         scale: factor of the attention scores.
-        seed: of the draw of the keys that the clusters begin with.
+        seed: seed of the draw of the keys that the clusters begin with.
         dropout_p: probability of dropping a weight from the numerator.
     """
 
@@ -85,12 +85,12 @@ class Landmarks(NamedTuple):
 
 
 def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
-    """The middle of each of `count` equal parts of the sequence."""
+    """Return the middle of each of `count` equal parts of the sequence."""
     return ((torch.arange(count, dtype=torch.float64, device=device) + 0.5) * length / count).long()
 
 
 def _growing_draws(count: int) -> list[int]:
-    """How many points each draw of `draw_apart` selects: three times as many as all before it, and 64 at first."""
+    """Return the number of points that each draw of `draw_apart` selects: 64 at first, then 3 times all before it."""
     sizes: list[int] = []
     while sum(sizes) < count:
         sizes.append(min(count - sum(sizes), max(64, 3 * sum(sizes))))
@@ -98,7 +98,7 @@ def _growing_draws(count: int) -> list[int]:
 
 
 def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
-    """Standard Gumbel numbers (draws, C) for `draw_apart`. The numbers of a candidate do not depend on C.
+    """Draw standard Gumbel numbers (draws, C) for `draw_apart`. The numbers of a candidate do not depend on C.
 
     The numbers of an integer seed are kept, so they must not be modified.
     """
@@ -108,32 +108,32 @@ def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) ->
 
 @torch.no_grad()
 def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, size: Tensor | None = None) -> Tensor:
-    """Draw points that are far from each other, in a few draws, each from the ones that the earlier draws left over.
+    """Draw points that are far from each other, in a few draws.
 
-    The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
-    K = exp(<x, y>) and the nearest p of the earlier draws: the diagonal of what Nystrom's approximation of K by p alone
-    leaves over. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007).
+    The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel K = exp(<x,
+    y>) and the nearest point p of the earlier draws. For power 1 this is the diagonal of K minus its Nystrom
+    approximation by p alone. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007).
 
     Args:
         points: (BH, C, D).
         power: see above.
         numbers: (draws, C), from `gumbel_numbers`, the same for all heads.
         count: m, at most C.
-        size: (BH, C), relative to the largest: takes the place of log K(x, x), the squared norms, in the first factor.
+        size: (BH, C), relative to the largest one, replaces log K(x, x), the squared norms, in the first factor.
 
     Returns:
         int64 (BH, m), indices of different points. The first ones are a choice of fewer.
     """
     norm = points.square().sum(2)
     size = norm - norm.amax(1, keepdim=True) if size is None else size
-    log_weight = (size * power).clamp(min=_LEAST)
+    log_weight = (size * power).clamp(min=_LEAST)  # (BH, C)
     weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
     for i, number in enumerate(sizes):
         index = (weight_left + numbers[i]).topk(number, dim=1)[1]
         picked.append(index)
         if i + 1 < len(sizes):
-            log_weight = log_weight.scatter(1, index, -torch.inf)  # what is drawn is not drawn again
-            offset = norm.gather(1, index).unsqueeze(2)
+            log_weight = log_weight.scatter(1, index, -torch.inf)  # no point is drawn twice
+            offset = norm.gather(1, index).unsqueeze(2)  # (BH, number, 1)
             found = torch.baddbmm(offset, take(points, index), points.mT, beta=-1.0, alpha=2.0).amax(1)
             closest = found if closest is None else torch.maximum(closest, found)
             left = torch.expm1((closest - norm).clamp(max=0.0))
@@ -142,9 +142,9 @@ def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, size: 
 
 
 def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Landmarks:
-    """Landmarks for queries (BH, Nq, D) and centered keys (BH, Nk, D): weighted means of clusters of candidates.
+    """Choose landmarks for queries (BH, Nq, D) and centered keys (BH, Nk, D): weighted means of clusters of candidates.
 
-    The clusters are without a gradient, the means have one.
+    The clusters have no gradient. The means have one.
     """
     spread = constant(middle_positions, query.shape[1], min(query.shape[1], NUM_QUERIES), device=key.device)
     tilt = query.index_select(1, spread).mean(1, keepdim=True) * (TILT * options.scale)
@@ -152,11 +152,11 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     if key.shape[1] > options.num_candidates:
         key = key.index_select(1, constant(even_positions, key.shape[1], options.num_candidates, device=key.device))
     numbers = gumbel_numbers(count, key.shape[1], options.seed, key)
-    points = key * options.root
+    points = key * options.root  # (BH, C, D)
     size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)
     size = size - size.amax(1, keepdim=True)
-    weight = (size * POWER).clamp(min=LEAST_LOG_WEIGHT).exp()
-    terms = torch.cat((key * weight, weight), 2)
+    weight = (size * POWER).clamp(min=LEAST_LOG_WEIGHT).exp()  # (BH, C, 1)
+    terms = torch.cat((key * weight, weight), 2)  # (BH, C, D + 1)
 
     def some_heads(key: Tensor, points: Tensor, size: Tensor, terms: Tensor) -> Tensor:
         pivot = draw_apart(points, DRAW_POWER, numbers, count, size[..., 0])
@@ -168,14 +168,14 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     with torch.no_grad():
         choice = sliced(some_heads, key, points, size, terms, size=slice_size(count * key.shape[1] // 6, key.device))
     pivot, cluster = choice.split((count, key.shape[1]), 1)
-    landmarks = take(key, pivot)
+    landmarks = take(key, pivot)  # (BH, m, D)
     if options.num_refinements:
         landmarks = _means(cluster_sums(cluster, terms, count), landmarks)
     return Landmarks(landmarks, torch.add(tilt, landmarks, alpha=options.root**2), choice)
 
 
 def _means(sums: Tensor, first: Tensor) -> Tensor:
-    """The means of clusters by sums of weighted keys and of weights, or `first` where none is left."""
+    """Divide sums of weighted keys by sums of weights: the means of clusters, or `first` for an empty cluster."""
     weight = sums[..., -1:]
     return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=1e-35), first)
 
@@ -184,9 +184,9 @@ class Rows(NamedTuple):
     """Exact rows of P probe queries.
 
     Attributes:
-        position: int64 (P,), of the probes.
+        position: int64 (P,), the positions of the probes.
         query: (BH, P, D).
-        out: (BH, P, Dv), their exact output.
+        out: (BH, P, Dv), the exact output of the probes.
     """
 
     position: Tensor
@@ -195,22 +195,22 @@ class Rows(NamedTuple):
 
 
 def exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
-    """The exact rows of `num_probes` evenly spread queries."""
+    """Compute the exact rows of `num_probes` evenly spread queries."""
     position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
     probes = query.index_select(1, position)
     return Rows(position, probes, attend(probes[:, None], key[:, None], value[:, None], scale=options.scale).out[:, 0])
 
 
 class Represented(NamedTuple):
-    """All keys, each represented by its nearest landmark, in S segments of keys with sums of their own.
+    """Sums over the keys that each landmark represents, in each of S segments of the keys.
 
     The weight of a key is exp(-|x - y|^2 / 2 + g) for points x and y of the key and the landmark.
 
     Attributes:
         value: (BH, S m, Dv), the weighted means of the values that each landmark stands for.
-        bias: (BH, S m), of the landmark, with the logarithm of the sum of these weights; -inf without a key.
-        landmark: int64 (BH, Nk), that of each key.
-        key_bias: (BH, Nk), the bias of the landmark of each key, with the logarithm of its weight.
+        bias: (BH, S m), the bias of the landmark plus the logarithm of the sum of these weights; -inf without a key.
+        landmark: int64 (BH, Nk), the landmark of each key.
+        key_bias: (BH, Nk), the bias of each key's landmark plus the logarithm of the key's weight.
     """
 
     value: Tensor
@@ -222,15 +222,15 @@ class Represented(NamedTuple):
 def represent(
     key: Tensor, value: Tensor, landmarks: Landmarks, segment: Tensor | None = None, num_segments: int = 1
 ) -> Represented:
-    """Represent centered keys (BH, Nk, D) with values (BH, Nk, Dv). `segment` is that of each key, int64 (Nk,)."""
+    """Represent centered keys (BH, Nk, D) with values (BH, Nk, Dv) in the segments int64 (Nk,) of the keys."""
     count = landmarks.key.shape[1] * num_segments
-    own = nearest(key, landmarks.key)
-    offset = (landmarks.key * landmarks.slope).sum(2)
+    own = nearest(key, landmarks.key)  # (BH, Nk)
+    offset = (landmarks.key * landmarks.slope).sum(2)  # (BH, m)
     bias = (key * take(landmarks.slope, own)).sum(2) - offset.gather(1, own)
     place = own if segment is None else own + segment * landmarks.key.shape[1]
-    # Relative to the largest of each landmark, so that none is lost.
+    # Weights are relative to the largest one of each landmark, so that none is lost.
     largest = offset.new_full((len(key), count), -torch.inf).scatter_reduce(1, place, bias.detach(), "amax")
-    weight = ((bias - largest.gather(1, place)) * LOG2_E).exp2().unsqueeze(2)
+    weight = ((bias - largest.gather(1, place)) * LOG2_E).exp2().unsqueeze(2)  # (BH, Nk, 1)
     sums = cluster_sums(place, torch.cat((value * weight, weight), 2), count)
     total = sums[..., -1:].clamp(min=0.5)  # at least 1 with a key
     return Represented(sums[..., :-1] / total, total.squeeze(2).log() + largest, own, bias)
@@ -241,7 +241,7 @@ class Groups(NamedTuple):
 
     Attributes:
         query: int64 (BH, G, b), the queries of each group. Some are in two of them, so that groups are equally large.
-        slot: int64 (BH, Nq), where each query is in the groups, G b of them one after the other.
+        slot: int64 (BH, Nq), the place of each query among the G b queries of all groups.
     """
 
     query: Tensor
@@ -250,19 +250,19 @@ class Groups(NamedTuple):
 
 @torch.no_grad()
 def directions(key: Tensor) -> Tensor:
-    """The directions (BH, D, F) along which keys (BH, Nk, D) vary most.
+    """Find the directions (BH, D, F) along which keys (BH, Nk, D) vary most.
 
-    Distances of queries times these are about root mean squares of the differences of their scores for all keys. With
-    S = K^T K and a basis B after two steps of the power method this is Nystrom's factor of S in B, S B L^-T with
-    L L^T = B^T S B. Eigenvectors would be little better, and on an accelerator they would take as long as all other
-    steps of `nearfar` together.
+    Along these directions, the distance of two queries is about the root mean square of the difference of their scores
+    for all keys. With S = K^T K and a basis B after two steps of the power method the result is Nystrom's factor of S
+    in B: S B L^-T with L L^T = B^T S B. Eigenvectors would be little better, and on an accelerator they would take as
+    long as all other steps of `nearfar` together.
     """
-    # Where this is not finite, nothing is known of the queries, and any groups will do.
-    square = torch.bmm(key.mT, key).double()
+    # Where this is not finite, any groups will do.
+    square = torch.bmm(key.mT, key).double()  # (BH, D, D)
     square = square / torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True)
     square = square + constant(_scaled_identity, key.shape[2], device=key.device)
-    basis = torch.bmm(square, square[..., :_GROUP_DIMS])
-    image = torch.bmm(square, basis)
+    basis = torch.bmm(square, square[..., :_GROUP_DIMS])  # (BH, D, F)
+    image = torch.bmm(square, basis)  # (BH, D, F)
     lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]
     factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)
     return factor
@@ -274,7 +274,7 @@ def _scaled_identity(dim: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def group_queries(points: Tensor, num_groups: int) -> Groups:
-    """Put queries in groups by their points (BH, Nq, F), queries times `directions`."""
+    """Put queries in groups by their points (BH, Nq, F), which are queries times `directions`."""
     length, device = points.shape[1], points.device
     levels = min(num_groups, length).bit_length() - 1
     count = ceil_div(length, 1 << levels) << levels
@@ -294,17 +294,17 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
 
 @torch.no_grad()
 def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tensor:
-    """The `count` keys (BH, Nk, D) with the largest scores for each query (BH, G, D): int64 (BH, G, count)."""
+    """Find the `count` keys (BH, Nk, D) with the largest scores for each query (BH, G, D): int64 (BH, G, count)."""
     return largest(torch.bmm(query if scale > 0.0 else -query, key.mT), count)
 
 
 def _spread_out(length: int, count: int, device: torch.device) -> Tensor:
-    """The token at each of `count` evenly spaced places. With more places than tokens, some tokens have two."""
+    """Return the token at each of `count` evenly spaced places. With more places than tokens, tokens repeat."""
     return torch.arange(count, device=device) * length // count
 
 
 def _first_copies(length: int, count: int, device: torch.device) -> Tensor:
-    """The first place of each token in `_spread_out`."""
+    """Return the first place of each token in `_spread_out`."""
     return torch.searchsorted(_spread_out(length, count, device), torch.arange(length, device=device))
 
 
@@ -313,9 +313,9 @@ def _halves(points: Tensor, levels: int) -> Tensor:
     (batch_heads, length, _), points = points.shape, points.flatten(0, 1)
     order = integers(len(points), points.device).view(batch_heads, -1)
     for _ in range(levels):
-        x = torch.embedding(points, order)
+        x = torch.embedding(points, order)  # (groups, members, F)
         x = x - x.mean(1, keepdim=True)
-        power = torch.bmm(x.mT, x)
+        power = torch.bmm(x.mT, x)  # (groups, F, F)
         for _ in range(2):  # five steps of the power method, from the direction in which all points vary most
             power = torch.bmm(power, power)
         place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
@@ -324,10 +324,11 @@ def _halves(points: Tensor, levels: int) -> Tensor:
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """The indices of the largest scores of each row, int64 (BH, G, count) for (BH, G, N). Unordered.
+    """Find the indices of the largest scores of each row, unordered: (BH, G, N) -> int64 (BH, G, count).
 
-    The largest scores are in the `count` blocks with the largest maxima, of any blocks. So `topk`, which is most of the
-    time, sorts fewer numbers: N / size and count * size, of which the sum is the smallest with size = sqrt(N / count).
+    However a row is cut into blocks, its `count` largest scores lie in the `count` blocks with the largest maxima. So
+    `topk`, which takes most of the time, sorts only N / size maxima and then count * size scores. The sum of both is
+    smallest for size = sqrt(N / count).
     """
     length = scores.shape[2]
     size = 1 << round(math.log2(length / count) / 2) if count else 1
@@ -339,7 +340,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     best = scores.unflatten(2, (size, step)).amax(2).topk(count, dim=2, sorted=False)[1]  # (BH, G, count)
     places = (best.unsqueeze(2) + constant(_multiples, size, step, device=scores.device)).flatten(2)
     found: Tensor = places.gather(2, scores.gather(2, places).topk(count, dim=2, sorted=False)[1])
-    # Scores that are -inf, because products overflow, are not larger than those at the end.
+    # Scores of -inf, where products overflow, are no larger than the padding at the end.
     return found if scores.shape[2] == length else found.clamp(max=length - 1)
 
 
@@ -348,7 +349,7 @@ def _multiples(count: int, step: int, device: torch.device) -> Tensor:
 
 
 def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:
-    """The readable form of `choose_landmarks` for a head, with its choice: the landmarks (m, D) and the tilt (D,)."""
+    """Compute the landmarks (m, D) and the tilt (D,) of a head in the readable form, with its choice of clusters."""
     root, m = options.root, options.num_samples
     spread = middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
     tilt = query[spread].mean(0) * (TILT * options.scale)
@@ -357,7 +358,7 @@ def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: Coreset
     if options.num_refinements:
         weight = POWER * ((candidates * root).square().sum(1) + 2.0 * candidates @ tilt)
         weight = (weight - weight.max()).clamp(min=LEAST_LOG_WEIGHT).exp()
-        members = torch.nn.functional.one_hot(choice[m:], m).double().T * weight
+        members = torch.nn.functional.one_hot(choice[m:], m).double().T * weight  # (m, C)
         total = members.sum(1, keepdim=True)
         c = torch.where(total > 0, members @ candidates / torch.where(total > 0, total, 1.0), c)
     return c, tilt
@@ -366,6 +367,6 @@ def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: Coreset
 def scores_naive(
     query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: CoresetOptions
 ) -> tuple[Tensor, Tensor]:
-    """The scores of queries (Nq, D) for keys (Nk, D), and those by the landmark of each key, `own` (Nk, D)."""
+    """Compute scores of queries (Nq, D) for keys (Nk, D), exactly and by the landmark of each key, `own` (Nk, D)."""
     of_landmarks = ((key - own) * (tilt + options.root**2 * own)).sum(1)
     return options.scale * query @ key.T, options.scale * query @ own.T + of_landmarks

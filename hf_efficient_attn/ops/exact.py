@@ -1,8 +1,10 @@
 """Exact attention to all keys, to a sliding window and to global tokens, with memory linear in the sequence.
 
-Queries are cut into blocks; those of a window attend to overlapping views of the keys. A bias by distance, as in T5, is
-a table (H, 2R + 1) with the bias of each head for the distances -R to R, the position of the key minus that of the
-query. Beyond them the bias is that of -R or R. No (Nq, Nk) bias is ever made: only that of some blocks of queries.
+Queries are cut into blocks. In a window, each block attends to a view of the keys, and these views overlap.
+
+A bias by distance, as in T5, is a table (H, 2R + 1): the bias of each head for the distances -R to R. A distance is the
+position of the key minus the position of the query. Larger distances have the bias for -R or R. No (Nq, Nk) bias is
+ever made, only the bias of some blocks of queries at a time.
 """
 
 import functools
@@ -35,7 +37,7 @@ def exact_attention(
     scale: float,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * query key^T) value.
+    """Compute softmax(scale * query key^T) value.
 
     Args:
         query: (BH, Nq, D).
@@ -62,9 +64,9 @@ def exact_attention(
         return attend(blocks, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out
 
     if not is_causal:
-        blocks = pad_to_blocks(query, min(q_len, _BLOCK_Q))
+        blocks = pad_to_blocks(query, min(q_len, _BLOCK_Q))  # (BH, T, block_q, D)
         if not keeps_pairs(blocks, key[:, None], bias, scale, dropout_p):
-            return attend_blocks(blocks).flatten(1, 2)[:, :q_len]
+            return attend_blocks(blocks).flatten(1, 2)[:, :q_len]  # (BH, Nq, Dv)
         size = slice_size(batch_heads * blocks.shape[2] * kv_len, query.device)
         return sliced(attend_blocks, blocks, size=size, dim=1, draws=dropout_p > 0.0).flatten(1, 2)[:, :q_len]
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -74,12 +76,12 @@ def exact_attention(
 def exact_decode(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """`biased_exact` of the last queries, as in a decoding step, without a bias."""
+    """Compute exact attention of the last queries, as in a decoding step: `biased_exact` without a bias."""
     return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
 
 
 def bias_of(table: Tensor, distance: Tensor) -> Tensor:
-    """The bias for some distances: table (H, 2R + 1), distance int64 (..., Nq, Nk) -> (H, ..., Nq, Nk)."""
+    """Look up the bias of distances: table (H, 2R + 1), distance int64 (..., Nq, Nk) -> (H, ..., Nq, Nk)."""
     largest = (table.shape[1] - 1) // 2
     return table[:, distance.clamp(-largest, largest) + largest]
 
@@ -95,7 +97,7 @@ def biased_exact(
     scale: float,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Exact attention with a bias, some queries at a time: softmax(scale * query key^T + bias) value.
+    """Compute softmax(scale * query key^T + bias) value, some queries at a time.
 
     Args:
         query: (B, H, Nq, D).
@@ -118,9 +120,9 @@ def biased_exact(
     outs = []
     for start in range(0, q_len, _BLOCK_Q):
         block = query[:, :, start : start + _BLOCK_Q]
-        positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset
+        positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset  # (block_q, 1)
         end = max(1, min(kv_len, offset + start + block.shape[2])) if is_causal else kv_len
-        distance = torch.arange(end, device=device) - positions
+        distance = torch.arange(end, device=device) - positions  # (block_q, Nk)
         bias = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)[None, None]
         bias = bias if table is None else bias + bias_of(table, distance)
         bias = bias if valid is None else bias + valid[..., :end]  # (B or 1, H or 1, block_q, Nk)
@@ -128,19 +130,19 @@ def biased_exact(
             bias = bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)[:, None]
         # The heads of a sequence take the place of the blocks of `attend`.
         rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
-        out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out
-        outs.append(out[:, 0].unflatten(0, query.shape[:2]))
+        out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out  # (BH, 1, block_q, Dv)
+        outs.append(out[:, 0].unflatten(0, query.shape[:2]))  # (B, H, block_q, Dv)
     return torch.cat(outs, 2)
 
 
 # The fewest and the most queries of a block: few, so that few keys of a block are outside the window of its queries.
 _MIN_BLOCK_Q, _MAX_BLOCK_Q = 32, 64
-# Queries that attend to the global tokens at a time.
+# This many queries attend to the global tokens at a time.
 _GLOBAL_BLOCK_Q = 128
 
 
 class WindowCall(NamedTuple):
-    """Which keys a query attends to, and how.
+    """The keys that a query attends to, and the options of the attention.
 
     Attributes:
         window_size: keys on each side, in the causal form on the left only.
@@ -170,14 +172,14 @@ def window_partial(
     scale: float,
     dropout_p: float = 0.0,
 ) -> Partial:
-    """Attention of each query i to the keys i - left .. i + right.
+    """Compute attention of each query i to the keys i - left .. i + right.
 
     Args:
         query: (BH, N, D).
         key: (BH, N, D).
         value: (BH, N, Dv).
-        key_mask: bool (1 or BH, N), True for valid keys, or None. With a mask each block has a bias of its own, so that
-            (1, N) is cheaper.
+        key_mask: bool (1 or BH, N), True for valid keys, or None. (1, N) is cheaper, because each block has another
+            bias if there is a mask.
         table: (BH, 2R + 1), the bias by distance (`hf_efficient_attn.ops.exact`), or None.
         left: keys before the query.
         right: keys after the query.
@@ -190,16 +192,18 @@ def window_partial(
     """
     length, device, exporting = query.shape[1], query.device, exporting_to_onnx()
     # With a gradient blocks are larger, because the gradient of a key is summed over all blocks that contain it. With
-    # dropout they always are: reentrant checkpointing has no gradient at first, and must draw the same for it.
+    # dropout blocks are always larger: reentrant checkpointing first computes without a gradient, and must draw the
+    # same.
     block_q = _MAX_BLOCK_Q if left + right >= 2 * _MAX_BLOCK_Q else _MIN_BLOCK_Q
     block_q *= 2 if dropout_p > 0.0 or (torch.is_grad_enabled() and key.requires_grad) else 1
     block_q = block_q if exporting else min(block_q, length)  # a graph must not depend on the length
     num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
     after = right + num_blocks * block_q - length
+    # (block_q, block_k)
     distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
     in_window = mask_bias((distance >= -left) & (distance <= right), query.dtype)[None, None]
     if table is not None:
-        in_window = in_window + bias_of(table.to(in_window.dtype), distance).unsqueeze(1)
+        in_window = in_window + bias_of(table.to(in_window.dtype), distance).unsqueeze(1)  # (BH, 1, block_q, block_k)
     valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
     valid = valid & (torch.arange(length, device=device) >= skip)
     valid = pad(valid, (left, after)).unfold(1, block_k, block_q)  # (1 or BH, T, block_k)
@@ -209,6 +213,7 @@ def window_partial(
         low = min(num_blocks, ceil_div(left + skip, block_q))
         high = max(low, num_blocks - ceil_div(after, block_q))
     blocks = pad_to_blocks(query, block_q)
+    # (BH, T, block_k, .)
     keys, values = (pad(x, (0, 0, left, after)).unfold(1, block_k, block_q).transpose(2, 3) for x in (key, value))
     parts = []
     for first, last in ((0, low), (low, high), (high, num_blocks)):
@@ -226,7 +231,7 @@ def window_partial(
 def window_attention(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, table: Tensor | None, call: WindowCall
 ) -> Tensor:
-    """Attention to the window and the global tokens.
+    """Compute attention to the window and to the global tokens.
 
     Args:
         query: (B, H, N, D).
@@ -240,7 +245,7 @@ def window_attention(
         (B, H, N, Dv).
     """
     (batch, num_heads, length, head_dim), drops = query.shape, call.dropout_p > 0.0
-    # In the backward pass a slice holds the gradients of the keys of all its blocks, and plain products hold all pairs.
+    # In the backward pass a slice holds the gradients of the keys of all its blocks. Plain products hold all pairs.
     bias_of_pairs = query.new_empty(1, 1, 2, 1)
     pairs = table is not None or keeps_pairs(query, key, bias_of_pairs, call.scale, call.dropout_p)
     numel = max(2 * (head_dim + value.shape[3]), 2 * (call.window_size + _MAX_BLOCK_Q) if pairs else 0)
@@ -256,9 +261,9 @@ def window_attention(
         mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
         flat = (x.flatten(0, 1) for x in (query, key, value))
         out: Tensor = of_mask(mask, *flat, None if table is None else table.repeat(batch, 1))
-        unflat: Tensor = out.unflatten(0, (batch, num_heads))
+        unflat: Tensor = out.unflatten(0, (batch, num_heads))  # (B, H, N, Dv)
         return unflat
-    # With a mask each block has its own bias. One sequence of the batch at a time, so that all heads share it.
+    # With a mask each block has its own bias. This computes one sequence at a time, so that all heads share the bias.
     rows = zip(key_mask.split(1), query, key, value, strict=True)
     return torch.stack([of_mask(*row, table) for row in rows])
 
@@ -266,7 +271,7 @@ def window_attention(
 def _window_and_global(
     call: WindowCall, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
 ) -> Tensor:
-    """Attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
+    """Compute the attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
     (left, num_global, is_causal, scale, dropout_p), block_q = call, _GLOBAL_BLOCK_Q
     length, device = query.shape[1], query.device
     if not exporting_to_onnx():
@@ -277,7 +282,7 @@ def _window_and_global(
             query, key, value, mask, table, left=left, right=right, scale=scale, dropout_p=dropout_p
         ).out
     # `index` (1 or BH, G): positions of the first G valid tokens. If there are fewer, `valid` is False at the others.
-    position = torch.arange(length, device=device)
+    position = torch.arange(length, device=device)  # (N,)
     if mask is None:
         index, valid, skipped, local_mask = position[None, :num_global], None, num_global, None
     else:
@@ -287,45 +292,46 @@ def _window_and_global(
     near = window_partial(
         query, key, value, local_mask, left=left, right=right, skip=skipped, scale=scale, dropout_p=dropout_p
     )
-    # All tokens attend to the global tokens. In the causal form those before a global token do not; padding between the
-    # tokens can put any token before one.
+    # All tokens attend to the global tokens. In the causal form only later tokens do; because of padding between the
+    # tokens any token may come before a global one.
     if valid is None:
         allowed = torch.ones(1, length, num_global, dtype=torch.bool, device=device)
     else:
         allowed = valid[:, None].expand(-1, length, -1)
     if is_causal:
-        allowed = allowed & (index[:, None] <= position[:, None])
-    index_per_head = index.expand(query.shape[0], -1)
+        allowed = allowed & (index[:, None] <= position[:, None])  # (1 or BH, N, G)
+    index_per_head = index.expand(query.shape[0], -1)  # (BH, G)
     blocks = pad_to_blocks(query, block_q)
     bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])
-    global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))
+    global_keys, global_values = (take(x, index_per_head)[:, None] for x in (key, value))  # (BH, 1, G, .)
     far = attend(blocks, global_keys, global_values, bias, scale=scale, dropout_p=dropout_p)
-    far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])
-    local_out = merge(near, far).out
-    # The global tokens attend to all tokens, and their outputs replace those of the window.
+    far = Partial(far.out.flatten(1, 2)[:, :length], far.lse.flatten(1, 2)[:, :length])  # (BH, N, Dv), (BH, N)
+    local_out = merge(near, far).out  # (BH, N, Dv)
+    # The global tokens attend to all tokens. These outputs replace their outputs in the window.
     allowed = torch.ones(1, length, dtype=torch.bool, device=device) if mask is None else mask
     allowed = allowed[:, None].expand(-1, num_global, -1)
     if is_causal:
-        allowed = allowed & (position <= index[:, :, None])
+        allowed = allowed & (position <= index[:, :, None])  # (1 or BH, G, N)
     global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[:, None]
     of_global = attend(global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
-    is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)
+    is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)  # (1 or BH, N)
     is_global = is_global.scatter(1, index, torch.ones_like(index, dtype=torch.bool) if valid is None else valid)
+    # (BH, N, Dv), with the outputs of global tokens at their positions
     spread = local_out.scatter(1, index_per_head[:, :, None].expand_as(of_global), of_global)
     return torch.where(is_global[:, :, None], spread, local_out)
 
 
 def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: WindowCall, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of the last Nq of the keys (B, Nk): (B, H or 1, Nq, Nk).
+    """Compute the bias of the scores of the last Nq positions for all keys (B, Nk): (B, H or 1, Nq, Nk).
 
-    It is -inf for a pair that is neither in the window nor one of a global token, and the bias by distance for others.
+    It is -inf for a pair that is not in the window and has no global token. All other pairs have the bias by distance.
     """
     kv_len = key_mask.shape[1]
     position = torch.arange(kv_len, device=key_mask.device)
-    distance = position - position[kv_len - q_len :, None]
-    is_global = key_mask & (key_mask.cumsum(1) <= call.num_global)
+    distance = position - position[kv_len - q_len :, None]  # (Nq, Nk)
+    is_global = key_mask & (key_mask.cumsum(1) <= call.num_global)  # (B, Nk)
     pairs = (distance.abs() <= call.window_size) | is_global[:, None] | is_global[:, kv_len - q_len :, None]
-    pairs = pairs & key_mask[:, None]
+    pairs = pairs & key_mask[:, None]  # (B, Nq, Nk)
     bias = mask_bias(pairs & (distance <= 0) if call.is_causal else pairs, dtype)[:, None]
     return bias if table is None else bias + bias_of(table.to(bias.dtype), distance)
 
@@ -333,21 +339,21 @@ def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: Window
 def window_decode(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, table: Tensor | None, call: WindowCall
 ) -> Tensor:
-    """Causal `window_attention` of the last few queries. Without global tokens only the keys in the window are read."""
+    """Compute causal `window_attention` of the last few queries. Only global tokens need keys outside the window."""
     q_len = query.shape[2]
     num_keys = key.shape[2] if call.num_global else min(call.window_size + q_len, key.shape[2])
     key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
     key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, -num_keys:]
     bias = window_bias(q_len, key_mask, table, call, query.dtype)
-    bias = bias.expand(-1, query.shape[1], -1, -1)
-    # Batch rows take the place of heads in `attend`, and heads that of blocks.
+    bias = bias.expand(-1, query.shape[1], -1, -1)  # (B, H, Nq, Nk)
+    # Batch rows take the place of heads in `attend`, and heads take the place of blocks.
     return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out
 
 
 def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """Attention with scores (..., Nq, Nk), values (..., Nk, Dv) and mask (..., Nk); 0 for a query without keys."""
+    """Compute attention from scores (..., Nq, Nk), values (..., Nk, Dv), mask (..., Nk); 0 for a query without keys."""
     if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)  # (Nq, Nk)
         scores = scores.masked_fill(future, -torch.inf)
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
@@ -355,7 +361,7 @@ def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None,
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:
-    """softmax(scale * query key^T + log_weights) value with dense float64 matrices; 0 for queries without a key.
+    """Compute softmax(scale * query key^T + log_weights) value by dense float64 matrices; 0 for queries without a key.
 
     Args:
         query: (BH, Nq, D).

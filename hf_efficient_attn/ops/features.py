@@ -8,8 +8,8 @@
   "exp" (the same before its normalisation, Eq. 6) is exp([y, -y]), 2 F features; "t2r" (Kasai et al., EMNLP 2021,
   Eq. 5) is relu(y + b), F features, with the bias b as a last row of W.
 
-No feature overflows: a feature is given as a number and the log of a factor that all features of its token share. Those
-of keys are weights of the keys. Those of queries cancel in the output, unless other weights are added.
+No feature overflows: a feature is given as a number and the log of a factor that all features of its token share. The
+factor of a key is a weight of the key. The factor of a query cancels in the output, unless other weights are added.
 """
 
 import math
@@ -23,7 +23,7 @@ from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype, sum_dtype
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import ceil_div, constant, normal
 
-# Features that are learned, and the names of the maps as learned parameters.
+# The learned features, and the names of their maps as learned parameters.
 LEARNED = ("hedgehog", "t2r", "exp")
 NAMES = ("query_map", "key_map")
 # The log of the weight of a masked key: finite, so that no difference of two is NaN.
@@ -43,16 +43,16 @@ _START = {"hedgehog": (1.5, 1.5), "exp": (2.0, 1.0), "t2r": (1.0, 1.0)}
 
 
 class Features(NamedTuple):
-    """How features are computed, in the dtype of products.
+    """Functions that compute features, in the dtype of products.
 
     Attributes:
-        of_query: of queries (..., N, D) -> features (..., N, F), and the log to base 2 of their factor (..., N), or
+        of_query: maps queries (..., N, D) to features (..., N, F), and the log to base 2 of their factor (..., N), or
             None for factors of 1.
-        of_key: of keys (..., N, D) and their mask, bool (..., N) or None -> the same. The features of a masked key are
-            0, and the log of its factor is `EMPTY`.
-        directions: (F, D), if the features of a key are exp(<w_f, k> - |scale| |k|^2 / 2) and those of a query, up to a
-            factor, exp(sign(scale) <w_f, q>); otherwise None.
-        scale: of these features.
+        of_key: maps keys (..., N, D) and their mask, bool (..., N) or None, to the same. The features of a masked key
+            are 0, and the log of its factor is `EMPTY`.
+        directions: (F, D), if the features of a key are exp(<w_f, k> - |scale| |k|^2 / 2) and the features of a query
+            are, up to a factor, exp(sign(scale) <w_f, q>); otherwise None.
+        scale: the scale of these features.
     """
 
     of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -62,10 +62,10 @@ class Features(NamedTuple):
 
 
 def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
-    """phi(x) = elu(x) + 1 (Eq. 7 of Katharopoulos et al.), which is positive: (...) -> (...).
+    """Compute phi(x) = elu(x) + 1 (Eq. 7 of Katharopoulos et al.), which is positive: (...) -> (...).
 
-    Computed as written it is 0 for x below -17 in float32, so the exponential itself is taken. If all numbers of a
-    token are negative, its features may have a factor exp(-log_factor); it is 0 for other tokens.
+    The formula as written is 0 for x below -17 in float32, so this takes the exponential itself. If all numbers of a
+    token are negative, its features may have a factor exp(-log_factor). `log_factor` is 0 for other tokens.
     """
     positive = x.relu()
     negative = x - positive  # min(x, 0), whose gradient at 0 is 1; that of a clamp depends on the version of PyTorch
@@ -74,21 +74,21 @@ def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
 
 
 def elu_map(scale: float, head_dim: int) -> Features:
-    """elu(x) + 1. A scale other than 1/sqrt(D) multiplies the queries by scale * sqrt(D)."""
+    """Return the features elu(x) + 1. A scale other than 1/sqrt(D) multiplies the queries by scale * sqrt(D)."""
     factor = query_factor(scale, head_dim)
 
     def of_query(query: Tensor) -> tuple[Tensor, Tensor]:
         # If all numbers of a query are negative, its features are relative to the largest: they could underflow, and
         # the inverse of their sum, which the gradient has as a factor, could overflow.
         query = _scaled(query, factor)
-        largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)
+        largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)  # (..., N, 1)
         return elu_features(query, largest), largest.squeeze(-1) * LOG2_E
 
     return _without_weights(of_query, lambda key: elu_features(_scaled(key, None)))
 
 
 def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, head_dim: int) -> Features:
-    """Learned features with maps (..., D, F), or (..., D + 1, F) for "t2r"; the scale is treated as by `elu_map`."""
+    """Return learned features with maps (..., D, F), or (..., D + 1, F) for "t2r". The scale acts as in `elu_map`."""
     factor = query_factor(scale, head_dim)
     return _without_weights(
         lambda query: _learned_of_query(_scaled(query, factor), query_map, feature_map),
@@ -97,21 +97,21 @@ def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, 
 
 
 def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: torch.device) -> Features:
-    """Positive orthogonal random features of exp(scale q . k).
+    """Return positive orthogonal random features of exp(scale q . k).
 
     With r, the largest w_f . x of a token, its features are exp(w_f . x - r) <= 1, and exp(r - |x|^2/2) is their
-    factor. So the product of a feature of a query and of a key is lost only if it is smaller than the largest one by
-    the range of float32. The scale is split evenly between queries and keys; queries take its sign.
+    factor. So the product of two features underflows only if it is smaller than the largest product by the range of
+    float32. The scale is split evenly between queries and keys; queries take its sign.
     """
     weight = softmax_features(num_features, head_dim, seed, device) * abs(scale) ** 0.5  # (F, D)
-    directions = weight.t() * LOG2_E
+    directions = weight.t() * LOG2_E  # (D, F)
 
     def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
         dtype = sum_dtype(x)
         x = x.to(accumulation_dtype(x.dtype))
-        logs = x @ directions.to(x.dtype)
+        logs = x @ directions.to(x.dtype)  # (..., N, D) @ (D, F) -> (..., N, F)
         size = logs.detach().amax(-1, keepdim=True)  # cancels, so no gradient passes
-        half_norm = x.square().sum(-1) * (0.5 * abs(scale) * LOG2_E)
+        half_norm = x.square().sum(-1) * (0.5 * abs(scale) * LOG2_E)  # (..., N)
         return logs.sub_(size).exp2_().to(dtype), size.squeeze(-1) - half_norm
 
     def of_query(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
 def features_of_maps(
     feature_map: str, num_features: int, scale: float, head_dim: int, seed: Seed, device: torch.device
 ) -> Callable[[Tensor | None, Tensor | None], Features]:
-    """The function that gives the features for maps of queries and of keys, which are None for "favor" and "elu"."""
+    """Return a function from the maps of queries and of keys (None for "favor" and "elu") to the features."""
     is_random = feature_map == "favor"
     fixed = favor(num_features, scale, head_dim, seed, device) if is_random else elu_map(scale, head_dim)
 
@@ -143,13 +143,13 @@ def features_of_maps(
 
 
 def query_factor(scale: float, head_dim: int) -> float | None:
-    """The factor by which queries are multiplied for a scale; None for the default scale, 1/sqrt(D)."""
+    """Compute the factor by which queries are multiplied for a scale; None for the default scale, 1/sqrt(D)."""
     factor = scale * head_dim**0.5
     return None if abs(factor - 1.0) < 1e-12 else factor
 
 
 def _scaled(x: Tensor, factor: float | None) -> Tensor:
-    """Tokens times a factor, in the accumulation dtype, so that features are rounded once."""
+    """Multiply tokens by a factor in the accumulation dtype, so that features are rounded once."""
     x = x.to(accumulation_dtype(x.dtype))
     return x if factor is None else x * factor
 
@@ -157,7 +157,7 @@ def _scaled(x: Tensor, factor: float | None) -> Tensor:
 def _without_weights(
     of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]], of_key: Callable[[Tensor], Tensor]
 ) -> Features:
-    """`Features` whose keys have factors of 1, from functions without masks and in the accumulation dtype."""
+    """Make `Features` whose keys have factors of 1 from functions without masks in the accumulation dtype."""
 
     def query(query: Tensor) -> tuple[Tensor, Tensor | None]:
         phi, log = of_query(query)
@@ -171,7 +171,7 @@ def _without_weights(
 
 
 def _learned_of_query(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tensor, Tensor | None]:
-    """Learned features of queries (..., N, D). Those of "exp" are divided by their sum."""
+    """Compute learned features of queries (..., N, D). The features "exp" are divided by their sum."""
     y = _outputs(x, weight, feature_map)
     if feature_map == "t2r":
         return y.clamp(min=_LEAST), None
@@ -179,7 +179,7 @@ def _learned_of_query(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tens
         return y.softmax(-1).clamp(min=_LEAST), None
     size = y.detach().amax(-1, keepdim=True)
     phi = (y - size).mul(LOG2_E).exp2()
-    total = phi.sum(-1, keepdim=True)
+    total = phi.sum(-1, keepdim=True)  # (..., N, 1)
     return (phi / total).clamp(min=_LEAST), (total.log2() + size * LOG2_E).squeeze(-1)
 
 
@@ -191,63 +191,63 @@ def _learned_of_key(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
 
 
 def _outputs(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
-    """The numbers that become features: y + b for "t2r", and [y, -y] for the others."""
+    """Compute the numbers that become features: y + b for "t2r", and [y, -y] for the others."""
     weight = weight.to(x.dtype)
     if feature_map == "t2r":
         return x @ weight[..., :-1, :] + weight[..., -1:, :]
-    y = x @ weight
-    return torch.cat((y, -y), -1)
+    y = x @ weight  # (..., N, D) @ (..., D, F) -> (..., N, F)
+    return torch.cat((y, -y), -1)  # (..., N, 2 F)
 
 
 def count_features(feature_map: str, num_features: int) -> int:
-    """The number of features of a token for maps with `num_features` columns."""
+    """Return the number of features of a token for maps with `num_features` columns."""
     return num_features if feature_map == "t2r" else 2 * num_features
 
 
 def start_map(
     feature_map: str, num_heads: int, head_dim: int, num_features: int, seed: int, *, is_query: bool
 ) -> Tensor:
-    """The initial map of every head: float32 (H, D, F), or (H, D + 1, F) with the bias of "t2r".
+    """Make the initial map of every head: float32 (H, D, F), or (H, D + 1, F) with the bias of "t2r".
 
     The first D columns are the identity, as in Hedgehog, and further ones are blocks of random orthogonal columns. With
-    fewer features than D there are only random orthogonal columns, so that no dimension is left out; they are longer by
+    fewer features than D all columns are random and orthogonal, so that no dimension is left out, and longer by
     sqrt(D / F). All columns are multiplied by a factor of the feature map.
     """
     num_blocks = ceil_div(num_features, head_dim)
-    numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))
-    columns = torch.linalg.qr(numbers)[0]
+    numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))  # (blocks, D, D)
+    columns = torch.linalg.qr(numbers)[0]  # (blocks, D, D)
     if num_features >= head_dim:
         columns[0] = torch.eye(head_dim, dtype=columns.dtype, device=columns.device)
     start = columns.transpose(0, 1).flatten(1)[:, :num_features] * max(1.0, head_dim / num_features) ** 0.5
     start = start * _START[feature_map][0 if is_query else 1]
     if feature_map == "t2r":
         start = torch.cat((start, start.new_full((1, num_features), _START_BIAS)))
-    maps: Tensor = start.float().repeat(num_heads, 1, 1)
+    maps: Tensor = start.float().repeat(num_heads, 1, 1)  # (H, D or D + 1, F)
     return maps
 
 
 def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
-    """The negative log of phi(0) . phi(0), for the initial maps of learned features."""
+    """Compute the negative log of phi(0) . phi(0), for the initial maps of learned features."""
     if feature_map == "t2r":
         return -math.log(num_features * _START_BIAS**2)
     return math.log(2 * num_features) if feature_map == "hedgehog" else -math.log(2 * num_features)
 
 
 def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
-    """Gaussian directions that are orthogonal within blocks of D: float64 (F, D).
+    """Draw Gaussian directions that are orthogonal within blocks of D: float64 (F, D).
 
     A block is the Q of a Gaussian matrix, which is Haar distributed after its signs are fixed. Each direction gets the
     length of an independent Gaussian vector, so that it is standard normal by itself.
     """
     blocks = ceil_div(num_features, head_dim)
-    q, r = torch.linalg.qr(normal((blocks, head_dim, head_dim), seed, 5, device))
+    q, r = torch.linalg.qr(normal((blocks, head_dim, head_dim), seed, 5, device))  # (blocks, D, D) each
     signs = r.diagonal(dim1=1, dim2=2).sign()
-    directions = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, head_dim)[:num_features]
+    directions = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, head_dim)[:num_features]  # (F, D)
     lengths = torch.linalg.vector_norm(normal((num_features, head_dim), seed, 7, device), dim=1, keepdim=True)
     features: Tensor = directions * lengths
     return features
 
 
 def softmax_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
-    """`orthogonal_features`, kept if the seed is a number, because QR takes longer than a short attention."""
+    """Return `orthogonal_features`, kept if the seed is a number, because QR takes longer than short attention."""
     return constant(orthogonal_features, num_features, head_dim, seed, device=device)

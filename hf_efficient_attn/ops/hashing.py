@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing: blocks of queries and keys of similar hash, as a plan without a gradient.
+"""Locality-sensitive hashing: blocks of queries and keys with similar hashes, as a plan without a gradient.
 
 `plan_lsh` (Zandieh et al. 2023, Appendix A): bit b of a code tells on which side of the b-th random hyperplane a vector
 lies (Definition A.1). The tokens are sorted by the rank of their code in the order of the reflected Gray code, in which
@@ -40,13 +40,13 @@ class NearField(NamedTuple):
 
     Attributes:
         query_order: int64 (BH, Nq), the query at each sorted index, or None if queries are in the order of positions.
-        key_order: int64 (BH, Nk), the key at each sorted index, valid keys first, or None likewise.
+        key_order: int64 (BH, Nk), the key at each sorted index, valid keys first, or None if keys are in that order.
         start: int64 (BH, T), the sorted index at which the block of keys starts.
-        block_q: queries of a block.
-        block_k: keys of a block.
+        block_q: number of queries of a block.
+        block_k: number of keys of a block.
         num_keys: number of valid keys, int64 (BH, 1) or an integer.
-        num_queries: number of valid queries, likewise. Masked queries are known only if queries and keys are the same
-            tokens.
+        num_queries: number of valid queries, int64 (BH, 1) or an integer. Masked queries are known only if queries and
+            keys are the same tokens.
     """
 
     query_order: Tensor | None
@@ -59,23 +59,23 @@ class NearField(NamedTuple):
 
 
 def hyperplanes(head_dim: int, num_hashes: int, seed: Seed, device: torch.device) -> Tensor:
-    """Normals of random hyperplanes: (D, num_hashes), float64, standard normal."""
+    """Draw standard normal vectors that are normals of hyperplanes: float64 (D, num_hashes)."""
     return normal((head_dim, num_hashes), seed, 1, device)
 
 
 def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None) -> Tensor:
-    """What tokens are sorted by: the Gray rank of the cell plus position / N, which tells the tokens of a cell apart.
+    """Compute sorting keys: the Gray rank of a token's cell plus position / N, which tells the tokens of a cell apart.
 
     Positions and N count the valid tokens. Called without a gradient.
 
     For tokens (BH, N, D) and r hyperplanes of a seed: (BH, N), float32 if that holds all ranks and positions, else
-    float64. Tokens that the mask, bool (BH, N) or None, excludes get inf.
+    float64. The sorting key of a token that the mask, bool (BH, N) or None, excludes is inf.
     """
     length, device = x.shape[1], x.device
     dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
-    # The product of planes and tokens is three times as fast as that of tokens and planes, which has few columns.
+    # Planes times tokens is three times as fast as tokens times planes, which has few columns.
     planes = constant(_last_first, x.shape[2], num_hashes, seed, x.dtype, device=device).expand(len(x), -1, -1)
-    sides = torch.bmm(planes, x.mT)
+    sides = torch.bmm(planes, x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
     if mask is None:
         share = constant(_shares, length, num_hashes, dtype, device=device)
     else:
@@ -83,25 +83,25 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
         share = (count - 1).to(dtype) / count[:, -1:].clamp(min=1) + (2.0**num_hashes - 1.0) / 2.0
         share = share.unsqueeze(1)
     # (-1)^(bit b of the rank) is the product of the signs of the sides from b on.
-    parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)
+    parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)  # (BH, r, N)
     powers = constant(_powers, num_hashes, dtype, device=device).expand(len(x), -1, -1)
-    keys = torch.baddbmm(share, powers, parity).squeeze(1)
+    keys = torch.baddbmm(share, powers, parity).squeeze(1)  # (BH, N)
     return keys if mask is None else keys.masked_fill_(~mask, torch.inf)
 
 
 def _last_first(head_dim: int, num_hashes: int, seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The hyperplanes (r, D), the last one first, negated so that bit 1 has a negative sign."""
+    """Return the hyperplanes (r, D), the last one first, negated so that bit 1 has a negative sign."""
     return -hyperplanes(head_dim, num_hashes, seed, device).t().flip(0).to(dtype)
 
 
 def _shares(length: int, num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Position / N, and the sum of 2^b / 2: (1, 1, N)."""
+    """Return position / N plus the sum of 2^b / 2: (1, 1, N)."""
     share = torch.arange(length, device=device).to(dtype) / length
     return (share + (2.0**num_hashes - 1.0) / 2.0).view(1, 1, -1)
 
 
 def _powers(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-2^b / 2 from the last b to the first: (1, 1, r)."""
+    """Return -2^b / 2 from the last b to the first: (1, 1, r)."""
     return -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device)).view(1, 1, -1)
 
 
@@ -114,18 +114,18 @@ def plan_lsh(
     seed: Seed,
     block_q: int | None = None,
 ) -> NearField:
-    """Blocks of queries and blocks of keys in hash order, without a gradient.
+    """Cut queries and keys into blocks in hash order, without a gradient.
 
     `block_starts` describes the departure from the paper.
 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D).
-        block_size: keys of a block.
+        block_size: number of keys of a block.
         key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
-        num_hashes: hyperplanes of the hash.
+        num_hashes: number of hyperplanes of the hash.
         seed: seed of the hyperplanes.
-        block_q: queries of a block; `block_size` by default.
+        block_q: number of queries of a block; `block_size` by default.
     """
     q_len, kv_len, block_q = query.shape[1], key.shape[1], block_size if block_q is None else block_q
     query_mask = key_mask if q_len == kv_len else None
@@ -140,27 +140,27 @@ def plan_lsh(
 def block_starts(
     query_keys: Tensor, keys: Tensor, num_queries: Tensor | int, num_keys: Tensor | int, block_q: int, block_k: int
 ) -> Tensor:
-    """For each block of sorted queries the sorted index at which its block of keys starts.
+    """Find the sorted index at which the block of keys of each block of sorted queries starts.
 
     The papers pair the b-th block of queries with the b-th block of keys. Two sets of vectors may be distributed
     differently over the cells of the hash. So here the block of keys is centered on the sorted index that the middle
     query of the block would have among the keys.
 
-    `query_keys` (BH, Nq) and `keys` (BH, Nk) are what queries and keys are sorted by, in ascending order. So many, an
-    integer or int64 (BH, 1), are valid. Returns int64 (BH, T). A block of keys ends before `num_keys` if there are at
-    least `block_k`.
+    `query_keys` (BH, Nq) and `keys` (BH, Nk) are sorting keys of queries and keys, in ascending order, of which the
+    first `num_queries` and `num_keys`, integers or int64 (BH, 1), are valid. Returns int64 (BH, T). A block of keys
+    ends before `num_keys` if there are at least `block_k`.
     """
     (batch_heads, q_len), device = query_keys.shape, keys.device
-    middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)
-    of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))
+    middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)  # (BH, T)
+    of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))  # (BH, T)
     start = torch.searchsorted(keys, of_middle) - block_k // 2
     return start.clamp_(max=num_keys - block_k).clamp_(min=0)
 
 
 _STREAM = 45
-# So far below any score that its exponential is 0, but finite, because the product of infinity and 0 is NaN.
+# Its negative is so far below any score that its exponential is 0, but finite, because infinity times 0 is NaN.
 _EXCLUDED = 1e30
-# What tokens are sorted by is bucket * 2**32 + position. The bucket of masked tokens comes after all others.
+# The sorting key of a token is bucket * 2**32 + position. The bucket of masked tokens comes after all others.
 _BUCKET, _LAST_BUCKET = 1 << 32, 1 << 30
 
 
@@ -185,7 +185,7 @@ class Rounds(NamedTuple):
 
 
 def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
-    """Random directions of every round for up to `kv_len` keys: (h, rounds, 2, D), float64, standard normal.
+    """Draw standard normal directions of every round for up to `kv_len` keys: float64 (h, rounds, 2, D).
 
     Fewer keys use the first of the h directions: see `bucket_halves`.
     """
@@ -194,37 +194,37 @@ def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Se
 
 
 def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> Tensor:
-    """Half of each of the two factors of the number of buckets, from 1 to `most`: int64 (B, 1) -> (B, 2).
+    """Compute half of each of the two factors of the number of buckets, from 1 to `most`: int64 (B, 1) -> (B, 2).
 
     There are about 2 * num_keys / block_size buckets, so that a bucket has half a block on average (the paper's
     m = 2 l / n_buckets). The first half is the smallest h for which 2h * 2h buckets suffice. The second half is the
     smallest that suffices together with the first.
     """
-    smaller = torch.arange(1, most, device=num_keys.device)
+    smaller = torch.arange(1, most, device=num_keys.device)  # (most - 1,)
     first = 1 + (2 * block_size * smaller * smaller < num_keys.unsqueeze(-1)).sum(-1)
     second = (num_keys + (2 * block_size * first - 1)) // (2 * block_size * first)
     return torch.cat((first, second.clamp(min=1)), 1)
 
 
 def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor | None = None) -> Tensor:
-    """The bucket of every token in every round.
+    """Compute the bucket of every token in every round.
 
     A bucket is a pair of hashes argmax([xR; -xR]), where R are the first directions of each factor. A single hash with
     as many buckets would cost their number times N, which is quadratic for blocks of constant size.
 
-    For tokens (BH, N, D), the results of `rotations` and `bucket_halves`, and, to subtract their mean from all, the
-    number of tokens that are not 0, int64 (BH or 1, 1). Returns int64 (BH, S, N).
+    Takes tokens (BH, N, D) and the results of `rotations` and `bucket_halves`. If `num_keys`, the number of tokens that
+    are not 0, int64 (BH or 1, 1), is given, their mean is subtracted from all. Returns int64 (BH, S, N).
     """
     # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
     used = integers(len(directions), x.device) < half.unsqueeze(2)
-    directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]
+    directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]  # (1 or BH, S, 2, h, D)
     dtype, sizes = accumulation_dtype(x.dtype), directions.shape[1:4]
     projected = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1) @ x.detach().to(dtype).mT
-    if num_keys is not None:  # the mean is subtracted from the products, because they are fewer numbers
+    if num_keys is not None:  # subtract the mean from the products, because they are fewer numbers
         projected -= projected.sum(2, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
-    projected = projected.unflatten(1, sizes)
-    # The largest absolute value, one direction at a time: on a CPU several times as fast as a maximum with its index.
-    largest, *others = projected.abs().unbind(3)
+    projected = projected.unflatten(1, sizes)  # (BH, S, 2, h, N)
+    # Find the largest absolute value, one direction at a time: on a CPU several times as fast as `max` with an index.
+    largest, *others = projected.abs().unbind(3)  # (BH, S, 2, N) each
     index = torch.zeros_like(largest, dtype=torch.int16)
     for h, other in enumerate(others, 1):
         index = torch.maximum(index, (other > largest).to(torch.int16).mul_(h))
@@ -237,7 +237,7 @@ def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor |
 def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sort tokens by bucket (BH, S, N), and within it by their share of the sequence, from 0 to 2^31 - 1.
 
-    Those that the mask, bool (BH, N), excludes come last. Returns what they are sorted by, and the order.
+    Tokens that the mask, bool (BH, N), excludes come last. Returns the sorting keys and the order.
     """
     codes = codes if mask is None else codes.masked_fill(~mask.unsqueeze(1), _LAST_BUCKET)
     return torch.add(share, codes, alpha=_BUCKET).sort()
@@ -247,18 +247,18 @@ def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
 def plan_rounds(
     query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: Seed
 ) -> Rounds:
-    """Blocks of `block_size` queries, each with 2 * block_size keys: its own block and half of each neighboring block.
+    """Cut queries into blocks of `block_size`, each with 2 * block_size keys: its own and half of both neighbors.
 
     If the keys are not the queries, their mean is subtracted before hashing. Softmax attention does not change if the
     same vector is added to all keys, but a large vector would put all keys into one bucket.
 
-    Up to rounds * 2 * block_size keys are all computed: their blocks are disjoint parts of one order.
+    Sequences of up to rounds * 2 * block_size keys are exact: the blocks of a query are disjoint parts of one order.
 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D), or the same tensor as `query`. Otherwise it is 0 for masked keys.
         key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
-        block_size: queries of a block.
+        block_size: number of queries of a block.
         rounds: number of hashes.
         seed: seed of the hashes.
     """
@@ -279,10 +279,10 @@ def plan_rounds(
     queries, query_order = keys, key_order
     if query is not key:
         queries, query_order = _sort(bucket_codes(query, directions, half), query_share, query_mask)
-    of_rounds = num_keys.expand(batch_heads, 1).repeat_interleave(rounds, 0)
+    of_rounds = num_keys.expand(batch_heads, 1).repeat_interleave(rounds, 0)  # (BH S, 1)
     num_queries = q_len if query_mask is None else of_rounds
     start = block_starts(queries.flatten(0, 1), keys.flatten(0, 1), num_queries, of_rounds, block_size, block_k)
-    start = start.unflatten(0, (batch_heads, rounds))
+    start = start.unflatten(0, (batch_heads, rounds))  # (BH, S, T)
     if key_mask is None:
         return Rounds(query_order, key_order, start, block_size, block_k, None)
     short = (num_keys <= rounds * block_k)[:, :, None]
@@ -294,10 +294,10 @@ def plan_rounds(
 def rounds_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: Rounds, *, others: bool, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """The attention of a plan.
+    """Compute the attention of a plan.
 
-    A pair that several rounds contain counts in the first of them only, so that this round needs no bias and dropout is
-    applied once to each pair. The paper's weights of the rounds (Eq. 6-7) have the same sum.
+    A pair that several rounds contain counts in the first of them only, so that the first round needs no bias and
+    dropout is applied once to each pair. The paper's weights of the rounds (Eq. 6-7) have the same sum.
 
     Args:
         query: (BH, Nq, D).
@@ -315,15 +315,15 @@ def rounds_attention(
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, num_keys: Tensor | None, *orders: Tensor) -> Tensor:
         query_order, key_order, start = orders
-        query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))
+        query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))  # (BH, S, N)
         # The last block is padded with query 0; the result for the padding is not used.
         queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)
-        queries = queries.view(len(query), rounds, num_blocks, plan.block_q)
-        index = start.unsqueeze(3) + integers(plan.block_k, query.device)
+        queries = queries.view(len(query), rounds, num_blocks, plan.block_q)  # (BH, S, T, block_q)
+        index = start.unsqueeze(3) + integers(plan.block_k, query.device)  # (BH, S, T, block_k)
         masked = None if num_keys is None else index >= num_keys[:, :, None, None]
         index = index.clamp(max=key.shape[1] - 1)
-        keys = key_order.gather(2, index.flatten(2)).view_as(index)
-        # The start of the block of keys of each query in each round.
+        keys = key_order.gather(2, index.flatten(2)).view_as(index)  # (BH, S, T, block_k)
+        # The start of each query's block of keys in each round: (BH, S, Nq).
         first = start.gather(2, query_rank // plan.block_q)
 
         def one_round(s: int) -> Partial:
@@ -335,19 +335,19 @@ def rounds_attention(
             part, rank = attend(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
             return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
 
-        # The first round, which has no bias, needs the least memory beside the other results.
+        # The first round has no bias, so it comes last, when the results of the others take memory.
         partials = [one_round(s) for s in reversed(range(rounds))]
         out, lse = merge(*partials)
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
     tensors = query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
     size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
-    # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as to compute them again.
+    # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as computing them again.
     return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
-    """The numbers x (BH, N) at an index (BH, ...), in its shape."""
+    """Gather numbers x (BH, N) by an index (BH, ...), in the shape of the index."""
     return x.gather(1, index.flatten(1)).view_as(index)
 
 
@@ -358,10 +358,10 @@ def _round_bias(
     earlier: list[tuple[Tensor, Tensor]],
     others: bool,
 ) -> Tensor | None:
-    """The bias of the pairs of a round, (BH, T, block_q or 1, block_k), or None if all pairs count.
+    """Compute the bias of the pairs of a round, (BH, T, block_q or 1, block_k), or None if all pairs count.
 
-    It is -inf for masked keys and -`_EXCLUDED` for pairs of an earlier round, whose weight is then nothing beside what
-    their query has in that round.
+    It is -inf for masked keys and -`_EXCLUDED` for pairs of an earlier round. The query has larger weights in that
+    round, so the weight of an excluded pair is lost beside them.
 
     `pairs` are the queries, int64 (BH, T, block_q), and the keys, (BH, T, block_k). `earlier` has for each earlier
     round the ranks of these keys, and the starts of the blocks of keys of these queries. `others` excludes the pairs of
@@ -373,21 +373,21 @@ def _round_bias(
         # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
         # most block_k - 1 within the block of keys, and at least block_k + 1 outside.
         center = (2 * first + (block_k - 1)).to(acc_dtype)
-        gap = ((2 * rank).to(acc_dtype)[:, :, None] - center[:, :, :, None]).abs_()
+        gap = ((2 * rank).to(acc_dtype)[:, :, None] - center[:, :, :, None]).abs_()  # (BH, T, block_q, block_k)
         # Several operations on one buffer are several times as fast as a masked fill.
         excluded = gap.clamp_(block_k - 1, block_k).sub_(block_k).mul_(_EXCLUDED)
         bias = excluded if bias is None else bias.add_(excluded)
     if others:
-        itself = mask_bias(keys[:, :, None] != queries[:, :, :, None], dtype)
+        itself = mask_bias(keys[:, :, None] != queries[:, :, :, None], dtype)  # (BH, T, block_q, block_k)
         bias = itself if bias is None else bias.add_(itself)
     if masked is not None:
-        key_bias = mask_bias(~masked[:, :, None], dtype)
+        key_bias = mask_bias(~masked[:, :, None], dtype)  # (BH, T, 1, block_k)
         bias = key_bias if bias is None else bias.add_(key_bias)
     return bias
 
 
 def dense_pairs(plan: Rounds) -> Tensor:
-    """The readable form: bool (BH, Nq, Nk), True for the pairs of any round."""
+    """Mark the pairs of any round, in the readable form: bool (BH, Nq, Nk)."""
     (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
     pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
     for a in range(batch_heads):

@@ -1,7 +1,7 @@
 """Gaussian kernels by hashing: tables of a Euclidean hash, pairs that share a bucket, and density estimates from them.
 
-The hash is that of Datar, Immorlica, Indyk and Mirrokni (2004): a point falls into cell floor((a . x + b) / width) of
-a random direction a with shift b, and `depth` such cells make a bucket. The probability that two points share a bucket
+The hash (Datar, Immorlica, Indyk and Mirrokni 2004) puts a point x into cell floor((a . x + b) / width) of a random
+direction a with shift b. `depth` such cells make a bucket. The probability that two points share a bucket
 depends on their distance alone and has a closed form (`collision_chance`), which importance sampling by buckets needs.
 All lengths are in units of the kernel's bandwidth: k(x, y) = exp(-|x - y|^2 / 2).
 
@@ -19,18 +19,18 @@ from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import normal, sliced, uniform
 
-# Numbers of a temporary tensor: 32 MiB of float64.
+# A temporary tensor has at most this many numbers: 32 MiB of float64.
 _NUMBERS = 1 << 22
-# Pairs at a time, before those that several tables contain are merged.
+# This many pairs are computed at a time, before pairs that several tables contain are merged.
 _PAIRS = 1 << 21
 _DRAWS = 10_000
-# Attention to a number of keys: hash tables, hashes that make up a bucket of one, pairs at a time, streams of numbers.
+# Attention with a budget of keys: the number of tables, the hashes of a bucket, the pairs at a time, and streams.
 _BUDGET_TABLES, _BUDGET_DEPTH, _BUDGET_PAIRS = 8, 4, 1 << 17
 _BUDGET_SAMPLE, _BUDGET_HASH, _PART_DRAWS = 40_000, 70, 50_001
 
 
 class Hash(NamedTuple):
-    """A family of tables: `tables` times independently, cells of `width` along `depth` directions make a bucket."""
+    """A family of `tables` independent tables. In each, cells of `width` along `depth` directions make a bucket."""
 
     width: float
     depth: int
@@ -52,12 +52,12 @@ class Tables(NamedTuple):
 
 
 def kernel_of(squares: Tensor) -> Tensor:
-    """exp(-d^2 / 2) for squared distances d^2 (...)."""
+    """Compute exp(-d^2 / 2) for squared distances d^2 (...)."""
     return torch.exp(-0.5 * squares)
 
 
 def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-    """The kernel of pairs, some pairs at a time, so that memory stays small.
+    """Compute the kernel of pairs, some pairs at a time, so that memory stays small.
 
     Args:
         queries: (Nq, d).
@@ -79,29 +79,29 @@ def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: T
 
 
 def query_blocks(num_queries: int, num_keys: int) -> Iterator[slice]:
-    """Slices of the queries for which a matrix with `num_keys` columns stays small."""
+    """Yield slices of the queries for which a matrix with `num_keys` columns stays small."""
     step = max(1, _NUMBERS // max(1, num_keys))
     return (slice(start, min(start + step, num_queries)) for start in range(0, num_queries, step))
 
 
 def kernel_product(queries: Tensor, keys: Tensor, x: Tensor) -> Tensor:
-    """sum_j k(q_i, k_j) x_j, exactly and with memory linear in n: (Nq, d), (n, d), (n, m) -> (Nq, m)."""
+    """Compute sum_j k(q_i, k_j) x_j exactly, with memory linear in n: (Nq, d), (n, d), (n, m) -> (Nq, m)."""
     out = x.new_empty(queries.shape[0], x.shape[1])
     # Distances do not depend on the origin, but their rounding does.
     center = keys.mean(0) if len(keys) else 0.0
     queries, keys = queries - center, keys - center
     squares = keys.square().sum(1)
     for some in query_blocks(queries.shape[0], keys.shape[0]):
-        block = torch.addmm(squares, queries[some], keys.t(), alpha=-2.0)
+        block = torch.addmm(squares, queries[some], keys.t(), alpha=-2.0)  # (some, d) @ (d, n) -> (some, n)
         block.add_(queries[some].square().sum(1, keepdim=True)).clamp_(min=0.0)
         torch.mm(block.mul_(-0.5).exp_(), x, out=out[some])
     return out
 
 
 def collision_chance(ratio: Tensor) -> Tensor:
-    """The probability that two points share a cell of one direction (Datar et al. 2004, 3.2).
+    """Compute the probability that two points share a cell of one direction (Datar et al. 2004, 3.2).
 
-    `ratio` (...) is their distance divided by the width of a cell.
+    `ratio` (...) is the distance of the points divided by the width of a cell.
     """
     safe = ratio.clamp(min=1e-12)
     tails: Tensor = torch.special.erfc(1.0 / (safe * math.sqrt(2.0)))
@@ -110,13 +110,13 @@ def collision_chance(ratio: Tensor) -> Tensor:
 
 
 def bucket_chance(distance: Tensor, family: Hash) -> Tensor:
-    """The probability that two points at a distance (...) share a bucket of one table."""
+    """Compute the probability that two points at a distance (...) share a bucket of one table."""
     chance: Tensor = collision_chance(distance / family.width) ** family.depth
     return chance
 
 
 def _codes(points: Tensor, directions: Tensor, shifts: Tensor, factors: Tensor, family: Hash) -> Tensor:
-    """Codes of buckets, int64 (T, n): a random linear hash modulo 2^64 of the cells, different for any two buckets."""
+    """Compute codes that tell buckets apart, int64 (T, n): a random linear hash of the cells modulo 2^64."""
     tables = directions.shape[1] // family.depth
     out = torch.empty(tables, points.shape[0], dtype=torch.int64, device=points.device)
     step = max(1, _NUMBERS // max(1, directions.shape[1]))
@@ -145,13 +145,13 @@ def hash_tables(queries: Tensor, keys: Tensor, family: Hash, seed: Seed, stream:
 
 
 def bucket_bounds(tables: Tables) -> tuple[Tensor, Tensor]:
-    """The first sorted index of each query's bucket, and the number of keys in the bucket: int64 (T, Nq) each."""
-    low = torch.searchsorted(tables.codes, tables.query_codes)
+    """Find the first sorted index of each query's bucket, and the bucket's number of keys: int64 (T, Nq) each."""
+    low = torch.searchsorted(tables.codes, tables.query_codes)  # (T, Nq)
     return low, torch.searchsorted(tables.codes, tables.query_codes, right=True) - low
 
 
 def shared_buckets(tables: Tables, at_a_time: int = _PAIRS) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """All pairs of a query i and a key j that share a bucket of any table, for some queries at a time.
+    """Yield all pairs of a query i and a key j that share a bucket of any table, for some queries at a time.
 
     Yields:
         A slice of the queries, in ascending order; the pairs as sorted int64 numbers i * n + j, each once; and the
@@ -159,7 +159,7 @@ def shared_buckets(tables: Tables, at_a_time: int = _PAIRS) -> Iterator[tuple[sl
     """
     low, size = bucket_bounds(tables)
     num_keys, device = tables.codes.shape[1], size.device
-    total = size.sum(0).cumsum(0)
+    total = size.sum(0).cumsum(0)  # (Nq,)
     start = 0
     while start < total.numel():
         before = total[start - 1] if start else total.new_zeros(())
@@ -185,14 +185,14 @@ class Choice(NamedTuple):
 def choose_hash(
     distances: Tensor, radius: float, miss: float, num_keys: int, per_rest: float, max_cost: float
 ) -> Choice:
-    """The cheapest tables that miss a pair at distance r <= radius with a probability of at most miss / k(r).
+    """Choose the cheapest tables that miss a pair at distance r <= radius with a probability of at most miss / k(r).
 
-    The cost per query in kernel evaluations has three parts: 2 * tables * depth projections (those of the query and of
-    a key); the keys in its buckets; and `per_rest` times the mean of k^2 over the keys in none of them. The last two
-    are estimated from a sample of distances.
+    The cost per query in kernel evaluations has three parts: 2 * tables * depth projections, of the query and of a key;
+    the keys in the query's buckets; and `per_rest` times the mean of k^2 over the keys in none of its buckets. The last
+    two parts are estimated from a sample of distances.
 
     Args:
-        distances: of a sample of pairs.
+        distances: the distances of a sample of pairs.
         radius: distance up to which pairs must be found.
         miss: bound of the probability to miss a pair, times the kernel of the pair.
         num_keys: number of keys.
@@ -226,7 +226,7 @@ def choose_hash(
 
 
 class Density(NamedTuple):
-    """Estimates of a density, their standard errors, (Nq,) each, and the number of kernel evaluations."""
+    """Estimates of a density and their standard errors, (Nq,) each, and the number of kernel evaluations."""
 
     mean: Tensor
     error: Tensor
@@ -236,18 +236,18 @@ class Density(NamedTuple):
 def gaussian_kde(
     points: Tensor, queries: Tensor, *, mu: float, tables: int, seed: Seed = 0, stream: int = 90
 ) -> Density:
-    """Densities (1/n) sum_i k(q, x_i) by hashing-based importance sampling (Charikar & Siminelakis, FOCS 2017).
+    """Estimate densities (1/n) sum_i k(q, x_i) by hashing-based importance sampling (Charikar & Siminelakis 2017).
 
     In each of M tables a query selects one of the keys in its bucket at random. The kernel value of this key, times the
     size of the bucket, divided by n and by the probability of sharing a bucket, is an unbiased estimate of the density
-    (their Section 3, the estimator Z). The cells are chosen so that this probability falls about like the fourth root
-    of the kernel, up to the distance at which the kernel is mu. So near keys are selected more often than far ones,
-    which keeps the variance small relative to the density. Their data structure takes medians of means of as many
-    tables as a bound on the variance requires. Here the mean over all tables is returned, with its standard error.
+    (Section 3 of the paper, the estimator Z). The cells are chosen so that this probability falls about like the fourth
+    root of the kernel, up to the distance at which the kernel is mu. So near keys are selected more often than far
+    ones, which keeps the variance small relative to the density. The paper takes medians of means of as many tables as
+    a bound on the variance requires. This function returns the mean over all tables, with its standard error.
 
     Args:
         points: (n, d), in units of the bandwidth.
-        queries: (Nq, d), likewise.
+        queries: (Nq, d), in the same units.
         mu: density for which the cells are chosen.
         tables: M. Densities of mu and more have a relative error of about (M mu^(1/2))^(-1/2).
         seed: seed of the hash and of the sampling.
@@ -272,11 +272,11 @@ def gaussian_kde(
         low, size = bucket_bounds(hashed)
         draw = uniform((family.tables, num_queries), seed, _DRAWS * 9 + stream + 3 * first, queries.device)
         sorted_index = low + (draw * size).to(torch.int64).clamp(max=size - 1).clamp(min=0)
-        key_index = hashed.order.gather(1, sorted_index.clamp(max=num_keys - 1))
+        key_index = hashed.order.gather(1, sorted_index.clamp(max=num_keys - 1))  # (T, Nq)
         values = pair_kernel(queries, points, query_index.expand_as(key_index), key_index).double()
         distance = (-2.0 * values.clamp(min=1e-300).log()).sqrt()
         chance = bucket_chance(distance, family).clamp(min=1e-300)
-        estimates = torch.where((size > 0) & (values > 0), values * size / (num_keys * chance), 0.0)
+        estimates = torch.where((size > 0) & (values > 0), values * size / (num_keys * chance), 0.0)  # (T, Nq)
         total += estimates.sum(0)
         squares += estimates.square().sum(0)
     mean = total / tables
@@ -299,27 +299,28 @@ class Part(NamedTuple):
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part, *, scale: float, dropout_p: float) -> Partial:
-    """Attention of a part of one head, query (Nq, D), key (Nk, D) and value (Nk, Dv): out (R, Dv) and lse (R,)."""
+    """Compute the attention of a part of one head (Nq, D), (Nk, D), (Nk, Dv): out (R, Dv) and lse (R,)."""
 
     def forward(query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+        # (1, R, 1, D), (1, R, M, D), (1, R, M, Dv), (1, R, 1, M)
         own = query[None, :, None], key[keys][None], value[keys][None], bias[None, :, None]
         out, lse = (x[0, :, 0] for x in attend(*own, scale=scale, dropout_p=dropout_p))
         return torch.cat((out.to(lse.dtype), lse.unsqueeze(1)), 1)
 
-    # Computed again in the backward pass, because autograd would keep a copy of the keys of every query.
+    # `sliced` computes this again in the backward pass, because autograd would keep a copy of the keys of every query.
     rows = query[part.queries], part.keys, part.bias.to(accumulation_dtype(query.dtype))
     both = sliced(forward, *rows, size=len(part.queries), draws=dropout_p > 0.0)
     return Partial(both[:, :-1].to(value.dtype), both[:, -1])
 
 
 def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tensor) -> Iterator[Part]:
-    """All queries with `budget` keys each: half of them by shared buckets, the rest drawn.
+    """Yield all queries with `budget` keys each: up to half of the keys share buckets, the others are drawn.
 
     Args:
         budget: the number of keys for each query.
         queries: (Nq, D), in units of the bandwidth.
         keys: (Nk, D), in units of the bandwidth.
-        seed: of the hash and of the draws.
+        seed: seed of the hash and of the draws.
     """
     num_queries, num_keys, device = len(queries), len(keys), keys.device
     numbers = uniform((2, 4096), seed, _BUDGET_SAMPLE, device)
@@ -334,7 +335,7 @@ def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tens
     tables = hash_tables(queries, keys, Hash(width, _BUDGET_DEPTH, _BUDGET_TABLES), seed, _BUDGET_HASH)
     light, heavy = torch.arange(num_keys, device=device), torch.arange(0, device=device)
     for block, found, times in shared_buckets(tables, _BUDGET_PAIRS):
-        # Of the keys of each query keep those that it meets in most tables.
+        # Keep the keys that each query meets in most tables.
         order = (found // num_keys * (_BUDGET_TABLES + 1) + _BUDGET_TABLES - times).argsort(stable=True)
         row = found[order] // num_keys - block.start
         kept = found[order[_rank_in_group(row, block.stop - block.start) < budget // 2]].sort().values
@@ -345,15 +346,15 @@ def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tens
 def part_of(
     queries: Tensor, found: Tensor, draws: Tensor | int, light: Tensor, heavy: Tensor, seed: int | Tensor
 ) -> Part:
-    """The part of some queries: the heavy keys, the light keys that share a bucket, and light keys that are drawn.
+    """Make the part of some queries: the heavy keys, the light keys that share a bucket, and drawn light keys.
 
     Args:
         queries: int64 (R,), ascending.
         found: the pairs of queries and keys that share a bucket, as sorted numbers query * L + index of the light key.
-        draws: the number of draws of each query (R,), or that of its keys of both kinds.
-        light: int64 (L,).
-        heavy: int64 (n,).
-        seed: of the draws.
+        draws: the number of draws of each query (R,), or the number of its light keys of both kinds together.
+        light: int64 (L,), the light keys.
+        heavy: int64 (n,), the heavy keys.
+        seed: seed of the draws.
     """
     num_light = len(light)
     row = torch.searchsorted(queries, found // num_light).clamp(max=len(queries) - 1)
@@ -361,7 +362,7 @@ def part_of(
     row, own = row[is_own], found[is_own]
     # The pairs as keys (R, m), with -inf as bias where a query has less than m.
     rank, width = _rank_in_group(row, len(queries)), int(torch.bincount(row).max()) if len(row) else 0
-    near = row.new_zeros(len(queries), width)
+    near = row.new_zeros(len(queries), width)  # (R, m)
     bias = torch.full(near.shape, -torch.inf, dtype=torch.float64, device=row.device)
     near[row, rank], bias[row, rank] = own % num_light, 0.0
     draws = draws if isinstance(draws, Tensor) else draws - (bias == 0).sum(1)
@@ -374,12 +375,12 @@ def part_of(
 def draw_columns(
     draws: Tensor, queries: Tensor, found: Tensor, num_light: int, seed: int | Tensor, stream: int
 ) -> tuple[Tensor, Tensor]:
-    """The draws (R,) of the queries (R,): keys int64 (R, M) and which of them count, as in `light_draws`."""
+    """Draw `draws` (R,) keys for each query (R,): int64 (R, M), and bool (R, M), False for unused and found keys."""
     most = int(draws.max())
     # The first query's number gives each call a stream of its own.
     numbers = uniform((len(queries), most), seed, stream + 1000 * int(queries.min()), queries.device)
     key_index = (numbers * num_light).to(torch.int64).clamp(max=num_light - 1)
-    used = torch.arange(most, device=queries.device) < draws[:, None]
+    used = torch.arange(most, device=queries.device) < draws[:, None]  # (R, M)
     if len(found):
         pair = queries[:, None] * num_light + key_index
         used &= found[torch.searchsorted(found, pair).clamp(max=len(found) - 1)] != pair
@@ -387,6 +388,6 @@ def draw_columns(
 
 
 def _rank_in_group(group: Tensor, num_groups: int) -> Tensor:
-    """The rank of each element among the elements of its group, for a sorted `group` (P,): (P,)."""
+    """Rank each element among the elements of its group, for a sorted `group` (P,): (P,)."""
     sizes = torch.bincount(group, minlength=num_groups)
     return torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group]

@@ -1,4 +1,4 @@
-"""Landmarks, which are means of segments of the valid tokens; pseudo-inverses; and attention to a few keys."""
+"""Landmarks that are means of segments of the valid tokens, pseudo-inverses, and attention to a few keys."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,20 +12,20 @@ from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
 from hf_efficient_attn.ops.tokens import inverse, slice_size, sliced, take, valid_first
 
-# `damped_solve` damps squared singular values below this part of |A|_1 |A|_inf. They are more noise than signal, and
-# six steps of the iteration damp those below 1e-3 of it as well.
+# `damped_solve` damps squared singular values below this share of |A|_1 |A|_inf. They are more noise than signal, and
+# six steps of the iteration damp all below a share of 1e-3 as well.
 DAMPING = 1e-4
 
 
 class Segments(NamedTuple):
     """L segments of the valid tokens, for every mask.
 
-    Of n tokens the first n mod L segments have one token more than the others. If n < L the last segments are empty.
+    The first n mod L segments of n tokens have one token more than the others. If n < L the last segments are empty.
 
     Attributes:
         sizes: int64 (R, L), the number of tokens of each segment; R is B, or 1 without a mask.
-        lengths: int64 (R, L), how many positions each segment covers, masked ones included. A segment begins where the
-            one before it ends.
+        lengths: int64 (R, L), how many positions each segment covers, masked positions included. A segment begins
+            where the previous segment ends.
         equal: whether the segments are known to be equal parts of the sequence.
     """
 
@@ -35,28 +35,28 @@ class Segments(NamedTuple):
 
 
 def segment_sizes(num_tokens: Tensor, num_segments: int) -> Tensor:
-    """The sizes of the segments for numbers of tokens: int64 (...) -> (..., L)."""
+    """Compute the sizes of the segments for numbers of tokens: int64 (...) -> (..., L)."""
     segment = torch.arange(num_segments, device=num_tokens.device)
     return (num_tokens // num_segments).unsqueeze(-1) + (segment < (num_tokens % num_segments).unsqueeze(-1))
 
 
 def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments: int, device: torch.device) -> Segments:
-    """The segments of `total` tokens, with the lengths of their parts at the positions `own`.
+    """Cut `total` tokens into segments, and count the positions of each segment among the positions `own`.
 
     Args:
         key_mask: bool (B, total), or None if all tokens are valid.
         total: the number of tokens.
         own: the positions that the lengths count.
         num_segments: L.
-        device: of the result.
+        device: the device of the result.
     """
     if key_mask is None:
         sizes = segment_sizes(torch.full((1,), total, device=device), num_segments)
         ends = sizes.cumsum(1)
     else:
-        rank = key_mask.cumsum(1)
-        sizes = segment_sizes(rank[:, -1], num_segments)
-        ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1
+        rank = key_mask.cumsum(1)  # (B, total)
+        sizes = segment_sizes(rank[:, -1], num_segments)  # (B, L)
+        ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1  # (B, L)
     ends = ends.clamp(own.start, own.stop) - own.start
     ends[:, -1] = own.stop - own.start  # with the padding behind the last token
     equal = key_mask is None and own == slice(0, total) and total % num_segments == 0
@@ -64,11 +64,11 @@ def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments:
 
 
 def segment_sums(x: Tensor, segments: Segments) -> Tensor:
-    """The sums of the segments of x (B, H, N, D), which is 0 at masked tokens: (B, H, L, D), accumulated."""
+    """Sum the segments of x (B, H, N, D), which is 0 at masked tokens: (B, H, L, D) in the accumulation dtype."""
     if segments.equal:  # a fifth of the time
         parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
         return parts.sum(3, dtype=accumulation_dtype(x.dtype))
-    lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()
+    lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()  # (B, H, L)
     x = x.to(accumulation_dtype(x.dtype))
     sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)
     return sums
@@ -98,20 +98,20 @@ def landmark_attention(
     dropout_p: float,
     shards: Shards | None = None,
 ) -> Tensor:
-    """F Z B V with F = softmax(Q K~^T), Z the pseudo-inverse of A = softmax(Q~ K~^T) and B = softmax(Q~ K^T).
+    """Compute F Z B V with F = softmax(Q K~^T), Z the pseudo-inverse of A = softmax(Q~ K~^T) and B = softmax(Q~ K^T).
 
     The landmarks Q~ and K~ are means of segments of the valid tokens. All three factors use them in the dtype of the
-    products, because Z enlarges differences between them. Z is float32, and the products of float16 tensors are, too:
-    the weights can exceed its range.
+    products, because Z enlarges differences between them. Z is float32. Products of float16 tensors are float32 as
+    well, because the weights can exceed the range of float16.
 
     Args:
-        query: (B, H, Nq, D), with the mask of the keys if Nq = Nk.
+        query: (B, H, Nq, D). The mask of the keys also masks the queries if Nq = Nk.
         key: (B, H_kv, Nk, D), with more than L tokens in all processes together.
         value: (B, H_kv, Nk, Dv); key and value are 0 where they are masked.
         key_mask: bool (B, Nk), or None.
         options: the hyperparameters.
         dropout_p: probability of dropping a weight of F.
-        shards: if the tokens of the sequence are divided over processes, which tokens these are.
+        shards: the tokens of this process if processes share the sequence, or None.
 
     Returns:
         (BH, Nq, Dv) in the dtype of the products. A sequence with up to L tokens has exact attention.
@@ -128,7 +128,7 @@ def landmark_attention(
         of_queries = find_segments(None, q_len, slice(0, q_len), options.num_landmarks, device)
     elif key_mask is not None:
         masked_query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
-    few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)
+    few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)  # (B,)
     # Each of a few tokens is a landmark by itself.
     any_few = all_keys is not None and bool(few.any())
     sums = [segment_sums(masked_query, of_queries), segment_sums(key, segments)]
@@ -137,7 +137,7 @@ def landmark_attention(
     counts = [x.sizes.clamp(min=1)[:, None, :, None] for x in (of_queries, segments, segments)]
     means = [_all_heads(x / n, num_heads) for x, n in zip(sums, counts, strict=False)]  # (BH, L, .)
     queries, keys = (x.to(dtype) for x in means[:2])
-    tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))
+    tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))  # (BH, 1, Nk, .)
     bias = None
     if key_mask is not None:
         bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
@@ -147,14 +147,14 @@ def landmark_attention(
     empty = None
     if all_keys is not None:
         empty = [(x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)]
-    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)
-    values = part.out[:, 0].to(acc_dtype)
+    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)  # (BH, L, L)
+    values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
     if empty is not None and any_few:
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
         values = torch.where(few.repeat_interleave(num_heads)[:, None, None], means[2], values)
-        landmark_bias = mask_bias(~empty[0], acc_dtype)
+        landmark_bias = mask_bias(~empty[0], acc_dtype)  # (BH, L)
     # Weights that exceed the range of float16 need the wider dtype.
     result = value.dtype if value.dtype == torch.bfloat16 else dtype
     tensors = query.flatten(0, 1), keys, values.to(dtype), landmark_bias
@@ -168,11 +168,11 @@ def _all_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _landmark_weights(queries: Tensor, keys: Tensor, empty: Sequence[Tensor] | None, scale: float) -> Tensor:
-    """A = softmax(Q~ K~^T) (BH, L, L) for landmarks (BH, L, D); 0 in the columns and rows of empty segments.
+    """Compute A = softmax(Q~ K~^T) (BH, L, L) for landmarks (BH, L, D); 0 in columns and rows of empty segments.
 
     `empty` tells which segments of keys and of queries have no token, bool (BH, L) each.
     """
-    scores = queries @ keys.mT * scale
+    scores = queries @ keys.mT * scale  # (BH, L, D) @ (BH, D, L) -> (BH, L, L)
     if empty is None:
         return scores.softmax(-1)
     # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
@@ -196,9 +196,9 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     Returns:
         (BH, M, L).
     """
-    z = matrix.mT / _norm_bound(matrix)
+    z = matrix.mT / _norm_bound(matrix)  # (BH, M, L)
     for _ in range(iterations):
-        product = torch.bmm(matrix, z)
+        product = torch.bmm(matrix, z)  # (BH, L, M) @ (BH, M, L) -> (BH, L, L)
         inner = torch.baddbmm(product, product, product, beta=7.0, alpha=-1.0)
         inner = torch.baddbmm(product, product, inner, beta=15.0, alpha=-1.0)
         z = torch.baddbmm(z, z, inner, beta=3.25, alpha=-0.25)
@@ -206,18 +206,17 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def _norm_bound(matrix: Tensor) -> Tensor:
-    """|A|_1 |A|_inf, a bound of |A|_2^2: the largest column sum times the largest row sum, (..., 1, 1); 1 for A = 0."""
+    """Compute |A|_1 |A|_inf >= |A|_2^2, the largest column sum times the largest row sum: (..., 1, 1); 1 for A = 0."""
     size = matrix.abs()
     bound = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)
     return bound.masked_fill(bound == 0, 1.0)[..., None, None]
 
 
 def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """The X that minimizes |A X - Y|^2 + c |X|^2 with c = 1e-4 |A|_1 |A|_inf.
+    """Find the X that minimizes |A X - Y|^2 + c |X|^2 with c = 1e-4 |A|_1 |A|_inf.
 
-    It is computed by the Cholesky decomposition of A^T A + c I, in float64 for every dtype, because A^T A loses half of
-    the digits. The result and its gradient are also finite for singular matrices, unlike those of a truncated
-    pseudo-inverse.
+    This uses the Cholesky decomposition of A^T A + c I, in float64 for every dtype, because A^T A loses half of the
+    digits. Unlike with a truncated pseudo-inverse, the result and its gradient are finite for singular matrices, too.
 
     Args:
         matrix: A, (..., L, M).
@@ -227,7 +226,7 @@ def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
         X, (..., M, N), in the dtype of `matrix`.
     """
     a, right = matrix.double(), right.double()
-    gram = a.transpose(-1, -2) @ a
+    gram = a.transpose(-1, -2) @ a  # (..., M, L) @ (..., L, M) -> (..., M, M)
     gram = gram + DAMPING * _norm_bound(a) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor, _ = torch.linalg.cholesky_ex(gram)
     return torch.cholesky_solve(a.transpose(-1, -2) @ right, factor).to(matrix.dtype)
@@ -243,7 +242,7 @@ def attention_to_few_keys(
     dropout_p: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """softmax(scale * query key^T + bias) value for many queries and a few keys.
+    """Compute softmax(scale * query key^T + bias) value for many queries and a few keys.
 
     Args:
         query: (BH, N, D).
@@ -291,7 +290,7 @@ def token_convolution(value: Tensor, kernel: Tensor, key_mask: Tensor | None) ->
     padding, groups = (kernel.shape[1] // 2, 0), kernel.shape[0]
     if key_mask is None:
         return conv2d(value, weight, padding=padding, groups=groups)
-    order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)
+    order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)  # (BH, N)
     valid = take(value.flatten(0, 1), order).view(value.shape)
     out = conv2d(valid, weight, padding=padding, groups=groups)
     out = take(out.flatten(0, 1), inverse(order)).view(value.shape)
@@ -306,7 +305,7 @@ def landmark_naive(
     options: LandmarkOptions,
     kernel: Tensor | None = None,
 ) -> Tensor:
-    """The readable form of `landmark_attention` and `add_convolution`, with dense matrices, one row after another."""
+    """Compute `landmark_attention` and `add_convolution` in the readable form, by dense matrices, row after row."""
     (q_len, kv_len), (count, iterations, scale), outs = (query.shape[2], key.shape[2]), options, []
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:

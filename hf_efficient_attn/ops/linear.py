@@ -1,12 +1,12 @@
 """Attention through features: the weight of a pair is phi(q) . phi(k), so that sums over the keys stand for all keys.
 
 With S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j), the output of a query is phi(q)^T S / phi(q)^T Z (Katharopoulos et
-al. 2020). S and Z are a `FeatureState`, which tokens are added to and which queries read. In the causal form the
-sequence is divided into chunks: the states before all chunks of a segment are one product with a triangular matrix, and
-the pairs of a query and a key of the same chunk are a triangular matrix of products.
+al. 2020). S and Z are a `FeatureState`, which tokens are added to and which queries read. The causal form cuts the
+sequence into chunks. One product with a triangular matrix gives the states before all chunks of a segment, and pairs of
+a query and a key of the same chunk are a triangular matrix of products.
 
 A key has a weight 2**w_j besides its features (`hf_efficient_attn.ops.features`), and sums are relative to a power of
-two. In the causal form that is the largest weight so far, so nothing overflows and no later key has an influence.
+two. In the causal form this power is the largest weight so far, so nothing overflows and no later key has an influence.
 """
 
 from typing import Any, NamedTuple
@@ -20,21 +20,21 @@ from hf_efficient_attn.ops.features import EMPTY, Features
 from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
-# Tokens of a chunk for up to so many features, and for more. Chunks of a segment: the triangular matrix has as many
-# rows.
+# With up to `_FEW_FEATURES` features a chunk has `_SMALL_CHUNK` tokens, with more it has `_CHUNK`. A segment has
+# `_SEGMENT_CHUNKS` chunks, and the triangular matrix has as many rows.
 _FEW_FEATURES, _SMALL_CHUNK, _CHUNK = 128, 64, 128
 _SEGMENT_CHUNKS = 32
-# Tokens of the bidirectional form for which heads are processed together.
+# The bidirectional form processes this many tokens of several heads together.
 _SEGMENT = 512
-# Blocks of a group whose sums are added up by one product.
+# One product adds up the sums of a group of this many blocks.
 _GROUP = 16
-# Columns of ones that are added to the values, whose sums are those of the weights: a multiple of 8, as the kernels for
-# half precision want it.
+# Columns of ones that are appended to the values. Their sums are the sums of the weights. The number is a multiple of
+# 8, as the kernels for half precision need it.
 _ONES = 8
 
 
 class FeatureState(NamedTuple):
-    """Sums over some tokens, relative to 2**log.
+    """Sums over tokens, relative to 2**log.
 
     Attributes:
         sums: (..., F, Dv + 8), S and, in the last 8 columns, Z.
@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
 
 
 def union(*states: FeatureState) -> FeatureState:
-    """The state of the tokens of all states."""
+    """Merge states into the state of all their tokens."""
     log = torch.stack([x.log for x in states]).amax(0)
     sums = torch.stack([x.sums * torch.exp2(x.log - log)[..., None, None] for x in states]).sum(0)
     return FeatureState(sums, log)
@@ -64,38 +64,39 @@ def union(*states: FeatureState) -> FeatureState:
 def update_state(
     state: FeatureState | None, key: Tensor, value: Tensor, key_mask: Tensor | None, features: Features
 ) -> FeatureState:
-    """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state; None is that of no tokens."""
+    """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state, or to no tokens for None."""
     acc_dtype = accumulation_dtype(value.dtype)
-    phi, log_weight = features.of_key(key, key_mask)
+    phi, log_weight = features.of_key(key, key_mask)  # (..., N, F), (..., N)
     value = value.to(phi.dtype)
     if log_weight is None:
         norm = phi.sum(-2, dtype=acc_dtype).unsqueeze(-1)
         log = norm.new_zeros(norm.shape[:-2])
     else:
         log = log_weight.detach().amax(-1)
-        weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)
-        norm, value = (phi.mT @ weight).to(acc_dtype), value * weight
+        weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)  # (..., N, 1)
+        norm, value = (phi.mT @ weight).to(acc_dtype), value * weight  # (..., F, N) @ (..., N, 1) -> (..., F, 1)
+    # (..., F, N) @ (..., N, Dv) -> (..., F, Dv), and 8 columns of norms
     sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)
     own = FeatureState(sums, log)
     return own if state is None else union(state, own)
 
 
 def query_state(query: Tensor, state: FeatureState, features: Features, dropout_p: float = 0.0) -> Partial:
-    """Attention of queries (..., N, D) to all tokens of a state.
+    """Compute attention of queries (..., N, D) to all tokens of a state.
 
     `dropout_p` is the probability of dropping a feature of a query, here and in all forms below.
     """
-    phi, log_factor = features.of_query(query)
-    sums = state.sums.to(phi.dtype)
-    values, total = _apart(phi @ sums)
+    phi, log_factor = features.of_query(query)  # (..., N, F), (..., N)
+    sums = state.sums.to(phi.dtype)  # (..., F, Dv + 8)
+    values, total = _apart(phi @ sums)  # (..., N, F) @ (..., F, Dv + 8) -> (..., N, Dv), (..., N, 1)
     if dropout_p:
         values, _ = _apart(dropout(phi, dropout_p) @ sums)
     return as_partial(values, total, state.log.unsqueeze(-1), log_factor)
 
 
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
-    """Attention of all queries to all keys: (BH, Nq, Dv)."""
-    # Two passes over the tokens of all heads of a slice: the temporaries of a segment stay in the caches of a CPU.
+    """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
+    # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
     numel = len(tokens.key) * max(count_of(features, tokens), tokens.key.shape[2])
     step, state = slice_size(2 * numel, tokens.key.device), None
     for key, value, key_mask in _segments(step, *tokens[1:]):
@@ -111,25 +112,25 @@ def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) ->
 
 
 def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
-    """`bidirectional` for features that are exponentials, as two softmax attentions: no feature is in memory.
+    """Compute `bidirectional` for features that are exponentials by two softmax attentions, without storing features.
 
     The directions attend to the keys, with the log factors of the keys as a bias. The queries attend to the
     directions, whose values are these outputs and whose bias is their lse.
     """
     (query, key, value, key_mask), scale = tokens, features.scale
     assert features.directions is not None
-    query, key, value = (x.to(accumulation_dtype(x.dtype)).unsqueeze(1) for x in (query, key, value))
+    query, key, value = (x.to(accumulation_dtype(x.dtype)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
     directions = features.directions.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
     bias = key.square().sum(3).unsqueeze(2) * (-0.5 * abs(scale))  # (BH, 1, 1, Nk)
     if key_mask is not None:
         bias = bias.masked_fill(~key_mask[:, None, None], -torch.inf)
-    values, lse = attend(directions, key, value, bias, scale=1.0)
+    values, lse = attend(directions, key, value, bias, scale=1.0)  # (BH, 1, F, Dv), (BH, 1, F)
     sign = 1.0 if scale >= 0 else -1.0
     return attend(query, directions, values, lse.unsqueeze(2), scale=sign, dropout_p=dropout_p).out.squeeze(1)
 
 
 def causal(tokens: Tokens, features: Features, dropout_p: float = 0.0, state: FeatureState | None = None) -> Partial:
-    """Attention of each query to the keys up to it, and to all tokens of a state (BH, ...).
+    """Compute attention of each query to the keys up to it, and to all tokens of a state (BH, ...).
 
     Returns:
         Partial of out (BH, N, Dv) and lse (BH, N).
@@ -144,19 +145,19 @@ def causal(tokens: Tokens, features: Features, dropout_p: float = 0.0, state: Fe
 
 
 def count_of(features: Features, tokens: Tokens) -> int:
-    """The number of features of a token."""
+    """Return the number of features of a token."""
     with torch.no_grad():
         return features.of_key(tokens.key[:, :1], None)[0].shape[2]
 
 
 def numel_of_head(key: Tensor, num_features: int, *, is_causal: bool) -> int:
-    """Numbers of the temporaries of a head with keys (BH, N, D) that count for `slice_size`."""
+    """Count the numbers of a head's temporaries, for keys (BH, N, D), as `slice_size` takes it."""
     segment = _CHUNK * _SEGMENT_CHUNKS if is_causal else _SEGMENT
     return min(key.shape[1], segment) * max(num_features, key.shape[2])
 
 
 def _segments(step: int, *tensors: Any) -> list[tuple[Any, ...]]:
-    """Up to `step` tokens at a time of tensors (BH, N, ...)."""
+    """Split tensors (BH, N, ...) into parts of up to `step` tokens."""
     given = next(x for x in tensors if x is not None)
     if exporting_to_onnx() or given.shape[1] <= step:
         return [tensors]
@@ -169,10 +170,10 @@ class _Factors(NamedTuple):
 
     Attributes:
         of_key: (BH * C, S, 1), the weights of keys relative to the largest one at the end of their chunk.
-        of_query: (BH * C, S, 1), what the sums before a chunk are multiplied with for a query.
+        of_query: (BH * C, S, 1), the factors of the sums before a chunk for each query.
         of_pairs: (BH * C, S, S), the weights of keys for each query of their chunk, relative to its largest one.
-        of_chunks: (BH, C + 1, C), what the sums of chunk c' are multiplied with in those before chunk c.
-        of_start: (BH, C + 1, 1), likewise for the state before the segment.
+        of_chunks: (BH, C + 1, C), the factors of the sums of chunk c' in the sums before chunk c.
+        of_start: (BH, C + 1, 1), the factors of the state before the segment in the same sums.
         largest: (BH, C * S), the largest log weight up to each token.
     """
 
@@ -185,15 +186,15 @@ class _Factors(NamedTuple):
 
 
 def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
-    """The factors for log weights (BH, N), and the log (BH,) of the state before them."""
+    """Compute the factors for log weights (BH, N) and the log (BH,) of the state before them."""
     log_weight = pad(log_weight, (0, -log_weight.shape[1] % size), value=EMPTY)
     start = log_weight.new_full((log_weight.shape[0], 1), EMPTY) if start is None else start.unsqueeze(1)
-    all_largest = torch.maximum(log_weight.detach().cummax(1).values, start)
+    all_largest = torch.maximum(log_weight.detach().cummax(1).values, start)  # (BH, C * S)
     log_weight, largest = (x.unflatten(1, (-1, size)) for x in (log_weight, all_largest))  # (BH, C, S)
-    ends = largest[:, :, -1]
-    before = torch.cat((start, ends), 1)
+    ends = largest[:, :, -1]  # (BH, C)
+    before = torch.cat((start, ends), 1)  # (BH, C + 1)
     # Later keys do not count, and could overflow. A clamp at 0 has no defined gradient for the largest key itself.
-    later = torch.ones(size, size, dtype=torch.bool, device=log_weight.device).triu_(1)
+    later = torch.ones(size, size, dtype=torch.bool, device=log_weight.device).triu_(1)  # (S, S)
     pairs = (log_weight.unsqueeze(2) - largest.unsqueeze(3)).masked_fill_(later, -torch.inf)
     return _Factors(
         torch.exp2(log_weight - ends.unsqueeze(2)).flatten(0, 1).unsqueeze(2),
@@ -208,7 +209,7 @@ def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
 def _causal_segment(
     tokens: Tokens, features: Features, size: int, dropout_p: float, state: FeatureState | None
 ) -> tuple[Partial, FeatureState]:
-    """`causal` for tokens in chunks of `size`, and the state after them."""
+    """Compute `causal` for tokens in chunks of `size`, and the state after them."""
     (batch_heads, length, _), acc_dtype = tokens.value.shape, accumulation_dtype(tokens.value.dtype)
     phi_q, log_factor = features.of_query(tokens.query)
     phi_k, log_weight = features.of_key(tokens.key, tokens.key_mask)
@@ -216,17 +217,17 @@ def _causal_segment(
     value = pad(tokens.value.to(dtype), (0, _ONES), value=1.0)
     phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, S, .)
     factors = None if log_weight is None else _factors(log_weight, size, None if state is None else state.log)
-    weighted = value if factors is None else value * factors.of_key.to(dtype)
+    weighted = value if factors is None else value * factors.of_key.to(dtype)  # (BH * C, S, Dv + 8)
     sums = torch.bmm(phi_k.mT, weighted).to(acc_dtype)  # (BH * C, F, Dv + 8)
     before, after = _states(sums.view(batch_heads, -1, sums[0].numel()), factors, state)
-    states = before.to(dtype).view(sums.shape)
+    states = before.to(dtype).view(sums.shape)  # (BH * C, F, Dv + 8)
 
     def all_sums(phi_q: Tensor) -> Tensor:
-        """The sums of values and, in further columns, of weights: (BH, N, Dv + 8)."""
+        """Sum values and, in the last columns, weights for each query: (BH, N, Dv + 8)."""
         pairs, earlier = torch.bmm(phi_q, phi_k.mT).tril_(), torch.bmm(phi_q, states)
         if factors is not None:
             pairs, earlier = pairs * factors.of_pairs.to(dtype), earlier * factors.of_query.to(dtype)
-        result = torch.baddbmm(earlier, pairs, value)
+        result = torch.baddbmm(earlier, pairs, value)  # (BH * C, S, S) @ (BH * C, S, Dv + 8)
         return result.view(batch_heads, -1, result.shape[2])[:, :length]
 
     values, total = _apart(all_sums(phi_q))
@@ -239,7 +240,7 @@ def _causal_segment(
 
 
 def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) -> tuple[Tensor, Tensor]:
-    """The sums before each chunk (BH, C, F * (Dv + 8)) and after the last one (BH, 1, .), from those of the chunks."""
+    """Add up sums of chunks, before each chunk (BH, C, F * (Dv + 8)) and after the last chunk (BH, 1, .)."""
     batch_heads, num_chunks, _ = sums.shape
     start = None if state is None else state.sums.flatten(1).unsqueeze(1)
     if factors is None:
@@ -247,7 +248,7 @@ def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) 
     else:
         of_chunks = factors.of_chunks
         start = None if start is None else start * factors.of_start
-    # The last row apart, so that the first ones need no copy.
+    # The last row is computed by itself, so that the other rows need no copy.
     both = torch.bmm(of_chunks[:, :-1], sums), torch.bmm(of_chunks[:, -1:], sums)
     if start is None:
         return both
@@ -255,16 +256,16 @@ def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) 
 
 
 def _apart(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of values (..., Dv) and of weights (..., 1). The gradient of `split` is one copy, not two sums."""
+    """Split sums of values (..., Dv) from sums of weights (..., 1). The gradient of `split` is a single copy."""
     values, totals = sums.split((sums.shape[-1] - _ONES, _ONES), -1)
     return values, totals[..., :1]
 
 
 def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
-    """The partial of sums of values (..., Dv) and of weights (..., 1), relative to powers of two.
+    """Make a partial from sums of values (..., Dv) and of weights (..., 1), relative to powers of two.
 
     The output is 0 and no gradient passes where the weights sum to less than 5e-31 (2e-246 in float64): there is no
-    key, or their inverse and so the gradient could overflow.
+    key, or the inverse of the sum, and so the gradient, could overflow.
     """
     total = total.to(accumulation_dtype(total.dtype))
     empty = total < torch.finfo(total.dtype).tiny ** 0.8
@@ -276,19 +277,19 @@ def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
 
 
 def others(state: FeatureState, *, earlier_only: bool) -> FeatureState:
-    """For each block of a state (BH, T, ...) the union of all other blocks, or of those before it alone."""
+    """Merge, for each block of a state (BH, T, ...), all other blocks, or only the blocks before it."""
     sums, log = _sums_of_others(state.sums.flatten(2), state.log, earlier_only)
     return FeatureState(sums.view(state.sums.shape), log)
 
 
 def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tensor, Tensor]:
-    """`others` for sums (BH, T, M) and their logs (BH, T).
+    """Compute `others` for sums (BH, T, M) and their logs (BH, T).
 
-    Blocks form groups, and a block adds up the blocks of its own group and the sums of the other groups, each by one
-    product. The largest weight of the blocks that are added up is 1, so nothing is lost beside a block that is not.
+    Blocks form groups. One product adds up the other blocks of a block's group, and another one the sums of the other
+    groups. Weights are relative to the largest one that is added up, so a block that is left out cannot hide others.
     """
     num_blocks = sums.shape[1]
-    largest = _largest_of_others(log, earlier_only)
+    largest = _largest_of_others(log, earlier_only)  # (BH, T)
     if num_blocks <= _GROUP:
         return torch.bmm(_of_others(log, largest, earlier_only), sums), largest
     missing = -num_blocks % _GROUP
@@ -301,12 +302,12 @@ def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tens
     others, others_log = _sums_of_others(whole.view(len(sums), -1, sums.shape[2]), ends, earlier_only)
     own = torch.bmm(_of_others(group_log.flatten(0, 1), group_largest.flatten(0, 1), earlier_only), groups)
     factor = torch.exp2(others_log.unsqueeze(2) - group_largest).clamp(max=1.0)
-    both = torch.addcmul(own.view(*factor.shape, -1), others.unsqueeze(2), factor.unsqueeze(3))
+    both = torch.addcmul(own.view(*factor.shape, -1), others.unsqueeze(2), factor.unsqueeze(3))  # (BH, G, S, M)
     return both.flatten(1, 2)[:, :num_blocks], largest
 
 
 def _largest_of_others(log: Tensor, earlier_only: bool) -> Tensor:
-    """The largest log (BH, T) of the blocks before each block, or of all other blocks."""
+    """Find the largest log (BH, T) of the blocks before each block, or of all other blocks."""
     if earlier_only:
         return pad(log, (1, -1), value=EMPTY).cummax(1).values
     if log.shape[1] == 1:
@@ -316,7 +317,7 @@ def _largest_of_others(log: Tensor, earlier_only: bool) -> Tensor:
 
 
 def _of_others(log: Tensor, largest: Tensor, earlier_only: bool) -> Tensor:
-    """What the sums of block t' are multiplied with in those of the others of block t: (BH, T, T)."""
+    """Compute the factor of the sums of block t' in the sums over all others of block t: (BH, T, T)."""
     factors = torch.exp2((log.unsqueeze(1) - largest.unsqueeze(2)).clamp_(max=0.0))
     if earlier_only:
         return factors.tril_(-1)
@@ -332,10 +333,10 @@ def features_beyond(
     dropout_p: float = 0.0,
     state: FeatureState | None = None,
 ) -> list[Partial]:
-    """Attention to the keys up to i - `distance` of query i, at least 1, and to those from i + `distance` on.
+    """Compute attention of query i to the keys up to i - `distance` (at least 1) and from i + `distance` on.
 
-    This is the causal form for keys that are moved by some tokens, once in each direction. Nothing is subtracted, so
-    rounding cannot make a weight negative. A state is of tokens that are far for every query.
+    This is the causal form for shifted keys, once in each direction. Nothing is subtracted, so rounding cannot make a
+    weight negative. The tokens of a state are far from every query.
 
     Returns:
         Partials of out (BH, N, Dv) and lse (BH, N): one if `is_causal`, else two.
@@ -349,7 +350,7 @@ def features_beyond(
 
 
 def _moved(tokens: Tokens, distance: int) -> Tokens:
-    """The tokens with keys at positions that are `distance` later. Masked ones come before them."""
+    """Shift the keys by `distance` positions. Masked keys come before them."""
     query, key, value, key_mask = tokens
     length = key.shape[1]
     key_mask = torch.ones_like(key[:1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
@@ -361,9 +362,9 @@ def _moved(tokens: Tokens, distance: int) -> Tokens:
 
 
 def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
-    """The logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
+    """Compute the logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
     (phi_q, log_q), (phi_k, log_k) = features.of_query(query), features.of_key(key, None)
-    logs = (phi_q @ phi_k.mT).log2()
+    logs = (phi_q @ phi_k.mT).log2()  # (..., Nq, F) @ (..., F, Nk)
     logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
     logs = logs if log_k is None else logs + log_k.unsqueeze(-2)
     return logs / LOG2_E

@@ -1,9 +1,9 @@
 """An exact near field and a far field of sampled keys, in the bidirectional form.
 
 The queries are cut into blocks, in the order of a hash or in the order of their positions. Each block attends exactly
-to one block of `block_size` keys in the same kind of order, its near field, and to sampled keys outside of it, its far
-field. Both share one softmax. `NearField` and `FarField` are the plan. It is computed without a gradient. The readable
-form, `dense_log_weights`, is computed from the same plan.
+to its near field, one block of `block_size` keys in the same kind of order, and to its far field, sampled keys outside
+of the near field. Both share one softmax. `NearField` and `FarField` are the plan, which is computed without a
+gradient. The readable form, `dense_log_weights`, uses the same plan.
 """
 
 import math
@@ -39,26 +39,26 @@ from hf_efficient_attn.ops.tokens import (
     valid_first,
 )
 
-# Exact rows of a head by which its near field is chosen.
+# The number of exact rows of a head by which its near field is chosen.
 NUM_ROWS = 32
-# Exact rows of a head if they choose the near field and also are the probes. They are not spread evenly over the
-# groups, and with 32 of them the error of KDEformer on BERT with 4,096 tokens is 2 % larger.
+# The number of exact rows of a head if these also are the probes. They are not spread evenly over the groups, and with
+# 32 of them the error of KDEformer on BERT with 4,096 tokens is 2 % larger.
 _PROBED_ROWS = 48
-# How much less the blocks of a hash must leave than the window, as a factor and absolutely. Equal near fields, as for
-# queries that are all 0, are thus never told apart by rounding, which differs between batches.
+# The blocks of a hash must leave less than the window, by this factor and this difference. So rounding, which differs
+# between batches, never decides between equal near fields, as for queries that are all 0.
 _CLEARLY, _LEAST = 0.99**0.5, 1e-3
 # Streams of random numbers.
 _PROBES, _ROWS = 11, 31
 
 
 class NearFieldOptions(NamedTuple):
-    """What near field to plan.
+    """The kind and the sizes of the near field.
 
     Attributes:
-        near_field: "lsh", "window", or "auto": one of them for each head.
-        block_size: keys of a block.
-        num_hashes: hyperplanes of the hash.
-        block_q: queries of a block; by default `block_size` for "lsh", and half of it otherwise.
+        near_field: "lsh", "window", or "auto", which chooses one of the two for each head.
+        block_size: number of keys of a block.
+        num_hashes: number of hyperplanes of the hash.
+        block_q: number of queries of a block; by default `block_size` for "lsh", and half of it otherwise.
     """
 
     near_field: str
@@ -72,7 +72,7 @@ class ExactRows(NamedTuple):
 
     Attributes:
         sorted_index: int64 (BH, R), the queries of the rows.
-        near_keys: int64 (BH, R, block_k), the positions of the keys in their near fields.
+        near_keys: int64 (BH, R, block_k), the positions of the keys in the queries' near fields.
         weights: (BH, R, Nk), by position of the keys, in the accumulation dtype.
         valid: bool (BH, R), False if there are fewer queries than rows; None if all are valid.
     """
@@ -91,15 +91,15 @@ def make_plan(
     near_options: NearFieldOptions,
     options: SamplingOptions,
 ) -> tuple[NearField, FarField]:
-    """The near and the far field, without a gradient.
+    """Plan the near and the far field, without a gradient.
 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D), with more keys than `near_options.block_size`.
         value: (BH, Nk, Dv).
         key_mask: bool (BH, Nk), True for valid keys, or None.
-        near_options: the near field.
-        options: the far field. Each block of queries has its own sample, by the scores of its group.
+        near_options: options of the near field.
+        options: options of the far field. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
         num_samples, kind = options.num_samples, options.scores
@@ -133,16 +133,16 @@ def make_plan(
 def plan_window(
     query: Tensor, key: Tensor, block_k: int, key_mask: Tensor | None, block_q: int | None = None
 ) -> NearField:
-    """Blocks of `block_k` keys centered on blocks of queries and moved inwards at the ends.
+    """Center blocks of `block_k` keys on blocks of queries, and move them inwards at the ends.
 
     A mask removes the masked keys from the order, and the same queries if there are as many queries as keys.
 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D).
-        block_k: keys of a block.
+        block_k: number of keys of a block.
         key_mask: bool (BH, Nk), True for valid keys, or None.
-        block_q: queries of a block; block_k / 2 by default.
+        block_q: number of queries of a block; block_k / 2 by default.
     """
     (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
     block_q = max(1, block_k // 2) if block_q is None else block_q
@@ -164,18 +164,18 @@ def plan_near_field(
     options: SamplingOptions,
     num_rows: int = NUM_ROWS,
 ) -> tuple[NearField, ExactRows | None]:
-    """The near field that `near_options` ask for, and the `num_rows` exact rows by which it was chosen, if it was.
+    """Plan the near field. With "auto", also return the `num_rows` exact rows by which it was chosen.
 
-    The first arguments are those of `make_plan`. With "auto" a head gets a window or blocks of the hash: which leaves
-    less of the exact rows of some queries to the far field.
+    The first arguments are the same as in `make_plan`. With "auto" a head gets a window or blocks of the hash: the one
+    that leaves less of the exact rows to the far field.
 
-    What is left of a row is the sum of its softmax weights outside the near field. The error of a far field of m
-    samples is about this sum divided by sqrt(m), so that the roots of the sums of its squares are compared. They do
-    not depend on the values or on the draw. The blocks of the hash are taken where they leave clearly less.
+    A near field leaves the sum of a row's softmax weights outside of it. The error of a far field of m samples is about
+    this sum divided by sqrt(m). So the root mean square of the sums is compared, which does not depend on the values or
+    on the draw. The blocks of the hash are taken where they leave clearly less.
 
-    On activations of BERT (512 tokens, budget 128) the mean error of KDEformer is .271 with hash blocks, .153 with a
-    window and .144 with this choice; on those of DeiT (1,025 tokens, budget 128) .177, .157 and .143. Comparing sums of
-    squared weights, or 64 rows, changes little; 16 rows are too few for DeiT.
+    The mean error of KDEformer with hash blocks, with a window and with this choice is .271, .153 and .144 on BERT (512
+    tokens, budget 128), and .177, .157 and .143 on DeiT (1,025 tokens, budget 128). Comparing sums of squared weights,
+    or 64 rows, changes little; 16 rows are too few for DeiT.
     """
     kind, block_k, num_hashes, block_q = near_options
     if kind == "lsh":
@@ -186,16 +186,16 @@ def plan_near_field(
     lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, window.block_q)
     assert lsh.query_order is not None and lsh.key_order is not None
     ranks, valid = _spread_queries(window, query.shape, num_rows, options.seed, query.device)
-    positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)
+    positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
     weights = row_weights(query, key, positions, key_mask, options.scale)
-    of_lsh = inverse(lsh.query_order).gather(1, positions)
-    near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)
+    of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
+    near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)  # (BH, R, block_k) each
     outside = 1.0 - weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
     outside[..., 1] += _LEAST / math.sqrt(num_rows)
     if valid is not None:
         outside = outside.masked_fill(~valid.unsqueeze(2), 0.0)
-    left = torch.linalg.vector_norm(outside, dim=1)
-    take_lsh = left[:, 1:] < _CLEARLY * left[:, :1]
+    left = torch.linalg.vector_norm(outside, dim=1)  # (BH, 2)
+    take_lsh = left[:, 1:] < _CLEARLY * left[:, :1]  # (BH, 1)
 
     def choose(of_window: Tensor | None, of_lsh: Tensor) -> Tensor:
         of_window = integers(of_lsh.shape[1], of_lsh.device) if of_window is None else of_window
@@ -213,16 +213,17 @@ def plan_near_field(
 def _spread_queries(
     window: NearField, shape: torch.Size, num_rows: int, seed: Seed, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Evenly spread queries (BH, Nq, D), the same in every head, by rank among the valid ones: int64 (BH, R).
+    """Choose evenly spread queries, the same in every head, by rank among the valid queries: int64 (BH, R).
 
-    And which of them exist, bool (BH, R), since each of fewer queries than rows is taken once; None if all exist.
+    Also returns bool (BH, R), False for rows without a query, if there are fewer queries than rows; None if all exist.
+    `shape` is (BH, Nq, D).
     """
     count, num_queries = min(num_rows, shape[1]), window.num_queries
     if isinstance(num_queries, int):
         return constant(_even_ranks, count, num_queries, seed, device=device).expand(shape[0], -1), None
     offset = uniform((1, count), seed, _ROWS, device)
     sampled, step = num_queries.clamp(1, count), integers(count, device)
-    ranks = ((step + offset) * num_queries / sampled).to(torch.int64)
+    ranks = ((step + offset) * num_queries / sampled).to(torch.int64)  # (BH, R)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
 
 
@@ -231,13 +232,13 @@ def _even_ranks(count: int, num_queries: int, seed: Seed, device: torch.device) 
 
 
 def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """The softmax weights of the queries at `positions`, int64 (BH, R), without a gradient: (BH, R, Nk).
+    """Compute the softmax weights of the queries at `positions`, int64 (BH, R), without a gradient: (BH, R, Nk).
 
     The scores of bfloat16 inputs are computed in their dtype, since the rows only plan. A row without a valid key is 0.
     """
     if query.dtype == torch.float16:  # has no fast product on CPUs
         query, key = query.float(), key.float()
-    scores = torch.bmm(take(query, positions) * scale, key.mT)
+    scores = torch.bmm(take(query, positions) * scale, key.mT)  # (BH, R, D) @ (BH, D, Nk) -> (BH, R, Nk)
     if key_mask is None:
         return scores.softmax(2, dtype=accumulation_dtype(query.dtype))
     scores = scores.masked_fill_(~key_mask[:, None], -torch.inf)
@@ -246,7 +247,7 @@ def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor 
 
 
 def near_keys(near: NearField, sorted_index: Tensor) -> Tensor:
-    """The positions of the keys near the queries at sorted indices: int64 (BH, p) -> (BH, p, block_k)."""
+    """Find the positions of the keys near the queries at sorted indices: int64 (BH, p) -> (BH, p, block_k)."""
     index = near.start.gather(1, sorted_index // near.block_q).unsqueeze(2) + integers(near.block_k, near.start.device)
     return index if near.key_order is None else near.key_order.gather(1, index.flatten(1)).view_as(index)
 
@@ -261,15 +262,15 @@ def probe_norms(
 ) -> tuple[Tensor, Tensor]:
     """Estimate the squared column norms of the residual D^-1 A_res (Eq. 10 of Zandieh et al. 2023) from some queries.
 
-    The estimate sums over exact rows, and the keys in a query's near field count as 0. The norms of a group of queries
-    are those that the matrix would have if all queries were like those of the group.
+    The estimate sums over exact rows, in which the keys of the query's near field count as 0. The norms of a group are
+    the column norms of the matrix if all queries were like the queries of the group.
 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D).
         key_mask: bool (BH, Nk), True for valid keys, or None.
         near: the near field.
-        rows: exact rows of evenly spread queries, whose weights are overwritten. None for `options.num_probes` rows,
+        rows: exact rows of evenly spread queries, whose weights are overwritten. None for `options.num_probes` rows:
             the same number from each group, one from each of its equal strata.
         options: sampling options.
 
@@ -280,27 +281,27 @@ def probe_norms(
     group = query_groups(near, groups)
     if rows is None:
         offset = offsets(batch_heads // options.batch, options.seed, _PROBES, query.device).repeat(options.batch)
-        # Where the groups begin and end.
+        # The first block of each group, and the end of the last one.
         first = torch.searchsorted(group, integers(groups + 1, query.device).repeat(len(group), 1))
         bounds = (first * near.block_q).clamp_(max=near.num_queries).unsqueeze(2)
         index = stratified_ranks(ceil_div(options.num_probes, groups), bounds.diff(dim=1), offset[:, None, None])
-        index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)
+        index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)  # (BH, R)
         positions = index if near.query_order is None else near.query_order.gather(1, index)
         weights = row_weights(query, key, positions, key_mask, options.scale)
         rows = ExactRows(index, near_keys(near, index), weights)
         group_of_row = integers(groups, query.device).repeat_interleave(index.shape[1] // groups).expand_as(index)
     else:
         group_of_row = group.expand(batch_heads, -1).gather(1, rows.sorted_index // near.block_q)
-    member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]
+    member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]  # (BH, G, R)
     num_rows: Tensor | int = rows.weights.shape[1]
     if rows.valid is not None:
         member, num_rows = member & rows.valid.unsqueeze(1), rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
-    squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()
+    squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
     member, factor = member.to(squares.dtype), near.num_queries * groups
     # A quotient of integers would have float32.
     weight = factor / num_rows if isinstance(factor, int) else (factor.to(member.dtype) / num_rows).unsqueeze(2)
-    return torch.bmm(member * weight, squares), group
+    return torch.bmm(member * weight, squares), group  # (BH, G, R) @ (BH, R, Nk) -> (BH, G, Nk)
 
 
 def sampling_scores(
@@ -312,7 +313,7 @@ def sampling_scores(
     rows: ExactRows | None,
     options: SamplingOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """The unnormalized sampling probabilities of the keys by `options.scores`; 0 for masked keys.
+    """Compute the unnormalized sampling probabilities of the keys by `options.scores`; 0 for masked keys.
 
     Returns:
         (BH, G, Nk), by sorted index, and the group of each block of queries, int64 (BH or 1, T), or None if G is 1.
@@ -344,7 +345,7 @@ def near_far_attention(
     scale: float,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """The attention of a plan.
+    """Compute the attention of a plan.
 
     The keys of both fields are concatenated into one block, with the log-weights of the samples as bias. One softmax
     over both equals the merge of their partials, and one large product is faster than two small ones and a merge.
@@ -361,24 +362,24 @@ def near_far_attention(
     Returns:
         (BH, Nq, Dv).
     """
-    near_index = near.start[:, :, None] + integers(near.block_k, query.device)
-    far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)
-    # The nearest index of the near field is the index itself if it lies there.
+    near_index = near.start[:, :, None] + integers(near.block_k, query.device)  # (BH, T, block_k)
+    far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)  # (BH, T, M)
+    # An index lies in the near field if clamping it to the near field does not change it.
     nearest = torch.clamp(far_index, near_index[..., :1], near_index[..., -1:])
-    far_bias = far.log_weight.masked_fill(nearest == far_index, -torch.inf)
+    far_bias = far.log_weight.masked_fill(nearest == far_index, -torch.inf)  # (BH, T, M)
     near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
     if isinstance(near.num_keys, Tensor):
         near_bias.masked_fill_(near_index >= near.num_keys.unsqueeze(2), -torch.inf)
     index, bias = torch.cat((near_index, far_index), 2), torch.cat((near_bias, far_bias), 2)[:, :, None]
     if near.key_order is not None:
-        index = near.key_order.gather(1, index.flatten(1)).view_as(index)
+        index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 
     gathered = GatheredKeys(index, bias, near.block_q, near.query_order)
     return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
 
 
 def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:
-    """The readable form: what is added to the scores before the softmax, float64 (BH, Nq, Nk).
+    """Compute the bias of the scores in the readable form: float64 (BH, Nq, Nk).
 
     It is 0 for a pair of the near field, -log(probability) for a sampled key outside of it, and -inf elsewhere.
     """

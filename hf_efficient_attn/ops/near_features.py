@@ -1,14 +1,14 @@
 """Attention through features, alone or outside of a window that is computed exactly (LoLCATs: Zhang et al., ICLR 2025).
 
-With a window, a query i attends to the `window_size` keys on each side of it, in the causal form on the left only, and
-to itself with the weights of softmax, and to all other keys with those of features:
+With a window, a query i attends to itself and to the `window_size` keys on each side of it (in the causal form on the
+left only) with the weights of softmax, and to all other keys with the weights of features:
 
     out_i = sum_j w_ij v_j / sum_j w_ij
     w_ij = exp(scale q_i . k_j) in the window, and exp(c) phi(q_i) . phi(k_j) outside of it
 
 The two parts are partials, so that the sums are computed in the log domain. c is `log_weight`, one for every head.
-Masked tokens count in the distances between others. As the state of a recurrence, the last window_size + 1 tokens are
-kept as they are, and the sums of `FeatureState` represent all earlier ones.
+Masked tokens count in the distances between other tokens. The state of a recurrence keeps the last window_size + 1
+tokens as they are, and represents all earlier tokens by the sums of a `FeatureState`.
 """
 
 import functools
@@ -42,25 +42,25 @@ from hf_efficient_attn.ops.shards import Seed, Shards, gather
 from hf_efficient_attn.ops.tokens import inverse, pad_to_blocks, slice_size, sliced, take, valid_first
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
-# Features that are kept for the backward pass: up to so many of a token, which take little more memory than the keys,
-# and up to so many numbers of a call. Others are computed again, which takes up to half as long again.
+# Features are kept for the backward pass if a token has at most `_FEW_FEATURES`, which take little more memory than the
+# keys, or a call has at most `_KEPT_NUMEL` numbers. Otherwise they are computed again, in up to half as much more time.
 _FEW_FEATURES, _KEPT_NUMEL = 128, 1 << 22
-# Tokens of a process whose features are in memory at a time.
+# A process has the features of this many tokens in memory at a time.
 _BLOCK = 1 << 14
 
 
 class FeatureCall(NamedTuple):
-    """What the forms below need besides the tokens.
+    """Options of the forms below.
 
     Attributes:
-        of_maps: gives the features of heads for their maps of queries and of keys.
-        maps: the maps (H, D, F) of queries and of keys, or None if the features are not learned. A tensor of fewer
-            heads serves groups of as many heads each.
+        of_maps: returns the features of heads for their maps of queries and of keys.
+        maps: the maps (H, D, F) of queries and of keys, or None if the features are not learned. In a tensor of fewer
+            heads each map serves a group of heads.
         num_features: the number of features that slices are made for.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight of the window or a feature of a query.
-        window_size: keys of the window on each side; 0 for no window.
-        log_weight: c, (H,) as `maps`, or one number; without effect if there is no window.
+        window_size: number of keys of the window on each side; 0 for no window.
+        log_weight: c, a tensor (H,) like `maps`, or one number; without effect if there is no window.
     """
 
     of_maps: Callable[[Tensor | None, Tensor | None], Features]
@@ -72,15 +72,15 @@ class FeatureCall(NamedTuple):
     log_weight: Tensor | float = 0.0
 
     def maps_for(self, num_heads: int) -> list[Tensor | None]:
-        """The maps of so many heads, (H, D, F) each."""
+        """Return the maps of `num_heads` heads, (H, D, F) each."""
         return [None if x is None else x.repeat_interleave(num_heads // x.shape[0], 0) for x in self.maps]
 
     def features(self, x: Tensor) -> Features:
-        """The features of tokens with the heads of x (B, H, N, D)."""
+        """Return the features of tokens with the heads of x (B, H, N, D)."""
         return self.of_maps(*self.maps_for(x.shape[1]))
 
     def log_weight_for(self, x: Tensor) -> Tensor:
-        """The constant c of the heads of x (B, H, N, D): (H, 1)."""
+        """Return the constant c of the heads of x (B, H, N, D): (H, 1)."""
         num_heads, dtype = x.shape[1], accumulation_dtype(x.dtype)
         if not isinstance(self.log_weight, Tensor):
             return torch.full((num_heads, 1), self.log_weight, dtype=dtype, device=x.device)
@@ -91,11 +91,11 @@ class WindowState(NamedTuple):
     """The state of the recurrence with a window, with W = window_size + 1.
 
     Attributes:
-        sums: (B, H, F, Dv + 8), those of all tokens but the last W, as in `FeatureState`.
-        log: (B, H), likewise.
+        sums: (B, H, F, Dv + 8), the sums over all tokens but the last W, as in `FeatureState`.
+        log: (B, H), as in `FeatureState`.
         key: (B, H, W, D), the last W keys. Zeros come before the first token.
-        value: (B, H, W, Dv), their values.
-        valid: (B, H, W), 1 for valid tokens and 0 for masked ones and for those before the first token.
+        value: (B, H, W, Dv), the last W values.
+        valid: (B, H, W), 1 for valid tokens, 0 for masked tokens and for entries before the first token.
     """
 
     sums: Tensor
@@ -118,7 +118,7 @@ def feature_attention(
     is_causal: bool,
     state: State | None = None,
 ) -> Tensor:
-    """Attention of queries (B, H, Nq, D) to keys (B, H, Nk, D), values (B, H, Nk, Dv), mask (B, Nk) or None.
+    """Compute attention of queries (B, H, Nq, D) to keys (B, H, Nk, D), values (B, H, Nk, Dv), mask (B, Nk) or None.
 
     As part of a recurrence it is causal and also takes the state of earlier tokens.
     """
@@ -126,7 +126,7 @@ def feature_attention(
         return _windowed(query, key, value, key_mask, call, is_causal, state)
 
     mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
-    tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)
+    tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)  # (BH, N, .)
     features = call.features(query)
     if not is_causal and features.directions is not None:
         return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
@@ -149,7 +149,7 @@ def feature_attention(
 def _over_heads(
     function: Callable[..., Tensor], *tensors: Tensor | None, num_features: int, draws: bool, is_causal: bool = True
 ) -> Tensor:
-    """Call a function for the query, key, value and further tensors (BH, ...) of some heads at a time."""
+    """Call a function with the query, key, value and other tensors (BH, ...) of some heads at a time."""
     key = tensors[1]
     if exporting_to_onnx() or key is None:
         return function(*tensors)
@@ -167,9 +167,9 @@ def _windowed(
     is_causal: bool,
     state: State | None,
 ) -> Tensor:
-    """`feature_attention` with a window."""
+    """Compute `feature_attention` with a window."""
     learned, first = [*call.maps_for(query.shape[1]), call.log_weight_for(query)], 0
-    if isinstance(state, WindowState):  # the tokens in the window of the first query, with queries that are dropped
+    if isinstance(state, WindowState):  # prepend the tokens in the window of the first query; their outputs are dropped
         first = state.key.shape[2]
         key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
         key_mask = torch.cat((state.valid[:, 0] > 0, key_mask), 1)
@@ -200,37 +200,37 @@ def _windowed(
         whole = (None if x is None else x.repeat(query.shape[0], *[1] * (x.ndim - 1)) for x in learned)
         out: Tensor = of_batch(mask, *flat[:3], *whole, *flat[3:]).unflatten(0, query.shape[:2])
         return out[:, :, first:]
-    # As for the window alone, one sequence of the batch at a time, so that all heads share the bias of its mask.
+    # As for the window alone, compute one sequence at a time, so that all heads share the bias of its mask.
     rows = zip(key_mask.unsqueeze(1), *tokens, strict=True)
     return torch.stack([of_batch(mask, *own[:3], *learned, *own[3:]) for mask, *own in rows])[:, :, first:]
 
 
 def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall) -> State:
-    """The state after further tokens, key (B, H, N, D), value (B, H, N, Dv) and mask (B, N) or None."""
+    """Return the state after more tokens, key (B, H, N, D), value (B, H, N, Dv) and mask (B, N) or None."""
     (batch, num_heads, length, _), dtype, features = key.shape, accumulation_dtype(key.dtype), call.features(key)
     key, value = key.to(dtype), value.to(dtype)
     before = None if state is None else FeatureState(*state[:2])
     if not call.window_size:
         return update_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
     valid = torch.ones_like(key[..., 0]) if key_mask is None else key_mask[:, None].to(dtype)
-    valid, kept = valid.expand(batch, num_heads, length), call.window_size + 1
+    valid, kept = valid.expand(batch, num_heads, length), call.window_size + 1  # (B, H, N)
     if state is None:
         key, value, valid = pad(key, (0, 0, kept, 0)), pad(value, (0, 0, kept, 0)), pad(valid, (kept, 0))
     else:
         key, value, valid = (torch.cat(pair, 2) for pair in zip(state[2:], (key, value, valid), strict=True))
-    # As many tokens as came in are no longer within the window of the next query.
+    # For each token that came in, one leaves the window of the next query.
     sums = update_state(before, key[:, :, :length], value[:, :, :length], valid[:, :, :length] > 0, features)
     # A copy, so that the other tokens are not kept in memory.
     return WindowState(*sums, *(x[:, :, length:].clone() for x in (key, value, valid)))
 
 
 def read_state(query: Tensor, state: State, call: FeatureCall) -> Tensor:
-    """Attention of queries (B, H, N, D) to all tokens of a state; with a window N = 1, and it is the newest token."""
+    """Compute attention of queries (B, H, N, D) to a state's tokens. With a window N is 1: the newest token's query."""
     query = query.to(state.sums.dtype)
     far = query_state(query, FeatureState(*state[:2]), call.features(query), call.dropout_p)
     if not isinstance(state, WindowState):
         return far.out
-    blocks, keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (query, state.key, state.value))
+    blocks, keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (query, state.key, state.value))  # (BH, 1, 1 or W, .)
     bias = mask_bias(state.valid.flatten(0, 1)[:, None, None] > 0, query.dtype)
     near = attend(blocks, keys, values, bias, scale=call.scale, dropout_p=call.dropout_p)
     near = Partial(*(x.squeeze(1).unflatten(0, query.shape[:2]) for x in near))
@@ -247,10 +247,10 @@ def sharded_feature_attention(
     *,
     is_causal: bool,
 ) -> Tensor:
-    """Attention of a sequence that processes share, without a window: only the states of their tokens travel.
+    """Compute attention of a sequence that processes share, without a window. They exchange the states of their tokens.
 
-    Bidirectional: the union of all states is queried. Causal: the union of those of earlier processes is the initial
-    state of the process's own tokens.
+    In the bidirectional form queries read the union of all states. In the causal form the union of the states of
+    earlier processes is the initial state of the process's own tokens.
     """
     state, groups = None, query.shape[1] // key.shape[1]
     for start in range(0, key.shape[2], _BLOCK):
@@ -266,18 +266,18 @@ def sharded_feature_attention(
 
 
 def _of_all(state: FeatureState, shards: Shards, is_causal: bool) -> FeatureState:
-    """The state of the tokens of all processes, or of those before this one."""
+    """Return the state of the tokens of all processes, or of the processes before this one."""
     packed = gather(torch.cat((state.sums.flatten(2), state.log.unsqueeze(2)), 2), shards.group)
     sums, log = packed[..., :-1].unflatten(3, state.sums.shape[2:]), packed[..., -1].detach()
     if is_causal:
-        # Replaced rather than left out, so that every process has a gradient to send.
+        # States are replaced and not left out, so that every process has a gradient to send.
         before = (torch.arange(shards.size, device=log.device) < shards.rank).view(-1, 1, 1)
         sums, log = torch.where(before[..., None, None], sums, 0.0), torch.where(before, log, EMPTY)
     return union(*(FeatureState(*x) for x in zip(sums, log, strict=True)))
 
 
 def feature_scores_naive(query: Tensor, key: Tensor, call: FeatureCall) -> Tensor:
-    """The readable form: the logs of all weights, float64 (B, H, Nq, Nk)."""
+    """Compute the logs of all weights, the readable form: float64 (B, H, Nq, Nk)."""
     query, key = query.double(), key.double()
     logs = log_weights_naive(query, key, call.features(query))
     if not call.window_size:
@@ -294,7 +294,7 @@ class BlockPlan(NamedTuple):
         query_order: (BH, N), the order of the queries; None for the order of their positions.
         key_order: (BH, N), the same for the keys.
         key_block: (BH, T), or None if the near field of query block t is key block t.
-        num_valid: (BH, 1), the number of valid keys, which come first in their order; None if all are.
+        num_valid: (BH, 1), the number of valid keys, which come first in their order; None if all are valid.
     """
 
     query_order: Tensor | None
@@ -307,13 +307,13 @@ class BlockPlan(NamedTuple):
 def plan_blocks(
     query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, seed: Seed
 ) -> BlockPlan:
-    """The near field of (BH, N, D) tokens: blocks of positions, or those of a hash with `num_hashes` hyperplanes."""
+    """Plan the near field of (BH, N, D) tokens: blocks of positions, or of a hash with `num_hashes` hyperplanes."""
     num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
     if not num_hashes:
         order = None if key_mask is None else valid_first(key_mask)
         return BlockPlan(order, order, None, num_valid)
     near = plan_lsh(query, key, size, key_mask, num_hashes, seed)
-    # `plan_lsh` gives `size` keys from any start. Take the block that has most of them.
+    # `plan_lsh` gives `size` keys from any start. Take the block that contains most of these keys.
     last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
     block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
     return BlockPlan(near.query_order, near.key_order, block, num_valid)
@@ -331,7 +331,7 @@ def block_attention(
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    """Attention of (BH, N, .) tokens to near blocks of `size` keys and to the features of all other keys."""
+    """Compute attention of (BH, N, .) tokens to near blocks of `size` keys and to the features of all other keys."""
     length, attend_to = query.shape[1], functools.partial(attend, scale=scale, dropout_p=dropout_p)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
@@ -339,7 +339,7 @@ def block_attention(
         query = query if own.query_order is None else take(query, own.query_order)
         if own.key_order is not None:
             key, value = take(key, own.key_order), take(value, own.key_order)
-        tokens = [pad_to_blocks(x, size) for x in (query, key, value)]
+        tokens = [pad_to_blocks(x, size) for x in (query, key, value)]  # (BH, T, size, .)
         if is_causal:
             out = _causal_blocks(tokens, features, attend_to, dropout_p)
         else:
@@ -360,36 +360,37 @@ def _bidirectional_blocks(
     attend_to: Callable[..., Partial],
     dropout_p: float,
 ) -> Tensor:
-    """Attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to the features of all others."""
+    """Compute attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to all others' features."""
     query, key, value = tokens
     (num_blocks, size), valid, bias = key.shape[1:3], None, None
     if plan.num_valid is not None or length % size:
         index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
-        valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))
+        valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))  # (1 or BH, T, S)
         bias = mask_bias(valid, key.dtype).unsqueeze(2)
-    state = others(update_state(None, key, value, valid, features), earlier_only=False)
+    state = others(update_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
     if plan.key_block is not None:
         block = plan.key_block
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
         key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
         state = FeatureState(sums, state.log.gather(1, block))
-    near = attend_to(query, key, value, bias)
+    near = attend_to(query, key, value, bias)  # (BH, T, S, Dv)
     return merge(near, query_state(query, state, features, dropout_p)).out
 
 
 def _causal_blocks(
     tokens: list[Tensor], features: Features, attend_to: Callable[..., Partial], dropout_p: float
 ) -> Tensor:
-    """Attention of blocks (BH, T, S, .) to the own block up to the query, the one before and the features of the rest.
+    """Compute attention of blocks (BH, T, S, .) to the block before, to their own block causally, and to features.
 
-    Masked tokens come last.
+    The features represent all earlier blocks. Masked tokens come last.
     """
     query, key, value = tokens
     size = key.shape[2]
     bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)
     first = attend_to(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:])
+    # (BH, T - 1, 2 S, .)
     keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
-    near = attend_to(query[:, 1:], keys, values, bias[None, None])
+    near = attend_to(query[:, 1:], keys, values, bias[None, None])  # (BH, T - 1, S, Dv)
     state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
-    far = query_state(query[:, 1:], state, features, dropout_p)
+    far = query_state(query[:, 1:], state, features, dropout_p)  # (BH, T - 1, S, Dv)
     return torch.cat((first.out, merge(near, far).out), 1)

@@ -1,15 +1,13 @@
 """Learned projections along the sequence: tables (P, M) that contract up to M tokens to P projected keys or values.
 
-The tables are those of Linformer (Wang et al. 2020, arXiv 2006.04768, Eq. 7), in which all sequences have M tokens. For
-other sequences:
+Linformer (Wang et al. 2020, arXiv 2006.04768, Eq. 7) uses such tables for sequences of M tokens. For other sequences:
 
-- Masked tokens have no weight, and the valid ones are counted from the first. With n of them, they use the first n
-  columns of a table, wherever the padding is.
-- If n < M, each row of a table is multiplied with a factor for the missing columns. A row e of one sign is a weighted
-  average of tokens, so it is divided by the share of its weight that remains, |e|_1 of the n columns over that of all M
+- Masked tokens have no weight. The n valid tokens use the first n columns of a table, wherever the padding is.
+- If n < M, each row of a table is multiplied by a factor for the missing columns. A row e of one sign is a weighted
+  average of tokens, so it is divided by the share of its weight in the first n columns: their |e|_1 over |e|_1 of all M
   columns. A row of mixed signs, such as a Gaussian one, sums terms that behave like random ones, so its Euclidean norm
   is preserved. In between, the factor is (the first)^c (the second)^(1-c) with c = |sum e| / |e|_1, which is 1 for rows
-  of one sign and close to 0 for Gaussian ones. With n = M the factor is 1 and the product is that of the paper.
+  of one sign and close to 0 for Gaussian rows. With n = M the factor is 1, as in the paper.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,14 +26,14 @@ from hf_efficient_attn.ops.tokens import integers, normal, slice_size, sliced
 
 # Names of the tables of keys and of values as learned parameters.
 NAMES = ("key_projection", "value_projection")
-# If a checkpoint shares one table, that of the keys also becomes that of the values.
+# If a checkpoint shares one table, the table of the keys also becomes the table of the values.
 STARTS_FROM = {NAMES[1]: NAMES[0]}
 
 
 def start_tables(
     projection_dim: int, max_length: int, init: str, seed: int, streams: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The initial tables of keys and, with a second stream of random numbers, of values: float32 (P, M).
+    """Make the initial table of keys and, with a second stream of random numbers, of values: float32 (P, M) each.
 
     Args:
         projection_dim: P.
@@ -43,7 +41,7 @@ def start_tables(
         init: "means": averages of P segments of the tokens. "gaussian": normal numbers of variance 1 / P, in which
             column j is the same for every M.
         seed: seed of the Gaussian numbers.
-        streams: distinguish the uses of one seed, one for each table.
+        streams: one stream for each table. They distinguish the uses of one seed.
     """
     names, shape = NAMES[: len(streams)], (max_length, projection_dim)
     if init == "gaussian":
@@ -51,12 +49,12 @@ def start_tables(
         return {name: x.to(torch.float32).contiguous() for name, x in zip(names, numbers, strict=True)}
     sizes = segment_sizes(torch.tensor(max_length), projection_dim)
     ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
-    inside = (position < ends) & (position >= ends - sizes[:, None])
+    inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
     return dict.fromkeys(names, inside / sizes.clamp(min=1)[:, None])
 
 
 def projection_tables(method: str, projection_dim: int, kv_len: int, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tables (P, M) of keys and of values. The second is the first unless it is given.
+    """Check and return the tables (P, M) of keys and of values. The second is the first unless it is given.
 
     Raises:
         UnsupportedAttentionError: a table has another shape, or M is less than `kv_len`.
@@ -83,7 +81,7 @@ class Contraction(NamedTuple):
         table: (P, N), the columns that tokens may use, in the dtype of products.
         column: int64 (B, N), the column of each token, or None if it is its position.
         num_tokens: int64 (B or 1,), the number of valid tokens, or None if it is M.
-        factor: (B or 1, P), with which the rows are multiplied, in the accumulation dtype, or None for 1.
+        factor: (B or 1, P), the factors of the rows, in the accumulation dtype, or None for 1.
         valid: bool (B or 1, P), whether a row has weight at any valid token.
     """
 
@@ -94,15 +92,15 @@ class Contraction(NamedTuple):
     valid: Tensor
 
     def project(self, x: Tensor) -> Tensor:
-        """E x: (B, H, N, D) -> (B, H, P, D) in the accumulation dtype. x must be 0 at masked tokens."""
+        """Compute E x: (B, H, N, D) -> (B, H, P, D) in the accumulation dtype. x must be 0 at masked tokens."""
         return self.scale(self.project_some(x))
 
     def scale(self, projected: Tensor) -> Tensor:
-        """Multiply the rows of products (B, H, P, D) with their factors."""
+        """Multiply the rows of products (B, H, P, D) by their factors."""
         return projected if self.factor is None else projected * self.factor[:, None, :, None]
 
     def project_some(self, x: Tensor, some: slice = slice(None)) -> Tensor:
-        """The part of E x of the tokens `some`, without the factors: (B, H, n, D) -> (B, H, P, D).
+        """Compute the part of E x for the tokens `some`, without the factors: (B, H, n, D) -> (B, H, P, D).
 
         Args:
             x: these tokens, 0 where they are masked.
@@ -113,14 +111,14 @@ class Contraction(NamedTuple):
         """
         table, acc_dtype = self.table, accumulation_dtype(x.dtype)
         if self.column is None:
-            return (table[:, some] @ x.to(table.dtype)).to(acc_dtype)
+            return (table[:, some] @ x.to(table.dtype)).to(acc_dtype)  # (P, n) @ (B, H, n, D) -> (B, H, P, D)
 
-        columns = table.t().contiguous()
+        columns = table.t().contiguous()  # (N, P)
 
         def some_rows(x: Tensor, column: Tensor) -> Tensor:
-            # The columns are gathered and not the tokens: one product for all heads of a batch row, side by side.
+            # Gather the columns and not the tokens: one product serves all heads of a batch row, side by side.
             tokens = x.to(table.dtype).transpose(1, 2).flatten(2)  # (B, n, H D)
-            product = embedding(column, columns).mT @ tokens
+            product = embedding(column, columns).mT @ tokens  # (B, P, n) @ (B, n, H D) -> (B, P, H D)
             of_heads: Tensor = product.to(acc_dtype).unflatten(2, x.shape[1::2])
             return of_heads.transpose(1, 2)
 
@@ -128,23 +126,23 @@ class Contraction(NamedTuple):
         return sliced(some_rows, x, self.column[:, some], size=size)
 
     def sums(self) -> Tensor:
-        """E 1, the factor of a constant that is added to all tokens: (B or 1, P)."""
+        """Compute E 1, the factor of a constant that is added to all tokens: (B or 1, P)."""
         if self.num_tokens is None or self.factor is None:
             return self.table.sum(1, dtype=accumulation_dtype(self.table.dtype))[None]
-        used = integers(self.table.shape[1], self.table.device)[:, None] < self.num_tokens
+        used = integers(self.table.shape[1], self.table.device)[:, None] < self.num_tokens  # (N, B)
         return (self.table.to(self.factor.dtype) @ used.to(self.factor.dtype)).t() * self.factor
 
 
 def contractions(
     tables: Sequence[Tensor], key_mask: Tensor | None, kv_len: int, dtype: torch.dtype
 ) -> list[Contraction]:
-    """`contraction` of both tables. It is one object if both are the same table."""
+    """Make the `contraction` of both tables, one object if both are the same table."""
     first = contraction(tables[0], key_mask, kv_len, dtype)
     return [first, first if tables[1] is tables[0] else contraction(tables[1], key_mask, kv_len, dtype)]
 
 
 def projected_key_mask(both: Sequence[Contraction], batch: int) -> Tensor:
-    """Bool (B, P): the projected keys that have weight in both tables."""
+    """Mark the projected keys that have weight in both tables: bool (B, P)."""
     return (both[0].valid & both[1].valid).expand(batch, -1)
 
 
@@ -159,22 +157,22 @@ def contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: torc
 
 
 def _factors(table: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of the rows for n tokens, and whether they have weight: (P, M), (B,) -> (B, P) each."""
-    used = (integers(table.shape[1], table.device)[:, None] < num_tokens).to(table.dtype)
-    size, square = table.abs(), table.square()
+    """Compute the factors of the rows for n tokens, and whether rows have weight: (P, M), (B,) -> (B, P) each."""
+    used = (integers(table.shape[1], table.device)[:, None] < num_tokens).to(table.dtype)  # (M, B)
+    size, square = table.abs(), table.square()  # (P, M)
     whole, whole_square = size.sum(1), square.sum(1)  # (P,), of all columns
     part, part_square = (size @ used).t(), (square @ used).t()  # (B, P), of the columns that are used
     valid = part > 0
-    # The factor of a row without weight is 1. Its quotients are replaced, because the gradient of 0 / 0 is NaN.
+    # A row without weight has the factor 1. Its quotients are replaced, because the gradient of 0 / 0 is NaN.
     of_tokens = [x.masked_fill(~valid, 1.0) for x in (whole.expand_as(part), whole_square.expand_as(part))]
     part, part_square = (x.masked_fill(~valid, 1.0) for x in (part, part_square))
-    one_sign = table.sum(1).abs() / whole.masked_fill(whole == 0, 1.0)
+    one_sign = table.sum(1).abs() / whole.masked_fill(whole == 0, 1.0)  # (P,)
     by_weight, by_norm = of_tokens[0] / part, of_tokens[1] / part_square
     return by_weight**one_sign * by_norm ** (0.5 - 0.5 * one_sign), valid
 
 
 def naive_projection(table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The readable form for the valid tokens of one sequence: x (H, n, D) -> (H, P, D), and bool (P,), valid."""
+    """Project the valid tokens of one sequence, the readable form: x (H, n, D) -> (H, P, D), and bool (P,), valid."""
     part = table[:, : x.shape[1]]
     valid = (part != 0).any(1)
     whole, part = table[valid], part[valid]
@@ -189,7 +187,7 @@ def naive_projection(table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def naive_contraction(
     tables: Sequence[Tensor], key: Tensor, value: Tensor, key_mask: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Readable form: contracted keys (H, P', D) and values (H, P', Dv) in float64 for one batch row after the other.
+    """Yield contracted keys (H, P', D) and values (H, P', Dv) in float64 for each batch row, the readable form.
 
     Padding is removed first, and so are contracted keys without a weight: P' is at most P.
     """
@@ -206,7 +204,7 @@ def contract_hidden_states(
     projections: Sequence[Callable[[Tensor], Tensor]],
     num_heads: int,
 ) -> list[Tensor]:
-    """Contracted keys and values (B, H, P, D) from contracted hidden states (B, N, W), which are 0 where masked.
+    """Contract hidden states (B, N, W), 0 where masked, and project them to keys and values (B, H, P, D).
 
     `projections` are affine maps (B, P, W) -> (B, P, H * D), under the autocast of the caller.
     """
@@ -218,7 +216,7 @@ def contract_hidden_states(
             contracted.append(x)  # (B, P, W)
     keys_and_values = []
     for table, x, project in zip(both, contracted, projections, strict=True):
-        # The projection adds its bias once. The contraction of projected tokens would contain it E 1 times.
+        # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
         bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
         x = project(x)
         x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)
@@ -237,9 +235,9 @@ def projection_attention(
     dropout_p: float,
     shards: Shards | None = None,
 ) -> Tensor:
-    """Attention of queries (B, H, Nq, D) to contracted keys and values (B, H_kv, Nk, .): (B, H, Nq, Dv).
+    """Compute attention of queries (B, H, Nq, D) to contracted keys and values (B, H_kv, Nk, .): (B, H, Nq, Dv).
 
-    With `shards` the tokens are those of one process, and the sums of all processes are added up.
+    With `shards` the tokens belong to one process, and the sums of all processes are added up.
     """
     dtype, groups, kv_len, own = product_dtype(query), query.shape[1] // key.shape[1], key.shape[2], slice(None)
     if shards is not None:
@@ -255,5 +253,5 @@ def projection_attention(
     out = attention_to_few_keys(
         query.flatten(0, 1), keys, values, bias, scale=scale, dropout_p=dropout_p, dtype=value.dtype
     )
-    result: Tensor = out.unflatten(0, query.shape[:2])
+    result: Tensor = out.unflatten(0, query.shape[:2])  # (B, H, Nq, Dv)
     return result

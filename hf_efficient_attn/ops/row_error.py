@@ -3,32 +3,33 @@
 The error of a head is |A - E| / |E| in the operator norm, where A is the approximate and E the exact output. Both norms
 are estimated from the same p rows, one from each of p equal strata of the queries, which costs p / Nq of exact
 attention. In a sample of rows, the largest singular value of A - E is on average too large rather than too small,
-because the largest eigenvalue is a convex function of the Gram matrix. What is missed are rare rows with a large error.
+because the largest eigenvalue is a convex function of the Gram matrix. A sample misses rare rows with a large error.
 
-The bound adds a margin for what the sample misses. Let s_i be the share of row i in |A - E|^2, that is, the square of
-its component along the leading right singular vector divided by the sum of these squares, and t_i its share in |E|^2.
-To first order, leaving out row i changes the logarithm of the squared ratio by s_i - t_i (the infinitesimal jackknife;
-Jaeckel 1972), so that the relative standard error of the ratio is |s - t| / 2. The margin is twice that, plus
-1 / (2 sqrt(p)) for directions that no sampled row shows, times sqrt(1 - p / Nq), since the number of rows is finite.
+The bound adds a margin for what the sample misses. Let s_i be the share of row i in |A - E|^2: the square of the row's
+component along the leading right singular vector, divided by the sum of these squares. Let t_i be the row's share in
+|E|^2. To first order, leaving out row i changes the logarithm of the squared ratio by s_i - t_i (the infinitesimal
+jackknife; Jaeckel 1972), so that the relative standard error of the ratio is |s - t| / 2. The margin is twice that,
+plus 1 / (2 sqrt(p)) for directions that no sampled row shows, times sqrt(1 - p / Nq), since the number of rows is
+finite.
 
 On unseen texts and pictures (MiniLM, GPT-2 and DeiT with 512 to 8,192 tokens; four methods at two budgets) the mean
 bound of a layer was below its mean error in 4 of 7,056 layers with 64 rows, and in as many with 128. The bound of a
-head was below its error in 1.2 and 1.1 %. The median of bound / error of a layer was 1.41 and 1.26. Errors of rank 1
-that differ much between rows, of which a sample shows the least, are missed more often.
+head was below its error in 1.2 and 1.1 %. The median of bound / error of a layer was 1.41 and 1.26. The bound fails
+more often for errors of rank 1 that differ much between rows, of which a sample shows the least.
 
 `attend_within_bound` chooses which heads of a call to approximate, and with how many columns, so that the bound of each
 stays below a limit.
 
 Costs are relative to exact attention of the same head. An attempt costs the approximation and the exact rows that bound
 its error. If the bound exceeds the limit, exact attention is added. So an attempt pays if the probability P that it
-succeeds is above its cost. P is that of a normal distribution of the logarithm of the bound: at first around the error
-of a small copy of the head (`screening_error`), and after an attempt around the bound that was found.
-Twice as many columns leave .6 of it.
+succeeds is above its cost. P assumes that the logarithm of the bound is normally distributed: at first around the error
+of a small copy of the head (`screening_error`), and after an attempt around the bound of that attempt. Twice as many
+columns are expected to leave .6 of the bound.
 
 The heads of a sequence are attempted in the order of P - cost, as long as the expected loss, the sum of (1 - P) cost,
 is within a budget: a small share of exact attention, plus what earlier attempts have saved. The first attempts are few.
-So hardly any time is lost in a sequence in which all heads turn out to need exact attention. Nothing depends on other
-sequences or earlier calls.
+So a sequence in which all heads need exact attention loses hardly any time. Nothing depends on other sequences or
+earlier calls.
 """
 
 import math
@@ -47,29 +48,29 @@ from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import constant, even_positions, take, uniform
 
 _STREAM = 31
-# Squarings of a Gram matrix: the leading eigenvector is that of 2**6 steps of the power method.
+# Squarings of a Gram matrix: the leading eigenvector is found as by 2**6 steps of the power method.
 _SQUARINGS = 6
 # A denominator must be this share of the sum of the sizes of its terms.
 _LEAST_DENOMINATOR = 0.01
 # Sizes of the copy of a head, and steps of Lloyd's algorithm.
 NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, _NUM_STEPS = 256, 64, 32, 2
-# Rows that bound the error. With a bound between the limit and `_CLOSE` times the limit, `_MORE_ROWS` times as many do:
-# a bound by few rows is up to five times the error of a head of which few rows have a large error.
+# The number of rows that bound the error. A bound between the limit and `_CLOSE` times the limit is computed again from
+# `_MORE_ROWS` times as many rows: with few rows it is up to five times the error if few rows have a large error.
 NUM_ROWS, _MORE_ROWS, _CLOSE = 64, 4, 3.0
-# The bound with c columns is about `_COPY_FACTOR` (error of the copy * landmarks of the copy / c)^_GROWTH.
-# Standard deviations of its logarithm: before the first attempt in a sequence, after it, and for an attempted head. The
-# first attempt tells most: relative to the copy, heads of MiniLM have a fourth of the error of random heads.
+# The bound with c columns is about `_COPY_FACTOR` (error of the copy * landmarks of the copy / c)^_GROWTH. The spreads
+# are standard deviations of its logarithm: before the first attempt in a sequence, after it, and for an attempted head.
+# The first attempt tells most: relative to the copy, heads of MiniLM have a fourth of the error of random heads.
 _COPY_FACTOR, _GROWTH, _COPY_SPREAD, _NEXT_SPREAD, _SPREAD = 0.37, 0.7, 0.7, 0.55, 0.4
-# The share of what the first attempts tell that holds for the other heads of a sequence.
+# The share of the first attempts' news that also holds for the other heads of a sequence.
 _SHARED = 0.8
-# The cost of an approximation falls with this power of the length, beyond that at which it costs as much as exact
-# attention, and grows with a power of the columns. Without near keys it is `_FAR_COST` of that with the mean number of
-# near keys, and up to `_NEAR_COST` is added for them where more than a fifth of the largest error is expected.
+# The cost of an approximation falls with the power `COST_POWER` of the length and grows with a power of the columns.
+# Without near keys it is `_FAR_COST` of the cost with the mean number of near keys. Up to `_NEAR_COST` is added for
+# near keys where more than a fifth of the largest error is expected.
 COST_POWER, _COLUMNS_POWER, _FAR_COST, _NEAR_COST = 1.2, 0.7, 0.65, 1.2
-# An approximation must cost at most this share of exact attention; with more, exact heads leave little to gain.
+# An approximation must cost at most this share of exact attention. Otherwise exact heads leave little to gain.
 _LARGEST_COST = 0.85
-# Share of exact attention that may be lost, and the cost of the first attempts in a sequence, all of which may be in
-# vain because its heads are alike.
+# The share of exact attention that may be lost, and the cost of the first attempts in a sequence. All of these may be
+# in vain, because the heads of a sequence are alike.
 _LOSS, _FIRST_COST = 0.02, 0.65
 # A head has at most this many columns, unless it begins with more.
 _MAX_COLUMNS = 1024
@@ -81,7 +82,7 @@ class Rows(NamedTuple):
     Attributes:
         queries: int64 (BH, p), the indices of the queries, ascending.
         valid: bool (BH, p), False beyond the number of queries that may be sampled; None if all are valid.
-        population: how many queries the sample stands for, an integer or int64 (BH, 1).
+        population: the number of queries that the sample stands for, an integer or int64 (BH, 1).
     """
 
     queries: Tensor
@@ -111,17 +112,17 @@ def sample_rows(
     seed: Seed,
     device: torch.device,
 ) -> Rows:
-    """Sample evenly spread queries of each head, without repetition; all of them if there are no more than `num_rows`.
+    """Sample evenly spread queries of each head, without repetition, or all if there are at most `num_rows`.
 
     Args:
         batch_heads: B * H.
         q_len: number of queries.
         num_rows: queries of each head.
         query_mask: bool (BH, Nq), True for the queries that may be sampled, or None. False for padding, and for rows
-            to which the approximation was fitted: their error is smaller than that of the others.
-        num_heads: H. The same queries are sampled in every sequence of a batch, and other ones in each head.
-        seed: of the offsets.
-        device: of the result.
+            to which the approximation was fitted, because their error is smaller.
+        num_heads: H. All sequences of a batch sample the same queries, and heads sample different ones.
+        seed: seed of the offsets.
+        device: device of the result.
     """
     count = min(num_rows, q_len)
     if query_mask is None:
@@ -139,13 +140,13 @@ def sample_rows(
 
 
 def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
-    """An offset of its own for each row in its stratum: float64 (BH, p)."""
-    # With a common one, rows at a regular distance could all meet, or all miss, what is periodic in the input.
+    """Draw an offset for each row in its stratum: float64 (BH, p)."""
+    # With a common offset, rows at a regular distance could all meet, or all miss, what is periodic in the input.
     return uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)
 
 
 def _even_rows(batch_heads: int, q_len: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
-    """One query of each of `count` strata: int64 (BH, p)."""
+    """Sample one query of each of `count` strata: int64 (BH, p)."""
     return stratified_ranks(count, q_len, _offsets_of_rows(batch_heads, count, num_heads, seed, device))
 
 
@@ -157,7 +158,7 @@ def row_error(
 
     Args:
         approximate: (BH, p, Dv), the approximate output of the sampled queries.
-        exact: (BH, p, Dv), their exact output.
+        exact: (BH, p, Dv), the exact output of the same queries.
         valid: bool (BH, p), as in `Rows`, or None.
         population: as in `Rows`; None for a number without a limit.
 
@@ -166,14 +167,14 @@ def row_error(
     """
     dtype = accumulation_dtype(exact.dtype)
     exact = exact.to(dtype)
-    difference = approximate.to(dtype) - exact
+    difference = approximate.to(dtype) - exact  # (BH, p, Dv)
     count: Tensor | int = exact.shape[1]
     if valid is not None:
         difference, exact = (x.masked_fill(~valid.unsqueeze(2), 0.0) for x in (difference, exact))
         count = valid.sum(1, keepdim=True)
     (error, error_share), (size, share) = _leading(difference), _leading(exact)
     estimate = torch.where(error == 0, 0.0, error / size)
-    spread = torch.linalg.vector_norm(error_share - share, dim=1)
+    spread = torch.linalg.vector_norm(error_share - share, dim=1)  # (BH,)
     rows = torch.as_tensor(count, device=exact.device).to(dtype).clamp(min=1.0).view(-1)
     left = 1.0 if population is None else (1.0 - rows / torch.as_tensor(population, device=rows.device).view(-1))
     factor = torch.as_tensor(left, dtype=dtype, device=rows.device).clamp(min=0.0).sqrt()
@@ -181,20 +182,20 @@ def row_error(
 
 
 def _leading(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest singular value of x (BH, p, D), and the share of each row in its square: (BH,) and (BH, p)."""
+    """Find the largest singular value of x (BH, p, D), and the share of each row in its square: (BH,) and (BH, p)."""
     tiny = torch.finfo(x.dtype).tiny
     # Scaled to entries of at most 1, so that squares neither overflow nor underflow.
     scale = x.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
     x = x / scale
-    gram = power = x.transpose(1, 2) @ x
+    gram = power = x.transpose(1, 2) @ x  # (BH, D, p) @ (BH, p, D) -> (BH, D, D)
     for _ in range(_SQUARINGS):
         power = power / power.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=tiny)
         power = power @ power
     # The column with the largest diagonal entry has a component along the leading eigenvector.
     largest = power.diagonal(dim1=1, dim2=2).argmax(1)[:, None, None].expand(-1, gram.shape[1], 1)
-    vector = power.gather(2, largest)
+    vector = power.gather(2, largest)  # (BH, D, 1)
     vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True).clamp(min=tiny)
-    squares = (x @ vector).squeeze(2).square()
+    squares = (x @ vector).squeeze(2).square()  # (BH, p)
     total = squares.sum(1)
     return total.sqrt() * scale.view(-1), squares / total.clamp(min=tiny).unsqueeze(1)
 
@@ -210,17 +211,17 @@ def held_back_bound(
     scale: float,
     seed: Seed,
 ) -> Tensor:
-    """An upper bound of the error of each head, from rows to which the approximation was not fitted.
+    """Bound the error of each head from above, by rows to which the approximation was not fitted.
 
     Args:
         query: (BH, Nq, D).
         key: (BH, Nk, D).
         value: (BH, Nk, Dv).
         approximate: (BH, Nq, Dv), the approximate output.
-        num_probes: number of queries that it was fitted to, in the middle of equal strata.
+        num_probes: number of queries, in the middle of equal strata, to which the approximation was fitted.
         num_rows: number of other queries whose exact output is computed.
         scale: factor of the scores.
-        seed: which of them.
+        seed: seed of the choice of these queries.
 
     Returns:
         (BH,), the bound of `RowError`.
@@ -236,13 +237,14 @@ def held_back_bound(
 
 @torch.no_grad()
 def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """A cheap guess at how well landmarks approximate the attention of a head, before any of it is computed.
+    """Guess cheaply how well landmarks approximate the attention of a head, before computing any of it.
 
-    It is the error of a copy with a few evenly spaced keys and queries, and with a few landmarks that represent its
-    keys: means of clusters with Nystrom weights, without near keys and probes. It is larger than that of the head, but
-    the order of heads is similar: on MiniLM with 4,096 to 16,384 tokens (216 heads) the copy of a head within a bound
-    of .1 has a smaller error than that of another head in 87 % of all pairs. The logarithm of the bound differs by a
-    standard deviation of .6 from what the error of the copy tells.
+    The guess is the error of a copy of the head with a few evenly spaced keys and queries. A few landmarks represent
+    its
+    keys: means of clusters with Nystrom weights, without near keys and probes. The error of the copy is larger than the
+    error of the head, but the order of heads is similar: on MiniLM with 4,096 to 16,384 tokens (216 heads) heads within
+    a bound of .1 have copies with a smaller error than other heads in 87 % of all pairs. The logarithm of the bound
+    differs by a standard deviation of .6 from the guess.
 
     It takes (BH, Nq, D), (BH, Nk, D) and (BH, Nk, Dv), and returns (BH,) in the accumulation dtype, not negative.
     """
@@ -258,9 +260,9 @@ def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
 
 
 def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention to the landmarks of centered keys: (BH, p, Dv)."""
+    """Compute attention to the landmarks of centered keys: (BH, p, Dv)."""
     root = TEMPERATURE * abs(scale) ** 0.5
-    points, count = key * root, min(NUM_LANDMARKS, key.shape[1])
+    points, count = key * root, min(NUM_LANDMARKS, key.shape[1])  # (BH, n, D)
     log_weight = 0.5 * points.square().sum(2, keepdim=True)
     weight = (log_weight - log_weight.amax(1, keepdim=True)).clamp(min=LEAST_LOG_WEIGHT).exp()
     terms = torch.cat((points * weight, weight), 2)
@@ -271,15 +273,15 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
         centers = torch.where(used, sums[..., :-1] / torch.where(used, sums[..., -1:], 1.0), centers)
     own = 0.5 * centers.square().sum(2)
     kernel = (torch.baddbmm(-own.unsqueeze(1), centers, centers.mT) - own.unsqueeze(2)).clamp(max=0.0).exp()
-    # Of a landmark c and a key x, exp(<c, x> - |c|^2 / 2) relative to the largest one of the head.
+    # exp(<c, x> - |c|^2 / 2) for a landmark c and a key x, relative to the largest one of the head: (BH, m, Nk).
     similarity = torch.baddbmm(-own.unsqueeze(2), centers, points.mT)
     similarity = (similarity - similarity.amax((1, 2), keepdim=True)).exp()
-    sums = similarity @ with_ones(value)
+    sums = similarity @ with_ones(value)  # (BH, m, Dv + 1)
     weights = regularized_solve(kernel.double(), sums.double(), RIDGE)
     scores = scale / root * query @ centers.mT if root else torch.zeros_like(query @ centers.mT)
-    logits = scores.double() - own.unsqueeze(1)
+    logits = scores.double() - own.unsqueeze(1)  # (BH, p, m)
     basis = (logits - logits.amax(2, keepdim=True)).exp()
-    out, size = basis @ weights, basis @ weights[..., -1:].abs()
+    out, size = basis @ weights, basis @ weights[..., -1:].abs()  # (BH, p, Dv + 1), (BH, p, 1)
     positive = out[..., -1:] > _LEAST_DENOMINATOR * size
     ratio = out[..., :-1] / torch.where(positive, out[..., -1:], 1.0)
     means = sums[..., :-1] / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
@@ -287,14 +289,14 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
 
 
 class Forms(NamedTuple):
-    """How the heads of a call are computed, from query, key and value (BH, N, .), and what they must keep.
+    """The two forms of a call's heads, from query, key and value (BH, N, .), and the bound of their error.
 
     Attributes:
         approximate: approximate(query, key, value, columns) returns the output (BH, Nq, Dv) of some heads.
-        exact: exact(query, key, value) returns their exact output.
-        num_probes: queries that the output is corrected by, evenly spaced. They are not used for the bound.
+        exact: exact(query, key, value) returns the exact output of some heads.
+        num_probes: number of evenly spaced queries by which the output is corrected. The bound does not use them.
         max_error: the largest bound of a head's relative error in the operator norm.
-        columns: columns of a head's first attempt.
+        columns: number of columns of a head's first attempt.
         length: the number of keys from which on an approximation with these columns is worthwhile.
     """
 
@@ -307,21 +309,21 @@ class Forms(NamedTuple):
 
 
 def worthwhile_length(crossover: int) -> int:
-    """The length from which on an approximation costs little enough, from that at which it costs as much as exact."""
+    """Compute the length from which on approximation costs little enough, from the crossover with exact attention."""
     return math.ceil(crossover * math.pow(_FAR_COST / _LARGEST_COST, 1.0 / COST_POWER))
 
 
 def attend_within_bound(
     heads: tuple[Tensor, Tensor, Tensor], forms: Forms, batch: int, scale: float, seed: Seed
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each head with as many columns as it needs, or exactly.
+    """Compute attention of each head with as many columns as it needs, or exactly.
 
     Args:
         heads: query (BH, Nq, D), key (BH, Nk, D) and value (BH, Nk, Dv) of B sequences without padding.
-        forms: how heads are computed, and what they must keep.
+        forms: the forms of the heads, and the bound of their error.
         batch: B.
         scale: factor of the scores.
-        seed: of the rows that bound the error.
+        seed: seed of the rows that bound the error.
 
     Returns:
         The output (BH, Nq, Dv), and the columns of every head, int64 (BH,); 0 for an exact head.
@@ -332,9 +334,9 @@ def attend_within_bound(
     while 2 * levels[-1] <= min(_MAX_COLUMNS, num_keys // 2):
         levels.append(2 * levels[-1])
     columns = torch.tensor(levels, device=device)
-    growth = columns.double().view(-1, 1, 1) / forms.columns
+    growth = columns.double().view(-1, 1, 1) / forms.columns  # (levels, 1, 1); costs are (levels, B, H)
     cost = _LARGEST_COST * (forms.length / num_keys) ** COST_POWER * growth**_COLUMNS_POWER + NUM_ROWS / num_keys
-    log_bound = _first_guess(heads, forms.columns, scale).view(shape)
+    log_bound = _first_guess(heads, forms.columns, scale).view(shape)  # (B, H)
     cost = cost * (1.0 + _NEAR_COST * (5.0 * log_bound.exp() / forms.max_error - 1.0).clamp(0.0, 1.0))
     possible, spread = torch.ones_like(cost, dtype=torch.bool), torch.full_like(cost[0], _COPY_SPREAD)
     budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
@@ -342,10 +344,10 @@ def attend_within_bound(
     columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     while True:
         probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + _GROWTH * growth.log()) / spread)
-        gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)
+        gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)  # (B, H) each
         price = cost.gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
         risk = (1.0 - probability.gather(0, level.unsqueeze(0))[0]) * price
-        order = gain.argsort(dim=1, descending=True, stable=True)
+        order = gain.argsort(dim=1, descending=True, stable=True)  # (B, H)
         within = risk.gather(1, order).cumsum(1) <= budget
         first = (price * (spread == _COPY_SPREAD)).gather(1, order)
         within &= first.cumsum(1) <= _FIRST_COST
@@ -379,7 +381,7 @@ def attend_within_bound(
 
 
 def _bound(heads: tuple[Tensor, ...], forms: Forms, num_rows: int, scale: float, seed: Seed) -> Tensor:
-    """The bound of heads: query, key, value and output (BH, N, .). It is by more rows where it is just too large."""
+    """Bound the error of heads: query, key, value and output (BH, N, .). Uses more rows where it is just too large."""
     bound = held_back_bound(*heads, num_probes=forms.num_probes, num_rows=num_rows, scale=scale, seed=seed)
     close = ((bound > forms.max_error) & (bound < _CLOSE * forms.max_error)).nonzero()[:, 0]
     if num_rows == NUM_ROWS and len(close):
@@ -389,8 +391,8 @@ def _bound(heads: tuple[Tensor, ...], forms: Forms, num_rows: int, scale: float,
 
 
 def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: float) -> Tensor:
-    """The logarithm of the bound that is expected of each head: float64 (BH,)."""
-    # In a sequence that is hardly longer than its copy, an attempt costs less than the copy tells.
+    """Guess the logarithm of the bound of each head: float64 (BH,)."""
+    # In a sequence that is hardly longer than its copy, an attempt costs less than the copy.
     if heads[1].shape[1] <= 2 * NUM_KEYS:
         return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
     error = screening_error(*heads, scale=scale).double()

@@ -1,4 +1,4 @@
-"""Which keys to sample: their scores, the draw, and the log-weights that make up for the keys that are not sampled."""
+"""Sampling of keys: their scores, the draw, and log-weights that make up for the keys that are not sampled."""
 
 import math
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from hf_efficient_attn.ops.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed, seed_value
 from hf_efficient_attn.ops.tokens import constant, even_positions, integers, offsets, take, uniform, valid_first
 
-# Values from which the operator norm of V is estimated, at least.
+# The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384
-# The least score of a key, relative to the mean. A key with a value of norm 0 still counts in the denominator.
+# The least score of a key, relative to the mean score. A key with a value of norm 0 still counts in the denominator.
 LEAST_SCORE = 1e-6
-# A sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
+# Replaces a sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
 _TINY = 1e-290
-# The offsets of a head's blocks are multiples of this plastic ratio modulo 1; those of the heads are of the golden one.
+# The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
 _TURN = 0.7548776662466927
 # Streams of random numbers.
 _INDEPENDENT, _SAMPLES = 3, 12
@@ -30,20 +30,20 @@ ColumnNorms = Callable[[Tensor, Tensor, int | Tensor], tuple[Tensor, Tensor]]
 
 
 class SamplingOptions(NamedTuple):
-    """How the keys of a far field are sampled.
+    """Options of the sampling of a far field.
 
     Attributes:
-        num_samples: samples per block of queries.
+        num_samples: number of samples per block of queries.
         scores: the unnormalized sampling probabilities of the keys. "uniform": 1. "value_norm": |v_j|^2. "probe":
             estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2
-            and 5, and Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with its own norms.
-        num_probes: queries from which "probe" estimates the norms.
+            and 5, and Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with the function's norms.
+        num_probes: number of queries from which "probe" estimates the norms.
         independent: sample with replacement, as in the paper's Algorithm 1, rather than systematically without.
         scale: factor of the attention scores.
-        seed: of the hash and of the samples.
+        seed: seed of the hash and of the samples.
         batch: B. Sequences of a batch use the same random numbers.
-        groups: groups of neighboring blocks of queries. Each has its own estimated norms for "probe".
-        shared: one sample for all blocks of queries instead of one for each.
+        groups: number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
+        shared: whether all blocks of queries share one sample instead of having one each.
     """
 
     num_samples: int
@@ -70,7 +70,7 @@ class FarField(NamedTuple):
 
 
 def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """The unnormalized sampling probabilities |v_j|^2, or column norm + gamma |v_j|^2; 0 for masked keys.
+    """Compute unnormalized sampling probabilities |v_j|^2, or column norm + gamma |v_j|^2; 0 for masked keys.
 
     Args:
         value: (BH, Nk, Dv).
@@ -85,26 +85,26 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     scores: Tensor = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)
     if norms is not None:
         norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)
-        scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))
+        scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))  # (BH, G, Nk)
     count: Tensor | int = value.shape[1]
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(1), 0.0)
-        count = key_mask.sum(1)[:, None, None].clamp(min=1)
+        count = key_mask.sum(1)[:, None, None].clamp(min=1)  # (BH, 1, 1)
     scores = scores + (scores.sum(2, keepdim=True) * (LEAST_SCORE / count) + tiny)
     return scores if key_mask is None else scores.masked_fill_(~key_mask.unsqueeze(1), 0.0)
 
 
 def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
-    """|V|_op^2 by the Frobenius norm of V^T V, from up to 767 values: (BH, Nk, Dv) -> (BH, 1).
+    """Estimate |V|_op^2 by the Frobenius norm of V^T V, from up to 767 values: (BH, Nk, Dv) -> (BH, 1).
 
-    It is an upper bound, and close if one direction prevails. It only balances two terms of a sampling distribution,
-    and on activations of BERT and DeiT the errors with it and with the power method are equal. The values lie at a
-    regular distance among the valid ones, so that padding does not change the estimate.
+    The estimate is an upper bound, and close if one direction prevails. It only balances two terms of a sampling
+    distribution. On activations of BERT and DeiT the errors with it and with the power method are equal. The values lie
+    at a regular distance among the valid values, so that padding does not change the estimate.
     """
     kv_len, acc_dtype = value.shape[1], accumulation_dtype(value.dtype)
     if key_mask is None:
         step = max(1, kv_len // NORM_VALUES)
-        sample = value[:, step // 2 :: step].to(acc_dtype)
+        sample = value[:, step // 2 :: step].to(acc_dtype)  # (BH, n, Dv)
         factor: Tensor | float = kv_len / sample.shape[1]
     else:
         count = key_mask.sum(1, keepdim=True)
@@ -121,7 +121,7 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def split_scale_evenly(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Float64 queries and keys (..., D) whose products are the scores, each multiplied with the root of the scale."""
+    """Multiply float64 queries and keys (..., D) by the root of the scale, so that their products are the scores."""
     root = math.sqrt(abs(scale))
     return query.double() * math.copysign(root, scale), key.double() * root
 
@@ -144,10 +144,10 @@ def query_groups(near: NearField, groups: int) -> Tensor:
 def density_norms(
     query: Tensor, key: Tensor, key_mask: Tensor | None, near: NearField, options: SamplingOptions
 ) -> Tensor:
-    """Squared column norms of the residual from estimates of those of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
+    """Estimate squared column norms of the residual from column norms of D^-1 A (Zandieh et al. 2023, Eq. 10-11).
 
-    The part in the near field is subtracted from each estimate (Algorithm 3, line 3), and negative results become 0.
-    Each head is computed separately, on its valid tokens. The arguments are those of `make_plan`.
+    The part in the near field is subtracted from each norm (Algorithm 3, line 3), and negative results become 0. Each
+    head is computed separately, on its valid tokens. The arguments are the same as in `make_plan`.
 
     Returns:
         (BH, 1, Nk), by position.
@@ -155,7 +155,7 @@ def density_norms(
     norms, (block_q, is_same) = options.scores, (near.block_q, query.shape[1] == key.shape[1])
     assert callable(norms)
     out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
-    block_keys = near.start[:, :, None] + integers(near.block_k, key.device)
+    block_keys = near.start[:, :, None] + integers(near.block_k, key.device)  # (BH, T, block_k)
     for a in range(key.shape[0]):
         valid = torch.ones_like(out[a], dtype=torch.bool) if key_mask is None else key_mask[a]
         if not valid.any():
@@ -168,14 +168,14 @@ def density_norms(
         index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]
         blocks = pad(order, (0, len(index) * block_q - len(order)), value=-1).view(-1, block_q)
         weight = logs[blocks].masked_fill(blocks < 0, -torch.inf)
-        pairs = 2.0 * queries[blocks] @ keys[index].mT + weight[:, :, None]
+        pairs = 2.0 * queries[blocks] @ keys[index].mT + weight[:, :, None]  # (T, block_q, block_k)
         near_norms = torch.zeros_like(out[a]).index_add_(0, index.flatten(), pairs.exp_().sum(1).flatten())
         out[a, valid] = (log_norms.exp() - near_norms[valid]).clamp(min=0.0)
     return out.to(accumulation_dtype(query.dtype)).unsqueeze(1)
 
 
 def offsets_of_blocks(num_heads: int, num_blocks: int, seed: Seed, device: torch.device) -> Tensor:
-    """Offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
+    """Draw offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
     turn = _TURN * torch.arange(num_blocks, device=device, dtype=torch.float64)
     return (offsets(num_heads, seed, _SAMPLES, device).unsqueeze(1) + turn).frac()
 
@@ -211,28 +211,28 @@ def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: tor
         near: the near field.
         num_samples: keys of each sample.
         offset: float64 (BH, T) in (0, 1), the offset of each sample; or (BH, 1) without samples.
-        dtype: of the log-weights.
+        dtype: dtype of the log-weights.
     """
     device, num_keys, start = offset.device, near.num_keys, near.start.unsqueeze(2)
     if not num_samples:
         return FarField(offset[..., :0].unsqueeze(1).to(torch.int64), offset[..., :0].unsqueeze(1).to(dtype))
     rest = torch.as_tensor(num_keys, dtype=torch.float64, device=device).view(-1, 1, 1) - near.block_k
     step = (rest / num_samples).clamp(min=1.0)
-    index = ((offset.unsqueeze(2) + integers(num_samples, device)) * step).to(torch.int64)
+    index = ((offset.unsqueeze(2) + integers(num_samples, device)) * step).to(torch.int64)  # (BH, T, num_samples)
     log_weight = step.log().to(dtype).masked_fill(index >= rest, -torch.inf)
-    # Counted from the end of the near field on, the keys behind it follow those before it.
+    # Skip the near field: indices from its start on move behind it.
     index = torch.add(index, index >= start, alpha=near.block_k)
     limit = num_keys - 1 if isinstance(num_keys, int) else num_keys.unsqueeze(2) - 1
     return FarField(index.clamp_(max=limit).clamp_(min=0), log_weight)
 
 
 def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
-    """min(1, c * score) with the factor c for which the probabilities sum to `num_samples`.
+    """Compute min(1, c * score) with the factor c for which the probabilities sum to `num_samples`.
 
     If at most `num_samples` scores are positive, each of their probabilities is 1. Only the `num_samples` highest
     scores can reach the limit of 1. If the r highest do, then c is (num_samples - r) divided by the sum of the others.
-    This quotient grows with r as long as the next score reaches the limit, and falls from then on. So the right c is
-    the largest of them.
+    This quotient grows with r as long as the next score reaches the limit, and falls from then on. So c is the largest
+    of these quotients.
 
     Args:
         scores: (..., N), not negative.
@@ -243,9 +243,9 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     """
     if not num_samples:
         return torch.zeros_like(scores, dtype=torch.float64)
-    highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)
+    highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)  # (..., num_samples)
     rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-    # Sums of the scores from rank r on, r from the last to 0, added from the smallest to the largest.
+    # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.
     others = highest.flip(-1).cumsum(-1, dtype=torch.float64) + rest
     left = integers(highest.shape[-1], scores.device) + (num_samples - highest.shape[-1] + 1)
     return (scores * (left / others.clamp_(min=_TINY)).amax(-1, keepdim=True)).clamp_(max=1.0)
@@ -271,9 +271,9 @@ def systematic_sample(
         index: int64 (BH, S, num_samples), ascending where an index is selected.
         log_weight: float64 (BH, S, num_samples), -log(probability); -inf where no index is selected.
     """
-    steps = integers(num_samples, offset.device)
+    steps = integers(num_samples, offset.device)  # (num_samples,)
     # Moved back a little, so that rounding moves no point beyond the end.
-    points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)
+    points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)  # (BH, S, num_samples)
     index, probability = _locate(probabilities, points, num_samples + 1.0, group)
     if complete:
         return index, probability.log_().neg_()
@@ -298,7 +298,7 @@ def independent_sample(
         As `systematic_sample`. Nothing is selected if all scores are 0.
     """
     scores = scores.to(torch.float64)
-    shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)  # (BH, G, N)
     index, share = _locate(shares, numbers.sort(2).values * (1.0 - 1e-9), 2.0, group)
     nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5
     return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)
@@ -314,7 +314,7 @@ def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | Non
         group: as in `systematic_sample`.
 
     Returns:
-        The index of the interval and its length, (BH, S, K). A point beyond the end has any index.
+        The index of the interval and its length, (BH, S, K) each. A point beyond the end has any index.
     """
     (batch_heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
     if group is not None:
@@ -329,7 +329,7 @@ def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | Non
 
 
 def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:
-    """The totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
+    """Return the totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
     return totals if group is None else totals.gather(1, group.unsqueeze(2).expand(len(totals), -1, -1))
 
 
@@ -351,7 +351,7 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
 def candidate_positions(
     key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Positions of at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
+    """Choose at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
 
     Args:
         key_mask: bool (B, Nk), True for valid keys, or None.
@@ -368,5 +368,5 @@ def candidate_positions(
     if key_mask is None:
         return constant(even_positions, kv_len, count, device=device)[None], None
     num_valid, rank = key_mask.sum(1, keepdim=True), torch.arange(count, device=device)
-    spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all of them if there are not more
+    spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
     return valid_first(key_mask).gather(1, spread), rank < num_valid

@@ -1,8 +1,8 @@
-"""What a process holds of a layer's heads and of a sequence's tokens, and sums and exchanges over the processes.
+"""The heads of a layer and the tokens of a sequence that a process holds, and sums and exchanges over processes.
 
-Engines that split a layer's heads over processes call attention with some of the heads (`HeadSlice`). What is drawn for
-a head depends on its number among all heads of the layer, so that it does not depend on the number of processes. The
-seed of such a call is a `HeadSeed`, which knows these numbers.
+Engines that split a layer's heads over processes call attention with some of the heads (`HeadSlice`). The draws for a
+head depend on its number among all heads of the layer, and not on the number of processes. The seed of such a call is a
+`HeadSeed`, which knows these numbers.
 
 If processes share a sequence, every process holds a contiguous shard of the tokens. `Shards` says which. Every process
 must call the same functions in the same order, forward and backward, so results must stay connected to what was sent
@@ -26,11 +26,11 @@ from hf_efficient_attn.ops.attend import Partial
 
 
 class HeadSlice(NamedTuple):
-    """The heads of a layer that a process holds: consecutive ones.
+    """The consecutive heads of a layer that a process holds.
 
     Attributes:
-        first: the number of the first of them.
-        total: how many heads the layer has in all processes together.
+        first: the number of the first head.
+        total: the number of heads of the layer in all processes together.
     """
 
     first: int
@@ -40,7 +40,7 @@ class HeadSlice(NamedTuple):
         """Check that `num_heads` heads from the first one on exist.
 
         Raises:
-            UnsupportedAttentionError: they do not.
+            UnsupportedAttentionError: not all of these heads exist.
         """
         if self.first < 0 or self.first + num_heads > self.total:
             raise UnsupportedAttentionError(
@@ -61,17 +61,17 @@ class HeadSeed(NamedTuple):
     heads: HeadSlice
 
 
-# A plain seed is that of a call with all heads of a layer.
+# A call with all heads of a layer has a plain seed.
 Seed: TypeAlias = int | Tensor | HeadSeed
 
 
 def seed_value(seed: Seed) -> int | Tensor:
-    """The seed of the layer."""
+    """Return the seed of the layer."""
     return seed.value if isinstance(seed, HeadSeed) else seed
 
 
 def head_slice(seed: Seed, num_heads: int) -> HeadSlice:
-    """The numbers of the `num_heads` heads of a call with this seed."""
+    """Return the numbers of the `num_heads` heads of a call with this seed."""
     return seed.heads if isinstance(seed, HeadSeed) else HeadSlice(0, num_heads)
 
 
@@ -81,10 +81,10 @@ class Shards:
 
     Attributes:
         group: the process group.
-        lengths: how many tokens each process holds, in the order of the sequence.
-        rank: which of them this process holds.
+        lengths: the number of tokens of each process, in the order of the sequence.
+        rank: the rank of this process.
         key_mask: bool (B, N) of all tokens of all processes; None if there is no padding.
-        seed: of what is drawn in training, the same in all processes; None in eval.
+        seed: seed of the draws in training, the same in all processes; None in eval.
     """
 
     group: "dist.ProcessGroup"
@@ -121,7 +121,7 @@ class Shards:
 
 @contextmanager
 def _explained(name: str, group: "dist.ProcessGroup") -> Iterator[None]:
-    """Say what an error of a collective means."""
+    """Explain an error of a collective in its message."""
     try:
         yield
     except RuntimeError as error:
@@ -133,7 +133,7 @@ def _explained(name: str, group: "dist.ProcessGroup") -> Iterator[None]:
 
 
 def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
-    """The tensors of all processes, which have one shape: (...) -> (processes, ...)."""
+    """Gather the tensors of all processes, which have one shape: (...) -> (processes, ...)."""
     # Newer versions of PyTorch warn about the older name. A copy waits for the result of a collective.
     gathered: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     with _explained("all_gather", group):
@@ -142,20 +142,20 @@ def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
 
 
 def gather_plain(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
-    """`gather` without a gradient, of any dtype."""
+    """Gather tensors of any dtype without a gradient."""
     return gather(x.detach(), group)
 
 
 def total(tensors: Sequence[Tensor], group: "dist.ProcessGroup") -> list[Tensor]:
-    """The sum over all processes of each of some tensors of one dtype, in one collective."""
+    """Sum each of several tensors of one dtype over all processes, in one collective."""
     with _explained("all_reduce", group):
         flat = collectives.all_reduce(torch.cat([x.flatten() for x in tensors]), "sum", group).clone()
     return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
 
 
 def gather_partials(partial: Partial, group: "dist.ProcessGroup") -> list[Partial]:
-    """The partials of all processes, in one collective."""
-    both = torch.cat((partial.out, partial.lse.to(partial.out.dtype).unsqueeze(-1)), -1)
+    """Gather the partials of all processes in one collective."""
+    both = torch.cat((partial.out, partial.lse.to(partial.out.dtype).unsqueeze(-1)), -1)  # (..., N, Dv + 1)
     return [Partial(x[..., :-1], x[..., -1].to(partial.lse.dtype)) for x in gather(both, group).unbind(0)]
 
 
@@ -163,12 +163,12 @@ def exchange(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequen
     """Send tensors of one dtype to every process, in one collective.
 
     Args:
-        parts: for each process the tensors to send to it, as many for each; they may be empty.
-        shapes: for each process the shapes of the tensors that it sends to this one.
+        parts: the tensors to send to each process, the same number for each. They may be empty.
+        shapes: the shapes of the tensors that each process sends to this one.
         group: the process group.
 
     Returns:
-        For each process the tensors that came from it.
+        The tensors that came from each process.
     """
     sent = [sum(x.numel() for x in some) for some in parts]
     sizes = [[math.prod(shape) for shape in some] for some in shapes]
@@ -180,7 +180,7 @@ def exchange(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequen
 
 
 def heads_of(rank: int, size: int, num_heads: int) -> slice:
-    """The heads that a process gets of a layer's: as equal numbers as possible, the first processes one more."""
+    """Return the heads of a process: an equal share of the layer's, one more in the first processes if needed."""
     each, more = divmod(num_heads, size)
     first = rank * each + min(rank, more)
     return slice(first, first + each + (rank < more))
@@ -203,7 +203,7 @@ def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
 
 
 def to_tokens(x: Tensor, num_heads: int, shards: Shards) -> Tensor:
-    """Inverse of `to_heads` for a tensor of `num_heads` heads in all: (B, h, N, .) -> (B, H, n, .)."""
+    """Invert `to_heads` for a tensor of `num_heads` heads in all: (B, h, N, .) -> (B, H, n, .)."""
     parts = [[piece] for piece in x.split(list(shards.lengths), 2)]
     counts = [heads_of(r, shards.size, num_heads) for r in range(shards.size)]
     length = shards.lengths[shards.rank]
@@ -218,12 +218,12 @@ def over_heads(
     value: Tensor,
     shards: Shards,
 ) -> Tensor:
-    """Attention in which each process computes some heads for all tokens.
+    """Compute attention such that each process computes some heads for all tokens.
 
     Args:
-        function: attention of query (B, h, N, D), key (B, h_kv, N, D) and value (B, h_kv, N, Dv) of some heads:
-            (B, h, N, Dv). Also gets the numbers of the heads.
-        query: (B, H, n, D), of the tokens of this process.
+        function: computes attention (B, h, N, Dv) of query (B, h, N, D), key (B, h_kv, N, D) and value
+            (B, h_kv, N, Dv) of some heads. Its last argument is the numbers of the heads.
+        query: (B, H, n, D), the queries of this process.
         key: (B, H_kv, n, D).
         value: (B, H_kv, n, Dv).
         shards: the shards of the sequences.
@@ -233,11 +233,11 @@ def over_heads(
     """
     num_heads, num_kv_heads, size = query.shape[1], key.shape[1], shards.size
     if num_kv_heads % size:
-        # Each process needs the key heads of its query heads. So many copies of them are sent that this holds.
+        # Each process needs the key heads of its query heads, so copies of the key heads are sent.
         fits = num_heads % size == 0 and size % num_kv_heads == 0
         repeats = (size if fits else num_heads) // num_kv_heads
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    query, key, value = to_heads((query, key, value), shards)
+    query, key, value = to_heads((query, key, value), shards)  # (B, h, N, .) each
     if query.shape[1]:
         out = function(query, key, value, HeadSlice(heads_of(shards.rank, size, num_heads).start, num_heads))
     else:  # nothing to compute, but the other processes wait for the gradients
@@ -246,7 +246,7 @@ def over_heads(
 
 
 def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Shards) -> tuple[list[Tensor], int, int]:
-    """Add the last `left` tokens before a shard and the first `right` ones after it: each (B, H, n, .).
+    """Add the last `left` tokens before a shard and the first `right` tokens after it: each (B, H, n, .).
 
     Returns:
         The tensors (B, H, before + n + after, .), and the numbers of tokens before and after.
@@ -257,7 +257,7 @@ def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Sha
         return max(0, first - left), min(shards.total, first + shards.lengths[rank] + right)
 
     def overlap(sender: int, receiver: int) -> slice:
-        """The tokens of a sender, counted in its shard, that a receiver needs and does not hold."""
+        """Return the tokens of a sender, counted in its shard, that a receiver needs and does not hold."""
         first, (low, high) = sum(shards.lengths[:sender]), bounds(receiver)
         if sender == receiver:
             return slice(0, 0)
@@ -272,5 +272,5 @@ def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Sha
     out = []
     for i, x in enumerate(tensors):
         before, after = ([some[i] for some in of] for of in (received[: shards.rank], received[shards.rank + 1 :]))
-        out.append(torch.cat([*before, x, *after], 2))
+        out.append(torch.cat([*before, x, *after], 2))  # (B, H, before + n + after, .)
     return out, shards.first - low, high - shards.own.stop

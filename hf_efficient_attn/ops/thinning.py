@@ -1,9 +1,9 @@
-"""Choosing a few keys that represent all keys of a sequence: pivots of a kernel matrix, or kernel halving.
+"""The choice of a few keys that represent all keys of a sequence: pivots of a kernel matrix, or kernel halving.
 
 `choose_pivots`: m pivots S approximate the kernel matrix of exp(<x, y>), for keys x and y that the caller has scaled,
 by K_:S K_SS^-1 K_S: (Nystrom). Randomly pivoted Cholesky (Chen, Epperly, Tropp, Webber 2025) draws each pivot with a
-probability proportional to the diagonal of what is left of the matrix. Here several pivots are drawn at a time, as in
-the block form of the algorithm. Nothing overflows, because all matrices are those of exp(-|x - y|^2 / 2), whose
+probability proportional to the diagonal of the matrix that is left over. Here several pivots are drawn at a time, as in
+the block form of the algorithm. Nothing overflows, because all matrices have the kernel exp(-|x - y|^2 / 2), whose
 diagonal is 1. The factors exp(|x|^2) between the two diagonals occur in the probabilities only, as logarithms.
 
 `thin`, kernel halving (KH-Compress): a round pairs the tokens in the order of their positions and keeps one token of
@@ -42,11 +42,11 @@ from hf_efficient_attn.ops.tokens import (
 _DRAWS, _HALVING = 5000, 60_000
 # The first draws are of this size. A draw does not see how similar its own pivots are, so early ones must be small.
 _FIRST_DRAW = 8
-# Logarithms of weights below `_LEAST` times the largest one are raised to it, and pivots that add nothing come last.
+# Log weights below `_LEAST`, relative to the largest one, are raised to it. Pivots that add nothing come last.
 _LEAST, _LAST = -1e4, -1e5
-# Pairs of a bucket, at least. Smaller ones are hardly better than fair draws, and hardly cheaper.
+# A bucket has at least this many pairs. Smaller buckets are hardly better than fair draws, and hardly cheaper.
 _BUCKET = 8
-# The smallest range of a draw. It is that of pairs of equal tokens; the kernel of others is up to 1 + Dv.
+# The smallest range of a draw, which pairs of equal tokens have. The kernel of other pairs is up to 1 + Dv.
 _TINY = 1e-20
 
 
@@ -63,7 +63,7 @@ class Pivots(NamedTuple):
 
 
 def _draw_sizes(num_pivots: int, block: int) -> list[int]:
-    """How many pivots each draw selects: never more than have been selected before, except in the first draw."""
+    """Return the number of pivots of each draw: at most as many as all earlier draws selected, except at first."""
     sizes, total = [], 0
     while total < num_pivots:
         sizes.append(min(block, max(_FIRST_DRAW, total), num_pivots - total))
@@ -84,7 +84,7 @@ def choose_pivots(
 
     Args:
         points: (BH, C, D) in the accumulation dtype, finite, with finite squared norms.
-        valid: bool (BH, C), which candidates exist, or None.
+        valid: bool (BH, C), False for candidates that do not exist, or None.
         num_pivots: m, at most C.
         seed: the seed of the draws.
         batch: B, the number of sequences.
@@ -108,19 +108,19 @@ def choose_pivots(
 
 
 def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """The pivots of a few heads and, as 0 or 1, whether they exist; numbers (draws, BH, C).
+    """Choose the pivots of a few heads, from numbers (draws, BH, C). Also returns, as 0 or 1, whether they exist.
 
-    The rows of the factor of the Cholesky decomposition are those of new pivots after each draw: the kernel matrix is
-    about factor^T factor.
+    Each draw appends the rows of its pivots to the factor of the Cholesky decomposition: the kernel matrix is about
+    factor^T factor.
     """
     tolerance, ridge = pivot_tolerance(points.dtype), 0.1 * pivot_tolerance(points.dtype)
     points = points * LOG2_E**0.5
-    half_norm = 0.5 * points.square().sum(2, keepdim=True)
+    half_norm = 0.5 * points.square().sum(2, keepdim=True)  # (BH, C, 1)
     closed = torch.zeros_like(half_norm[..., 0], dtype=torch.bool) if valid is None else ~valid
     norm = (2.0 / LOG2_E) * half_norm[..., 0]
     norm = (norm - norm.masked_fill(closed, 0.0).amax(1, keepdim=True)).clamp(min=_LEAST)
     residual, picked, was_open = torch.ones_like(norm), [], []
-    factor = points.new_empty(len(points), 0, points.shape[1])
+    factor = points.new_empty(len(points), 0, points.shape[1])  # (BH, chosen, C)
     for of_draw, size in zip(numbers, sizes, strict=True):
         scores = torch.where(residual > tolerance, residual.log() + norm, _LAST) + of_draw
         scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)
@@ -133,25 +133,25 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
         used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
         closed = closed.scatter(1, index, True)
         rows = torch.baddbmm(-half_norm.mT, take(points, index), points.mT) - take(half_norm, index)
-        columns = index.unsqueeze(1)
+        columns = index.unsqueeze(1)  # (BH, 1, size)
         earlier = factor.gather(2, columns.expand(-1, factor.shape[1], -1))
         rows = torch.baddbmm(rows.clamp_(max=0.0).exp2_(), earlier.mT, factor, alpha=-1.0) * used
-        corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT
+        corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT  # (BH, size, size)
         corner.diagonal(dim1=1, dim2=2).add_(torch.where(used.squeeze(2), ridge, 1.0))
         lower, failed = torch.linalg.cholesky_ex(corner)
-        # Only rounding can make it fail. The diagonal alone, times the size, is at least as large as the corner.
+        # Only rounding can make this fail. Then the diagonal times the size replaces the corner, which is smaller.
         diagonal = torch.diag_embed((size * corner.diagonal(dim1=1, dim2=2).clamp(min=ridge)).sqrt())
         lower = torch.where((failed > 0)[:, None, None], diagonal, lower)
         # A product with the inverse of this small matrix is faster than a solve.
         one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
-        new = torch.linalg.solve_triangular(lower, one, upper=False) @ rows
-        residual = (residual - new.square().sum(1)).clamp(min=0.0)
+        new = torch.linalg.solve_triangular(lower, one, upper=False) @ rows  # (BH, size, size) @ (BH, size, C)
+        residual = (residual - new.square().sum(1)).clamp(min=0.0)  # (BH, C)
         factor = torch.cat((factor, new), 1)
     return torch.cat(picked, 1), torch.cat(was_open, 1).long()
 
 
 def pivot_tolerance(dtype: torch.dtype) -> float:
-    """A residual of the unit diagonal that is smaller is rounding: the pivot adds nothing."""
+    """Return the residual of the unit diagonal below which a pivot adds nothing but rounding."""
     return 1e-10 if dtype == torch.float64 else 1e-4
 
 
@@ -163,9 +163,9 @@ def gumbel(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are.
+    """Draw standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are.
 
-    Without `num_heads` they are (draws, 1, C), the same for all heads.
+    Without `num_heads` the numbers are (draws, 1, C), the same for all heads.
     """
     streams = range(_DRAWS, _DRAWS + num_draws)
     if num_heads is None:
@@ -183,9 +183,9 @@ class _Round(NamedTuple):
 
 
 def _rounds(kv_len: int, num_samples: int) -> list[_Round]:
-    """The rounds that reduce `kv_len` tokens to `num_samples`, in reverse: the last one comes first.
+    """Return the rounds that reduce `kv_len` tokens to `num_samples`, in reverse: the last round comes first.
 
-    Each has twice as many pairs as the one that follows it, in buckets of half the size, so they cost the same.
+    Each round has twice as many pairs as the next one, in buckets of half the size, so all rounds cost the same.
     """
     rounds: list[_Round] = []
     while (num_pairs := num_samples << len(rounds)) < kv_len:
@@ -194,9 +194,9 @@ def _rounds(kv_len: int, num_samples: int) -> list[_Round]:
 
 
 def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, device: torch.device) -> list[Tensor]:
-    """Float64 numbers in (-1, 1), (H, num_pairs), for each round, the last round first.
+    """Draw float64 numbers in (-1, 1), (H, num_pairs), for each round, the last round first.
 
-    Those of a round do not depend on the rounds before it, that is, on `kv_len`.
+    The numbers of a round do not depend on earlier rounds, and so not on `kv_len`.
     """
     sizes = [round.num_pairs for round in _rounds(kv_len, num_samples)]
     numbers = uniform_of_heads(sum(sizes), num_heads, seed, _HALVING, device)
@@ -207,7 +207,7 @@ def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, devi
 def thin(
     key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """Keep `num_samples` tokens of each head, or all valid ones if there are not more. No gradient flows through it.
+    """Keep `num_samples` tokens of each head, or all valid tokens if there are not more, without a gradient.
 
     The kernel of two tokens is exp(scale <k, k'>) (<v, v'> + b^2), where b is the largest |v_ij| of the head.
 
@@ -237,23 +237,23 @@ def thin(
     index = index.clamp(max=kv_len - 1)
     index = index if key_mask is None else valid_first(key_mask).gather(1, index)
     sizes = num_tokens.new_tensor([round.num_pairs for round in rounds])
-    num_rounds = (num_tokens > sizes).sum(1, keepdim=True).double()  # those with a pair of two tokens
-    # A constant factor of the kernel has no influence. This one prevents that it overflows. The exponential is one to
-    # base 2, which is several times as fast on a CPU.
+    num_rounds = (num_tokens > sizes).sum(1, keepdim=True).double()  # rounds that have a pair of two tokens
+    # A constant factor of the kernel has no influence. This one prevents overflow. exp2 is several times as fast as exp
+    # on a CPU.
     key, value = key.to(acc_dtype) * math.sqrt(abs(scale) * LOG2_E), value.to(acc_dtype)
     value = value / value.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(acc_dtype).tiny)
-    shift = key.square().sum(2).amax(1)
+    shift = key.square().sum(2).amax(1)  # (BH,)
     for round, draw in zip(reversed(rounds), reversed(draws), strict=True):
-        # The margin is that of a failure probability of 1/2, divided among the rounds and the pairs of a round.
+        # The margin belongs to a failure probability of 1/2, divided among the rounds and the pairs of a round.
         margin = 0.5 + (8.0 * round.num_pairs * num_rounds).clamp(min=1.0).log()
         missing = -round.num_pairs % round.bucket
         shape = (batch_heads, -1, round.bucket)
-        pairs = pad(index, (0, 2 * missing)).view(*shape, 2)
+        pairs = pad(index, (0, 2 * missing)).view(*shape, 2)  # (BH, T, P, 2)
         counts = pad(count, (0, 2 * missing)).view(*shape, 2)
         size = slice_size(4 * (round.num_pairs + missing) * round.bucket, device)
-        kernel = sliced(_pair_kernel, key, value, shift, pairs, counts, size=size)
+        kernel = sliced(_pair_kernel, key, value, shift, pairs, counts, size=size)  # (BH, T, P, P)
         kept = _walk(kernel, counts, pad(draw, (0, missing)).repeat(batch, 1).view(shape), margin)
-        index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]
+        index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]  # (BH, num_pairs)
         count = count.unflatten(1, (-1, 2)).sum(2)
     return index, count.log()
 
@@ -270,15 +270,15 @@ def thinned_attention(
     batch: int,
     dropout_p: float,
 ) -> Tensor:
-    """Attention of queries (BH, Nq, D) to the tokens that `thin` keeps, with their log-weights: (BH, Nq, Dv)."""
+    """Compute attention of queries (BH, Nq, D) to the tokens that `thin` keeps, with log-weights: (BH, Nq, Dv)."""
     token, log_weight = thin(key, value, key_mask, num_samples, scale=scale, seed=seed, batch=batch)
-    keys, values = (take(x, token)[:, None] for x in (key, value))
+    keys, values = (take(x, token)[:, None] for x in (key, value))  # (BH, 1, M, .)
     bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
     return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
 
 
 def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, counts: Tensor) -> Tensor:
-    """The kernel of the differences between the two tokens of each pair; 0 for pairs of fewer than two tokens.
+    """Compute the kernel of the differences between both tokens of each pair; 0 for pairs of fewer than two tokens.
 
     Args:
         key: (BH, Nk, D), times the root of the scale / log 2.
@@ -290,20 +290,20 @@ def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, count
     Returns:
         (BH, T, P, P).
     """
-    keys, values = take(key, pairs.flatten(2)), take(value, pairs.flatten(2))
-    kernel = (keys @ keys.mT).sub_(shift.view(-1, 1, 1, 1)).exp2_()
+    keys, values = take(key, pairs.flatten(2)), take(value, pairs.flatten(2))  # (BH, T, 2 P, .)
+    kernel = (keys @ keys.mT).sub_(shift.view(-1, 1, 1, 1)).exp2_()  # (BH, T, 2 P, 2 P)
     kernel *= (values @ values.mT).add_(1.0)
-    rows = kernel[..., ::2, :] - kernel[..., 1::2, :]
+    rows = kernel[..., ::2, :] - kernel[..., 1::2, :]  # (BH, T, P, 2 P)
     both = (counts.amin(-1) > 0).to(kernel.dtype)
     return (rows[..., ::2] - rows[..., 1::2]).mul_(both.unsqueeze(-1)).mul_(both.unsqueeze(-2))
 
 
 def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tensor:
-    """Decide which token of each pair is kept, one pair of every bucket after the other.
+    """Decide which token of each pair is kept. The pairs of a bucket are decided one after the other.
 
-    For a pair with counts c and c' and the difference f of its tokens, the error grows by c' f if the first token is
-    kept, and by -c f if the second is. As long as there is no error, the first token is kept with probability
-    c / (c + c'), so that the expected growth is 0.
+    A pair has counts c and c' and the difference f of its tokens. The error grows by c' f if the first token is kept,
+    and by -c f if the second is. As long as there is no error, the first token is kept with probability c / (c + c'),
+    so that the expected growth is 0.
 
     Args:
         kernel: (BH, T, P, P), from `_pair_kernel`.
@@ -315,7 +315,7 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
         int64 (BH, T, P, 1): 0 if the first token is kept, 1 if the second is.
     """
     first, second = counts.unbind(-1)
-    norm = kernel.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt().double()
+    norm = kernel.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt().double()  # (BH, T, P)
     largest = (norm * counts.amin(-1)).cummax(2).values
     bias = (first - second) / (first + second).clamp(min=1.0)
     threshold = ((bias - draw) * (margin.unsqueeze(2) * norm * largest).clamp(min=_TINY)).to(kernel.dtype)
@@ -330,7 +330,7 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
 
 
 def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor], *, scale: float) -> Tensor:
-    """The readable form of `thin` for one head of one sequence without padding.
+    """Compute `thin` in the readable form, for one head of one sequence without padding.
 
     Args:
         key: float64 (Nk, D).
@@ -340,7 +340,7 @@ def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor]
         scale: factor of the scores.
 
     Returns:
-        float64 (Nk,), how many tokens each token stands for; 0 for those that are not kept.
+        float64 (Nk,), how many tokens each token stands for; 0 for tokens that are not kept.
     """
     kv_len, rounds = len(key), _rounds(len(key), num_samples)
     exponent = abs(scale) * key @ key.mT
@@ -376,7 +376,7 @@ def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor]
 def thinned_attention_naive(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed
 ) -> Tensor:
-    """The readable form for (B, H, N, .) tokens: dense, one head at a time, without padding."""
+    """Compute `thinned_attention` of (B, H, N, .) tokens in the readable form, one head at a time, without padding."""
     (batch, num_heads, _, _), device = query.shape, key.device
     out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
     for b in range(batch):

@@ -1,16 +1,16 @@
-"""What the forms are made of: slices, kept and random numbers, tokens in blocks, by index and in another order.
+"""Building blocks of the forms: slices, kept tensors, random numbers, and tokens in blocks or by index.
 
-Some heads or blocks are a slice (`sliced`). It is as large as the device is served best by: on a CPU its temporaries
-stay in the caches, and their memory is reused by the next slice instead of being returned to the system; on an
-accelerator it is as large as a limit of memory allows, so that there is usually one. The size of a slice changes
-rounding only. With a gradient a slice is computed again in the backward pass (`torch.utils.checkpoint`), so that the
-memory of a training step is that of one slice, plus inputs and results, those of kernels included.
+`sliced` calls a form for some heads or blocks at a time. On a CPU such a slice is so small that its temporaries stay in
+the caches, and the next slice reuses their memory. On an accelerator it is as large as a limit of memory allows, so
+that there is usually one. The size of a slice changes rounding only. With a gradient each slice is computed again in
+the backward pass (`torch.utils.checkpoint`). So a training step holds the temporaries of one slice, besides the inputs,
+the results, and what the kernels keep.
 
-Tensors that depend on nothing but numbers, such as an index, are kept for the next call (`constant`), so they must not
-be modified. So are the random numbers of an integer seed (`uniform`, `normal`). They are hashes of a counter instead of
-draws from a generator: a seed gives the same numbers on every device, inside `torch.compile` and in any order of calls,
-and the global random state is never touched. The hash is the finalizer of MurmurHash3 (Appleby, public domain), applied
-twice.
+`constant` keeps tensors that depend on nothing but numbers, such as an index, for the next call, so they must not be
+modified. It also keeps the random numbers of an integer seed (`uniform`, `normal`). These are hashes of a counter
+instead of draws from a generator: a seed gives the same numbers on every device, inside `torch.compile` and in any
+order of calls, and the global random state is never touched. The hash is the finalizer of MurmurHash3 (Appleby, public
+domain), applied twice.
 """
 
 import math
@@ -28,17 +28,17 @@ from hf_efficient_attn.ops.attend import attend, keeps_pairs, triton_applies
 from hf_efficient_attn.ops.shards import Seed, head_slice, seed_value
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs
 
-# Numbers of the largest temporary of a slice: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
+# The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
 CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
 
-# glibc returns memory to the system that is freed in blocks as large as the largest one of which that happened, so
-# that every call would pay for new pages. After one block of nearly 32 MiB, its limit, it keeps the temporaries of a
-# slice: without this the forward pass of kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens).
+# glibc returns large blocks of freed memory to the system, so that every call would pay for new pages. It raises its
+# limit for "large" to the largest block freed so far, up to 32 MiB. One block of nearly 32 MiB makes it keep the
+# temporaries of a slice: without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
 torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def slice_size(numel: int, device: torch.device) -> int:
-    """How many heads or blocks to process at a time, whose largest temporaries have `numel` numbers each."""
+    """Return how many heads or blocks to process at a time if the largest temporary of each has `numel` numbers."""
     return max(1, (CPU_NUMEL if device.type == "cpu" else ACCELERATOR_NUMEL) // max(1, numel))
 
 
@@ -53,23 +53,23 @@ def sliced(
     """Call `function` with slices of the tensors and concatenate the results along `dim`.
 
     Args:
-        function: takes the tensors and returns a tensor. It may close over others, with a gradient too.
+        function: takes the tensors and returns a tensor. It may close over other tensors, with a gradient too.
         *tensors: of the same size along `dim`, at least 1; or None, which is passed on.
-        size: of a slice along `dim`, for example by `slice_size`.
+        size: the size of a slice along `dim`, for example from `slice_size`.
         dim: 0 for heads, 1 for blocks.
         draws: whether the function draws from the global generator, so that the backward pass must draw the same.
-        recompute: False if what autograd keeps of the function is not larger than its arguments and results.
+        recompute: False if autograd keeps no more of the function than its arguments and results take.
 
     Returns:
-        The result of all slices, as one call with the whole tensors would give it.
+        The same result as one call with the whole tensors.
     """
     given = [x for x in tensors if x is not None]
     total = given[0].shape[dim]
     if size >= total:
-        # What autograd keeps of a whole call is small on a CPU, where slices are.
+        # On a CPU slices are small, and so is what autograd keeps of a whole call.
         recompute = recompute and given[0].device.type != "cpu"
         return _recomputed(function, tensors, draws) if recompute else function(*tensors)
-    # `split` instead of slices: its gradient is one concatenation, that of a slice a whole tensor of zeros.
+    # The gradient of `split` is one concatenation. The gradient of each slice would be a whole tensor of zeros.
     splits = [[None] * -(-total // size) if x is None else x.split(size, dim) for x in tensors]
     parts = zip(*splits, strict=True)
     if torch.is_grad_enabled():
@@ -94,7 +94,7 @@ def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, .
     return out
 
 
-# How many results are kept, and their bytes together.
+# At most so many results are kept, with at most so many bytes together.
 _KEPT, _KEPT_BYTES = 512, 1 << 25
 
 
@@ -104,16 +104,16 @@ def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) ->
 
 @replaced_in_graphs(_make)
 def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
-    """The result of make(*arguments, device), which is kept for the next call with the same arguments.
+    """Return make(*arguments, device), and keep the result for the next call with the same arguments.
 
-    The last 512 results are kept, of at most 32 MiB together. Nothing is kept whose arguments contain a tensor, such as
-    the seed of a call in training, and no tensor without memory of its own, such as one of a graph that is recorded or
-    of a `torch.func` transform: it has no meaning after that.
+    The last 512 results are kept, of at most 32 MiB together. A result is not kept if the arguments contain a tensor,
+    such as the seed of a call in training, or if it has no memory of its own: tensors of a graph that is recorded and
+    of `torch.func` transforms have no meaning afterwards.
 
     Args:
         make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
         *arguments: hashable, or tuples of such.
-        device: of the result.
+        device: the device of the result.
 
     Returns:
         A tensor without gradient, which must not be modified.
@@ -164,7 +164,7 @@ def _bytes_of(x: Tensor) -> int:
 
 
 def integers(count: int, device: torch.device) -> Tensor:
-    """0, 1, ..., count - 1: int64 (count,), kept if there are few."""
+    """Return 0, 1, ..., count - 1 as int64 (count,). Short results are kept."""
     return constant(_integers, count, device=device) if count <= 1 << 18 else _integers(count, device)
 
 
@@ -180,7 +180,7 @@ _Bits = TypeVar("_Bits", int, Tensor)
 
 
 def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """Float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
+    """Draw float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
     return _drawn(_uniform, shape, seed_value(seed), stream, device)
 
 
@@ -205,7 +205,7 @@ def _counters(count: int, device: torch.device) -> Tensor:
 
 
 def _mix(x: _Bits) -> _Bits:
-    """32 well-mixed bits of an integer, or of every int64 number of a tensor."""
+    """Mix the bits of an integer, or of every int64 number of a tensor, into 32 bits."""
     x = x & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = ((x ^ (x >> shift)) * factor) & _MASK
@@ -213,7 +213,7 @@ def _mix(x: _Bits) -> _Bits:
 
 
 def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """Float64 numbers, independent and standard normal (Box-Muller)."""
+    """Draw independent standard normal float64 numbers (Box-Muller)."""
     return _drawn(_normal, shape, seed_value(seed), stream, device)
 
 
@@ -223,7 +223,7 @@ def _normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: tor
 
 
 def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """A float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same ones.
+    """Draw a float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same offsets.
 
     The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
     """
@@ -231,23 +231,23 @@ def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Te
 
 
 def _offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
-    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first
+    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first  # (H,)
     return (uniform((1,), seed, stream, device) + head * 0.6180339887498949).frac()
 
 
 def uniform_of_heads(count: int, num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """`uniform` numbers (count, H), in which a head has the same whichever heads a process holds."""
+    """Draw `uniform` numbers (count, H). A head gets the same numbers whichever heads a process holds."""
     first, total = head_slice(seed, num_heads)
     return uniform((count, total), seed, stream, device)[:, first : first + num_heads]
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """The quotient of a number >= 0 and a divisor > 0, rounded up."""
+    """Compute the quotient of a number >= 0 and a divisor > 0, rounded up."""
     return (number + divisor - 1) // divisor  # ONNX rounds quotients of negative numbers towards 0
 
 
 def count_blocks(length: int, size: int) -> int:
-    """The number of blocks of `size` tokens that hold `length` tokens.
+    """Return the number of blocks of `size` tokens that hold `length` tokens.
 
     In a graph for ONNX there is one more, which is empty: PyTorch's exporter takes a dimension that is 1 in the example
     for one that is always 1.
@@ -256,7 +256,7 @@ def count_blocks(length: int, size: int) -> int:
 
 
 def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Split (BH, N, D) into (BH, T, size, D) with T of `count_blocks`. `value` fills the rest of the blocks."""
+    """Split (BH, N, D) into T = `count_blocks` blocks (BH, T, size, D). `value` fills the rest of the last block."""
     missing = count_blocks(x.shape[1], size) * size - x.shape[1]
     if missing:
         x = pad(x, (0, 0, 0, missing), value=value)
@@ -274,8 +274,8 @@ def take(x: Tensor, index: Tensor) -> Tensor:
         (BH, ..., D).
     """
     if x.requires_grad and torch.is_grad_enabled():
-        # Along the first dimension with an expanded index both directions process whole tokens.
-        flat = flat_index(index, x.shape[1]).view(-1, 1).expand(-1, x.shape[2])
+        # Gathering along the first dimension with an expanded index processes whole tokens, forward and backward.
+        flat = flat_index(index, x.shape[1]).view(-1, 1).expand(-1, x.shape[2])  # (BH * ..., D)
         return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
     # `embedding` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
     # faster, because of its backward.
@@ -283,7 +283,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """`take` for two tensors (BH, N, D) and (BH, N, Dv) by the same index, with fewer operations."""
+    """Take tokens of two tensors (BH, N, D) and (BH, N, Dv) by the same index, with fewer operations than `take`."""
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return take(key, index), take(value, index)
     flat = flat_index(index, key.shape[1])
@@ -293,13 +293,13 @@ def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor
 
 
 def flat_index(index: Tensor, length: int) -> Tensor:
-    """The index (BH, ...) in the tokens of all heads, one head after the other: (BH, ...)."""
+    """Turn an index (BH, ...) into the tokens of each head into one into the tokens of all heads in turn: (BH, ...)."""
     flat: Tensor = index + constant(_first_tokens, index.shape[0], length, index.ndim, device=index.device)
     return flat
 
 
 def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device) -> Tensor:
-    """The index of the first token of each head, if the tokens of all heads follow one another."""
+    """Return the index of each head's first token if the tokens of all heads follow one another."""
     return (torch.arange(batch_heads, device=device) * length).view(-1, *[1] * (ndim - 1))
 
 
@@ -310,23 +310,23 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def valid_first(key_mask: Tensor) -> Tensor:
-    """Stable order (BH, N) that puts the valid tokens before the masked ones, for a bool mask (BH, N)."""
+    """Return the stable order (BH, N) that puts valid tokens before masked ones, for a bool mask (BH, N)."""
     return (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
 
 
 def move_valid_first(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Move the valid tokens of (BH, N, D) inputs to the front, so that blocks are counted from the first of them.
+    """Move the valid tokens of (BH, N, D) inputs to the front, so that blocks are counted from the first valid token.
 
     Returns:
         The inputs, and the order (BH, N) in which their tokens are now; None if there is no mask.
     """
     if key_mask is None:
         return query, key, value, None
-    order = valid_first(key_mask)
-    # A masked query may be NaN, as keys and values may not, and later queries are grouped with it.
-    query = query.masked_fill(~key_mask.unsqueeze(2), 0.0)
+    order = valid_first(key_mask)  # (BH, N)
+    # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
+    query = query.masked_fill(~key_mask.unsqueeze(2), 0.0)  # (BH, N, D)
     return take(query, order), take(key, order), take(value, order), order
 
 
@@ -338,17 +338,17 @@ def restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) ->
 
 
 def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
-    """`count` evenly spaced positions, int64 (count,)."""
+    """Return `count` evenly spaced positions, int64 (count,)."""
     return torch.arange(count, device=device) * kv_len // count
 
 
 class GatheredKeys(NamedTuple):
-    """The keys of each of T blocks of queries, by index.
+    """The indices of the keys of each of T blocks of queries.
 
     Attributes:
         key_index: int64 (BH, T, K).
         bias: (BH, T, 1, K), added to the scores.
-        block_q: queries of a block.
+        block_q: the number of queries of a block.
         query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
     """
 
@@ -361,7 +361,7 @@ class GatheredKeys(NamedTuple):
 def gathered_attention(
     query: Tensor, key: Tensor, value: Tensor, gathered: GatheredKeys, *, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """Attention of blocks of queries to keys that are gathered by index.
+    """Compute attention of blocks of queries to keys that are gathered by index.
 
     Args:
         query: (BH, Nq, D).
@@ -372,7 +372,7 @@ def gathered_attention(
         dropout_p: probability of dropping a weight.
 
     Returns:
-        (BH, Nq, Dv), by position of the queries.
+        (BH, Nq, Dv), in the order of the query positions.
     """
     index, bias, block_q, order = gathered
     if not dropout_p and triton_applies(query, key, value):
@@ -381,10 +381,12 @@ def gathered_attention(
         return gather_attend(query, key, value, index, bias.squeeze(2).float(), order, block_q, scale)[0]
 
     def some_heads(blocks: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor) -> Tensor:
+        # (BH, T, block_q, Dv)
         return attend(blocks, *take_both(key, value, index), bias, scale=scale, dropout_p=dropout_p).out
 
-    blocks = pad_to_blocks(query if order is None else take(query, order), block_q)
+    blocks = pad_to_blocks(query if order is None else take(query, order), block_q)  # (BH, T, block_q, D)
     pairs = block_q if keeps_pairs(blocks, key[:, None], bias, scale, dropout_p) else 0
     size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2], pairs), query.device)
+    # (BH, T * block_q, Dv)
     out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
     return out[:, : query.shape[1]] if order is None else take(out, inverse(order))

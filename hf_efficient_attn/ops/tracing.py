@@ -2,10 +2,10 @@
 
 A graph is one of `torch.compile`, `torch.export` or the exporter to ONNX.
 
-The methods branch on values, write in place and use operators whose gradient is written by hand, so no transform can
-look inside them. A transform sees a whole call as one `torch.autograd.Function` instead. The function computes the call
-again for its gradient. Its gradient is such a function as well, so that `vmap` of `grad` works. Gradients of gradients
-and forward-mode derivatives are refused.
+The methods branch on values, write in place and use operators whose gradients are written by hand, so no transform can
+look inside them. A transform sees a whole call as one `torch.autograd.Function` instead, which computes the call again
+for its gradient. The gradient is such a function as well, so that `vmap` of `grad` works. Gradients of gradients and
+forward-mode derivatives are refused.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def is_compiling() -> bool:
     """Whether this call is traced into a graph.
 
-    `torch.compiler.is_compiling` is a state of the whole process: it also holds for ordinary calls of other threads
-    while one thread compiles. Those compute with tensors that have numbers.
+    `torch.compiler.is_compiling` is a state of the whole process: while one thread compiles, it also holds for ordinary
+    calls of other threads. These compute with plain tensors.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -35,12 +35,12 @@ def is_compiling() -> bool:
 
 
 def in_graph() -> bool:
-    """Whether this call is recorded into a graph that contains calls of methods as operators: not one for ONNX."""
+    """Whether this call is recorded into a graph with calls of methods as operators, which excludes graphs for ONNX."""
     return is_compiling() and not exporting_to_onnx()
 
 
 def replaced_in_graphs(replacement: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorate a function in whose place graphs contain another one, with the same arguments."""
+    """Decorate a function so that graphs contain another function with the same arguments in its place."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
@@ -78,24 +78,24 @@ def draw_seed(device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[None]:
-    """Within this context the global generators give the draws of the seed. Afterwards they go on as before.
+    """Make the global generators draw from the seed within this context. Afterwards they go on as before.
 
     Nothing happens if the seed is None.
     """
     if seed is None:
         yield
         return
-    # Tensors on an accelerator know its number. The CPU has none, and its state is always among those that are kept.
+    # Tensors on an accelerator know its number. The CPU has none, and `fork_rng` always keeps its state.
     with torch.random.fork_rng([] if device.index is None else [device], device_type=device.type):
         torch.manual_seed(int(seed))
         yield
 
 
 class _Part(NamedTuple):
-    """What one `_Call` computes: a function of tensors.
+    """The function of tensors that one `_Call` computes.
 
     Attributes:
-        function: of the tensors; returns a tensor, or a tuple of tensors.
+        function: takes tensors, and returns a tensor or a tuple of tensors.
         name: the method's name, for messages.
         by_rows: whether the first dimension of all arguments and results is the batch, whose rows are independent.
         draws: whether it draws from the global generator.
@@ -122,7 +122,7 @@ def _is_wrapped(x: object) -> bool:
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """The numbers of a tensor in all transforms of `torch.func`, with a dimension more for each `vmap`, for checks."""
+    """Unwrap a tensor from all transforms of `torch.func`, for checks. Each `vmap` adds a dimension."""
     while _is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
@@ -135,7 +135,7 @@ def call_in_transform(
 
     Args:
         function: returns a tensor.
-        arguments: of the function, which may be nested and contain tensors.
+        arguments: the arguments of the function, which may be nested and contain tensors.
         name: the method's name, for messages.
         by_rows: whether the first dimension of all tensors is the batch.
         draws: whether the function draws from the global generator.
@@ -162,7 +162,7 @@ def call_in_transform(
 
 @replaced_in_graphs(lambda out, name: out)
 def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
-    """Make the gradient of a method's output refuse to be differentiated. Gradients by hand would give a wrong one."""
+    """Make the gradient of a method's output refuse to be differentiated, because the result would be wrong."""
 
     def refuse(grad: Tensor) -> None:
         if torch.is_grad_enabled():  # the case in a backward pass with create_graph=True only
@@ -250,7 +250,7 @@ def _apply(part: _Part, *tensors: Tensor) -> Any:
 
 
 def _gradient_of(part: _Part) -> _Part:
-    """A part that takes the gradient of the output and all tensors, and returns the gradients of the tensors."""
+    """Make a part that takes the gradient of the output and all tensors, and returns the gradients of the tensors."""
 
     def gradients(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
@@ -262,16 +262,16 @@ def _gradient_of(part: _Part) -> _Part:
     return _Part(gradients, part.name, part.by_rows, part.draws, is_gradient=True)
 
 
-# In each thread, the results of kernels in the function of `keeping_results` that it computes: a list in its first
-# call, an iterator in later ones.
+# The results of kernels in the function of `keeping_results` that a thread computes: a list in the first call of the
+# function, an iterator in later calls.
 _kept = threading.local()
 
 
 def keeping_results(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that is called again for its gradient, and calls no kernel again: `attend` keeps their results.
+    """Wrap a function that is called again for its gradient, so that `attend` keeps the results of kernels.
 
-    Without this a training step of kdeformer takes 1.27 times as long (AMD EPYC, 4,096 tokens, one thread). Where hooks
-    decide what autograd saves, as those of gradient checkpointing do, nothing is kept.
+    Without this a training step of kdeformer takes 1.27 times as long (AMD EPYC, 4,096 tokens, one thread). Nothing is
+    kept where hooks decide what autograd saves, as in gradient checkpointing.
     """
     results: list[tuple[Tensor, ...]] = []
     if is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -288,7 +288,7 @@ def keeping_results(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def kept_results(kernel: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The results of a kernel, or those that were kept of an earlier call."""
+    """Return the results of a kernel, or the results that an earlier call kept."""
     results = getattr(_kept, "results", None)
     if results is None:
         return kernel()

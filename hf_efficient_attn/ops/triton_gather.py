@@ -1,4 +1,4 @@
-"""Triton kernels of the attention of blocks of queries to keys that are gathered by index.
+"""Triton kernels for attention of blocks of queries to keys that are gathered by index.
 
 A program computes some queries of one block with all keys of the block. Queries are read and outputs written in the
 order of the plan, and keys are read by index, so that nothing is gathered in memory. The softmax is online (Milakov &
@@ -21,8 +21,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# (whether the inputs have 4 bytes, the larger one of D and Dv padded) -> queries and keys that a program processes at a
-# time in the forward and in the backward. Larger ones spill registers.
+# Maps (whether the inputs have 4 bytes, the larger one of D and Dv padded) to the numbers of queries and keys that a
+# program processes at a time in the forward and in the backward. Larger tiles spill registers.
 _TILES = {
     (False, 64): ((128, 64), (128, 32)),
     (False, 128): ((128, 32), (64, 32)),
@@ -34,7 +34,7 @@ _TILES = {
 
 
 class Tiling(NamedTuple):
-    """Queries and keys that a program processes at a time, and its warps of 32 threads and pipeline stages."""
+    """The numbers of queries and keys that a program processes at a time, of warps of 32 threads, and of stages."""
 
     block_m: int
     block_n: int
@@ -43,10 +43,10 @@ class Tiling(NamedTuple):
 
 
 def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> Tiling:
-    """The tiling for blocks of `block_q` queries.
+    """Choose the tiling for blocks of `block_q` queries.
 
-    It keeps the programs within the 99 KiB of shared memory that all devices of compute capability 8.0 and later have,
-    and in half precision within their registers.
+    The programs fit into the 99 KiB of shared memory that all devices of compute capability 8.0 and later have, and in
+    half precision into the registers.
 
     Args:
         block_q: queries of a block.
@@ -71,7 +71,7 @@ def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M: tl.constexpr, HAS_ORDER: tl.constexpr):
-    """The head of a program, its block among those of all heads, the positions of its queries, and which exist."""
+    """Find a program's head, its block among the blocks of all heads, and the positions of its existing queries."""
     program = tl.program_id(0)
     block = (program // chunks).to(tl.int64)
     head = block // num_blocks
@@ -85,14 +85,14 @@ def _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M: tl.c
 
 @triton.jit
 def _load_rows(rows, exists, stride, DIM: tl.constexpr, PADDED: tl.constexpr, position):
-    """Rows (., DIM) of a matrix by position: (., PADDED), 0 for rows that do not exist."""
+    """Load rows (., DIM) of a matrix by position: (., PADDED), 0 for rows that do not exist."""
     dims = tl.arange(0, PADDED)
     return tl.load(rows + position[:, None] * stride + dims, mask=exists[:, None] & (dims < DIM), other=0.0)
 
 
 @triton.jit
 def _keys_of_step(index, log_weight, entries, exists):
-    """The positions of some keys, their log-weights as exponents of two, and which of them have a weight."""
+    """Load positions of keys, their log-weights as exponents of two, and which keys have a weight."""
     weight = tl.load(log_weight + entries, mask=exists, other=float("-inf")) * _LOG2_E
     return tl.load(index + entries, mask=exists, other=0).to(tl.int64), weight, weight > float("-inf")
 
@@ -141,14 +141,14 @@ def _forward_kernel(
         positions, weight, used = _keys_of_step(index, log_weight, block * num_keys + entry, entry < num_keys)
         keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
         values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
-        scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * scale + weight[None, :]
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * scale + weight[None, :]  # (BLOCK_M, BLOCK_N)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))  # (BLOCK_M,)
         # -inf, the maximum without any key, cannot be subtracted.
         finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - finite[:, None])
+        weights = tl.exp2(scores - finite[:, None])  # (BLOCK_M, BLOCK_N)
         kept = tl.exp2(row_max - finite)
         total = total * kept + tl.sum(weights, 1)
-        sums = sums * kept[:, None] + _dot(weights.to(values.dtype), values, PRECISION, UPCAST)
+        sums = sums * kept[:, None] + _dot(weights.to(values.dtype), values, PRECISION, UPCAST)  # (BLOCK_M, Dv)
         row_max = new_max
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -216,19 +216,19 @@ def _backward_kernel(
         keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
         values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
         scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * (scale * _LOG2_E) + weight[None, :]
-        weights = tl.exp2(scores - own_lse[:, None])
+        weights = tl.exp2(scores - own_lse[:, None])  # (BLOCK_M, BLOCK_N)
         own = (head * kv_len + positions)[:, None]
         dims = tl.arange(0, PADDED_VALUE_DIM)
-        some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION, UPCAST)
+        some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION, UPCAST)  # (BLOCK_N, Dv)
         tl.atomic_add(grad_value + own * VALUE_DIM + dims, some, used[:, None] & (dims < VALUE_DIM), sem="relaxed")
         grad_scores = weights * (_dot(grad, tl.trans(values), PRECISION, UPCAST) - delta[:, None])
         if WITH_LOG_WEIGHT:
             tl.atomic_add(grad_log_weight + entries, tl.sum(grad_scores, 0), used, sem="relaxed")
         rounded = grad_scores.to(keys.dtype)
         dims = tl.arange(0, PADDED_HEAD_DIM)
-        some = _dot(tl.trans(rounded), queries, PRECISION, UPCAST) * scale
+        some = _dot(tl.trans(rounded), queries, PRECISION, UPCAST) * scale  # (BLOCK_N, D)
         tl.atomic_add(grad_key + own * HEAD_DIM + dims, some, used[:, None] & (dims < HEAD_DIM), sem="relaxed")
-        sums += _dot(rounded, keys, PRECISION, UPCAST)
+        sums += _dot(rounded, keys, PRECISION, UPCAST)  # (BLOCK_M, D)
     dims = tl.arange(0, PADDED_HEAD_DIM)
     rows = grad_query + row[:, None] * HEAD_DIM + dims
     tl.store(rows, (sums * scale).to(grad_query.dtype.element_ty), exists[:, None] & (dims < HEAD_DIM))
@@ -241,7 +241,7 @@ _INTERPRETED = not isinstance(_forward_kernel, triton.JITFunction)
 def _launch(
     query: Tensor, key: Tensor, value: Tensor, index: Tensor, block_q: int, backward: bool
 ) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """The grid of a kernel, the sizes that follow `block_q` among its arguments, and those that are constants."""
+    """Compute a kernel's grid, the sizes that follow `block_q` among its arguments, and its constants."""
     head_dim, value_dim, num_blocks = query.shape[2], value.shape[2], index.shape[1]
     padded = [max(16, triton.next_power_of_2(x)) for x in (head_dim, value_dim)]
     itemsize = max(x.element_size() for x in (key, value))
@@ -263,7 +263,7 @@ def _launch(
 
 
 def _strides(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
-    """Tensors whose last dimension is contiguous, and their strides in the other two."""
+    """Make the last dimension of tensors contiguous, and return their strides in the other two dimensions."""
     rows = [x if x.stride(2) == 1 else x.contiguous() for x in tensors]
     return rows, [x.stride(dim) for x in rows for dim in (0, 1)]
 
@@ -278,7 +278,7 @@ def gather_attend(
     block_q: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of blocks of queries to keys by index, and its lse, by one kernel. Differentiable.
+    """Compute attention of blocks of queries to keys by index, and its lse, by one kernel. Differentiable.
 
     Args:
         query: (BH, Nq, D), not float64.
@@ -313,7 +313,7 @@ class _GatherAttend(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         (batch_heads, q_len, _), value_dim = query.shape, value.shape[2]
-        out = value.new_empty(batch_heads, q_len, value_dim)
+        out = value.new_empty(batch_heads, q_len, value_dim)  # (BH, Nq, Dv)
         lse = torch.empty(batch_heads, q_len, dtype=torch.float32, device=query.device)
         if not lse.numel():
             return out, lse

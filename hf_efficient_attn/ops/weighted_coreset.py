@@ -1,23 +1,23 @@
 """Attention to landmarks that represent all keys, and exactly to near keys where landmarks are not enough.
 
-The weight exp(scale <q, k>) of a key is replaced by that of the nearest of m landmarks c:
+The weight of the nearest of m landmarks c replaces the weight exp(scale <q, k>) of a key:
 
     exp(scale <q, k>)  ~  exp(scale <q, c> - g(c)) exp(g(k) - |x - y|^2 / 2)
 
-for the points x = t sqrt(scale) k and y = t sqrt(scale) c of both. So a query attends to m landmarks, of which each has
-the sum of exp(g(k) - |x - y|^2 / 2) [v, 1] over its keys as value and as weight. All weights are positive, and so the
+for the points x = t sqrt(scale) k and y = t sqrt(scale) c of both. So a query attends to m landmarks. The value and the
+weight of a landmark are the sum of exp(g(k) - |x - y|^2 / 2) [v, 1] over its keys. All weights are positive, so the
 output is a convex combination of values.
 
-- Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean query q, so that what is replaced varies
-  little.
+- Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean query q, so that the factors that the landmark
+  replaces vary little.
 - A landmark is the weighted mean of a cluster of keys. Clusters begin with keys that are drawn far from each other
   (`draw_apart`), and some steps of Lloyd's algorithm follow. A key counts more where g is large, because it can have a
   large score.
 - The exact rows of a few probe queries tell how much of the output of each head the landmarks miss. Heads that miss
-  much have near keys: groups of queries that are alike attend to the keys with the largest scores exactly, and what
-  landmarks count for these keys is subtracted (`hf_efficient_attn.ops.coreset_landmarks`).
-- What the outputs of the probes still miss is corrected by ridge regression, linear in the query. On activations of
-  BERT this lowers the error by a quarter.
+  much have near keys: groups of similar queries attend exactly to the keys with the largest scores, and what landmarks
+  count for these keys is subtracted (`hf_efficient_attn.ops.coreset_landmarks`).
+- Ridge regression, linear in the query, corrects what the outputs of the probes still miss. On activations of BERT this
+  lowers the error by a quarter.
 """
 
 import math
@@ -45,23 +45,23 @@ from hf_efficient_attn.ops.coreset_landmarks import (
 )
 from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take, take_both
 
-# Without the near keys, what is left of the weights of the landmarks must be this share of them, or there is rounding
-# left only. Then a query attends to its near keys.
+# Without the near keys, at least this share of the weights of the landmarks must be left. Less is rounding, and the
+# query attends to its near keys only.
 LEAST_SHARE = 1e-3
-# The ridge and the largest feature of the linear correction, and what is added to the variance of a feature. A probe
-# counts less if it misses more than `MAX_MISSING` times the median.
+# The ridge of the linear correction, its largest feature, and a small number that is added to the variance of a
+# feature. A probe counts less if it misses more than `MAX_MISSING` times the median.
 LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE, MAX_MISSING = 30.0, 4.0, 1e-12, 3.0
-# Numbers of a slice may be this multiple of what `sliced` is meant for: 32 MiB on a CPU. Many small operations take
-# longer than few large ones.
+# Slices may be larger by this factor than other slices, 32 MiB on a CPU: many small operations take longer than few
+# large ones.
 _LARGER_SLICES = 8
 
 
 def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
-    """The bidirectional form.
+    """Compute the bidirectional form.
 
     Args:
         query: (BH, Nq, D).
-        key: (BH, Nk, D), with more keys than landmarks and near keys together. None is padding.
+        key: (BH, Nk, D), more keys than landmarks and near keys together, without padding.
         value: (BH, Nk, Dv).
         options: how landmarks and near keys are chosen.
 
@@ -83,13 +83,13 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
 
 
 class Start(NamedTuple):
-    """What is known before near keys are found.
+    """The results before near keys are found.
 
     Attributes:
-        landmarks, keys: the landmarks, and how they represent the keys.
+        landmarks, keys: the landmarks, and the keys that they represent.
         far: attention to the landmarks, out (BH, Nq, Dv) and lse (BH, Nq, 1).
-        probes: None without probes.
-        heads: int64, the heads with near keys; None: no head.
+        probes: the probes, or None.
+        heads: int64, the heads with near keys; None if no head has them.
     """
 
     landmarks: Landmarks
@@ -104,7 +104,7 @@ def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -
     keys = represent(key, value, landmarks)
     tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], keys.bias.view(len(key), 1, 1, -1)
     out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)
-    far = Partial(out[:, 0], lse.mT)
+    far = Partial(out[:, 0], lse.mT)  # (BH, Nq, Dv), (BH, Nq, 1)
     probes = heads = None
     if options.num_probes:
         probes = _prepare(exact_rows(query, key, value, options))
@@ -117,14 +117,14 @@ def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -
 
 
 class Probes(NamedTuple):
-    """P probe queries, and what the linear correction needs.
+    """P probe queries, and tensors of the linear correction.
 
     Attributes:
-        position: int64 (P,).
-        out: their exact output, (BH, P, Dv).
-        size, middle: what features of queries are multiplied by, and what is added then: (BH, 1, D).
-        basis: features of the probes, and 1: (BH, P, D + 1).
-        solve: (BH, D + 1, P), from what the probes miss to the coefficients of the correction.
+        position: int64 (P,), the positions of the probes.
+        out: (BH, P, Dv), the exact output of the probes.
+        size, middle: (BH, 1, D), factor and offset that standardize a query.
+        basis: (BH, P, D + 1), features of the probes, and 1.
+        solve: (BH, D + 1, P), maps what the probes miss to the coefficients of the correction.
     """
 
     position: Tensor
@@ -136,28 +136,28 @@ class Probes(NamedTuple):
 
 
 def _prepare(rows: Rows) -> Probes:
-    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)
+    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
     middle = -mean * size
-    basis = _features(rows.query, size, middle)
-    solve = regularized_solve(torch.bmm(basis.mT, basis), basis.mT, LINEAR_RIDGE)
+    basis = _features(rows.query, size, middle)  # (BH, P, D + 1)
+    solve = regularized_solve(torch.bmm(basis.mT, basis), basis.mT, LINEAR_RIDGE)  # (BH, D + 1, P)
     return Probes(rows.position, rows.out, size, middle, basis, solve)
 
 
 def _features(query: Tensor, size: Tensor, middle: Tensor) -> Tensor:
-    """Standardized queries, and 1: (BH, N, D + 1)."""
-    # Limited, so that nothing is extrapolated to a query that is unlike all probes.
+    """Standardize queries and append 1: (BH, N, D + 1)."""
+    # The limit prevents extrapolation to a query that is unlike all probes.
     return with_ones(torch.addcmul(middle, query, size).clamp(-MAX_FEATURE, MAX_FEATURE))
 
 
 @torch.no_grad()
 def _missed_share(out: Tensor, probes: Probes) -> Tensor:
-    """What each probe misses after a correction by the others, as a share of the exact output of a head: (BH,).
+    """Compute what each probe misses after a correction by the others, as a share of a head's exact output: (BH,).
 
     This is the leave-one-out residual of ridge regression.
     """
     missing = probes.out - out.index_select(1, probes.position)
-    left = missing - torch.bmm(probes.basis, torch.bmm(probes.solve, missing))
+    left = missing - torch.bmm(probes.basis, torch.bmm(probes.solve, missing))  # (BH, P, Dv)
     left = left / (1.0 - (probes.basis * probes.solve.mT).sum(2, keepdim=True))
     share: Tensor = torch.linalg.vector_norm(left, dim=(1, 2)) / torch.linalg.vector_norm(probes.out, dim=(1, 2))
     return share
@@ -166,7 +166,7 @@ def _missed_share(out: Tensor, probes: Probes) -> Tensor:
 def _corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
     """Add what the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
     missing = probes.out - out.index_select(1, probes.position)
-    factor = torch.bmm(probes.solve, missing * _weight_of_probes(missing))
+    factor = torch.bmm(probes.solve, missing * _weight_of_probes(missing))  # (BH, D + 1, P) @ (BH, P, Dv)
 
     def some_heads(query: Tensor, out: Tensor, size: Tensor, middle: Tensor, factor: Tensor) -> Tensor:
         return torch.baddbmm(out, _features(query, size, middle), factor)
@@ -176,7 +176,7 @@ def _corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
 
 
 def _weight_of_probes(missing: Tensor) -> Tensor:
-    """1, and less for probes that miss much more than others, (..., P, 1) for (..., P, Dv); see Huber (1964)."""
+    """Weigh probes by 1, or less if they miss much more than others (Huber 1964): (..., P, Dv) -> (..., P, 1)."""
     size = torch.linalg.vector_norm(missing, dim=-1, keepdim=True)
     # Not below a least size, so that the weight is 1, and has no gradient, where nothing but rounding is missing.
     limit = (MAX_MISSING * size.median(-2, keepdim=True)[0]).clamp(min=LEAST_VARIANCE)
@@ -185,7 +185,7 @@ def _weight_of_probes(missing: Tensor) -> Tensor:
 
 
 def _with_near_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, options: CoresetOptions) -> Tensor:
-    """The output (BH, Nq, Dv) where near keys take the place of what landmarks count for them.
+    """Replace what landmarks count for near keys by exact attention: (BH, Nq, Dv).
 
     `rest` is the output (BH, Nq, Dv) and lse (BH, Nq, 1) of attention to the landmarks, their keys (BH, m, D), and the
     landmark and bias (BH, Nk) of each key.
@@ -195,7 +195,7 @@ def _with_near_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, op
     def some_heads(groups: Tensor, slot: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         out, lse, *keys = rest
         queries = take(query, groups)  # (BH, G, b, D)
-        near = find_near_keys(queries.mean(2), key, options.block_size, options.scale)
+        near = find_near_keys(queries.mean(2), key, options.block_size, options.scale)  # (BH, G, w)
         exact, counted = near_attention(queries, slot, near, (key, value, *keys), options.scale, options.dropout_p)
         return replaced(Partial(out, lse), counted, exact)
 
@@ -208,11 +208,11 @@ def _with_near_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, op
 def near_attention(
     queries: Tensor, slot: Tensor, near: Tensor, keys: tuple[Tensor, ...], scale: float, dropout_p: float
 ) -> tuple[Partial, Partial]:
-    """Attention to near keys, exactly and as the landmarks count it.
+    """Compute attention to near keys, exactly and as the landmarks count it.
 
     Args:
         queries: (BH, G, b, D), in groups.
-        slot: int64 (BH, Nq), where each query is in the groups.
+        slot: int64 (BH, Nq), the place of each query in the groups.
         near: int64 (BH, G, w), the keys of each group.
         keys: key (BH, Nk, D), value (BH, Nk, Dv), the landmarks (BH, m, D), and `Represented.landmark` and `key_bias`.
         scale: factor of the scores.
@@ -223,9 +223,9 @@ def near_attention(
     """
     key, value, centers, landmark, key_bias = keys
     flat = near.flatten(1)
-    own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))
-    near_key, values = take_both(key, value, near)
-    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)
+    own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
+    near_key, values = take_both(key, value, near)  # (BH, G, w, D), (BH, G, w, Dv)
+    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
     counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
     parts = torch.cat((exact.out, counted.out, exact.lse.unsqueeze(3), counted.lse.unsqueeze(3)), 3)
     outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)
@@ -233,20 +233,20 @@ def near_attention(
 
 
 def replaced(far: Partial, counted: Partial, exact: Partial) -> Tensor:
-    """Attention `far` without `counted`, a part of it, and with `exact`; each is out (BH, Nq, Dv), lse (BH, Nq, 1)."""
+    """Remove `counted`, a part of `far`, and add `exact`; each is out (BH, Nq, Dv) and lse (BH, Nq, 1)."""
     with torch.no_grad():
         ref = torch.maximum(far.lse, exact.lse)
     of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))
-    total = of_far - of_counted + of_exact
+    total = of_far - of_counted + of_exact  # (BH, Nq, 1)
     is_rounding = total <= LEAST_SHARE * of_far
     sums = torch.addcmul(torch.addcmul(far.out * of_far, counted.out, of_counted, value=-1.0), exact.out, of_exact)
     return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
 
 
 def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
-    """The readable form, with dense matrices of one head after another and the choices of the fast form.
+    """Compute the readable form, by dense matrices of one head after another, with the choices of the fast form.
 
-    What is chosen are the keys that clusters begin with, the clusters, the landmark of each key, the heads with near
+    These choices are the keys that clusters begin with, the clusters, the landmark of each key, the heads with near
     keys, the groups of their queries and the near keys of each group.
     """
     dtype = accumulation_dtype(key.dtype)
@@ -273,7 +273,7 @@ def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options
     key = key - key.mean(0)
     c, tilt = landmarks_naive(query, key, choice, options)
     exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)
-    scores = torch.where(near, exact, of_landmarks)
+    scores = torch.where(near, exact, of_landmarks)  # (Nq, Nk)
     out = scores.softmax(1) @ value
     rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= math.log(LEAST_SHARE)
     only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ value

@@ -1,4 +1,4 @@
-"""Names of arguments that other packages use for those of attention, and how a call is refused."""
+"""Names that other packages use for arguments of attention, and the refusal of a call."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", 
 _MASK = "use attention_mask, bool (B, Nk), True = attend, and is_causal"
 _BIAS = "use distance_bias, which depends on the distance alone; a bias for every pair is not supported"
 _NO_WEIGHTS = "leave it out, because no matrix of weights is computed"
-# Arguments of attention in PyTorch and Transformers, and of `hea.convert` -> what to do instead.
+# Maps arguments of attention in PyTorch and Transformers, and of `hea.convert`, to what to do instead.
 _ELSEWHERE = {
     "attn_mask": _MASK,
     "mask": _MASK,
@@ -52,7 +52,7 @@ def refuse_positional(method: str) -> NoReturn:
 
 
 def no_tensor(name: str, value: object) -> str:
-    """What is wrong with an argument that must be a tensor."""
+    """Return the message for an argument that must be a tensor."""
     return f"{name} must be a tensor, not a {type(value).__name__}: give torch.as_tensor({name})"
 
 

@@ -1,6 +1,6 @@
 """The path from a user's call to a method: checks, masks, grouped queries, precision and learned parameters.
 
-A method deals with none of these; `register_method` states what it is given.
+A method deals with none of these. `register_method` states what a method gets.
 """
 
 import contextlib
@@ -77,14 +77,14 @@ def attention(
             gives the same output and does not change the global random state. None (for training) draws a seed from the
             global generator.
         parameters: all learned parameters of the method by name, as a converted model holds them.
-        distance_bias: (H, 2R + 1), added to the scores of each head by the position of the key minus that of the query,
-            from -R to R; beyond these distances it is that of -R or R. Some methods only
-            (`MethodConfig.adds_distance_bias`).
+        distance_bias: (H, 2R + 1), the bias of the scores of each head for the distances -R to R, where a distance is
+            the position of the key minus the position of the query. Larger distances have the bias for -R or R. For
+            some methods only (`MethodConfig.adds_distance_bias`).
         heads: the number of the first of the H heads and the number of all heads, if the layer has more than these H,
             because other processes hold the rest. A head's output is the same as in one call with all heads.
-            `parameters` are those of the H heads (`parameters_of_slice`).
-        **hyperparameters: values that replace those of the config. Learned parameters can be given here as well, as
-            tensors by name. Those that are missing have the values that a conversion starts from.
+            `parameters` belong to the H heads (`parameters_of_slice`).
+        **hyperparameters: values that replace values of the config. Learned parameters can be given here as well, as
+            tensors by name. Missing parameters have the values that a conversion starts from.
 
     Returns:
         (B, H, Nq, Dv) in the dtype of `value`. The output of a query that attends to nothing is 0.
@@ -126,7 +126,7 @@ def naive_attention(
 def _with_hyperparameters(
     method_or_config: str | MethodConfig, arguments: Arguments, hyperparameters: Mapping[str, Any]
 ) -> tuple[MethodConfig, Arguments]:
-    """The config with the hyperparameters, and the arguments with the learned parameters that are among them."""
+    """Put hyperparameters into the config, and the learned parameters among them into the arguments."""
     config = make_config(method_or_config)
     if not hyperparameters:
         return config, arguments
@@ -144,7 +144,7 @@ def _attention(
 
 
 def _in_transform(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
-    """`_attention` inside a transform of `torch.func`."""
+    """Compute `_attention` inside a transform of `torch.func`."""
     if arguments.seed is None:
         arguments = arguments._replace(seed=tracing.draw_seed(query.device))
     learned = arguments.some_parameters if arguments.parameters is None else arguments.parameters
@@ -161,7 +161,7 @@ def _in_transform(config: MethodConfig, query: Tensor, key: Tensor, value: Tenso
 def prepare(
     config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
-    """Check a call, and make of its arguments what a method is given, with key heads that are not repeated."""
+    """Check a call, and turn its arguments into what a method gets, with key heads that are not repeated."""
     check_call(config, query, key, value, arguments)
     mask, is_causal, scale, dropout_p, seed, parameters, bias, heads, _ = arguments
     if parameters is None:
@@ -176,7 +176,7 @@ def prepare(
     if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
     if mask is not None:  # padding may hold NaN
-        masked = ~mask[:, None, :, None]
+        masked = ~mask[:, None, :, None]  # (B, 1, Nk, 1)
         key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
     return query, key, value, options
 
@@ -184,7 +184,7 @@ def prepare(
 def _all_parameters(
     config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
 ) -> Mapping[str, Tensor]:
-    """The learned parameters that were given, and the initial values of the others."""
+    """Return the learned parameters that were given, and the initial values of all others."""
     some = arguments.some_parameters
     if len(some) == len(config.learned_parameters) or query.numel() == 0:
         return some
@@ -205,23 +205,23 @@ def _all_parameters(
 def compute(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """The form "forward" or "naive" of a method for what `prepare` returns: (B, H, Nq, Dv)."""
+    """Call the form "forward" or "naive" of a method with what `prepare` returns: (B, H, Nq, Dv)."""
     (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
     if query.numel() == 0:
         tensors = (query, key, value, *options.parameters.values())
-        # The sums give every input a gradient, of zeros: DistributedDataParallel refuses parameters without one.
+        # The sums give every input a gradient of zeros: DistributedDataParallel refuses parameters without a gradient.
         nothing = torch.stack([0.0 * x.sum(dtype=value.dtype) for x in tensors]).sum()
-        return value.new_zeros(batch, num_heads, q_len, value.shape[3]) + nothing
+        return value.new_zeros(batch, num_heads, q_len, value.shape[3]) + nothing  # (B, H, Nq, Dv)
     method = get_method(config.method)
     # The number of keys before the first query.
     offset = kv_len - q_len if options.is_causal else 0
     if method.decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:
         form = "decode"
     elif offset < 0:  # the first queries come before all keys
-        query = query[:, :, -offset:]
+        query = query[:, :, -offset:]  # (B, H, Nk, D)
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
-        query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)
-    key, value = repeat_kv(query, key, value)
+        query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)  # (B, H, Nk, D)
+    key, value = repeat_kv(query, key, value)  # (B, H, Nk, .)
     with outside_autocast(query.device):
         if tracing.in_graph() and form != "naive":
             out = call_in_graph(form, config, query, key, value, options)
@@ -313,10 +313,10 @@ def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOpti
     """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
 
     Args:
-        config: of the method.
+        config: the config of the method.
         query: (B, H, Nq, D).
-        options: of the call.
-        grouped: whether a parameter may be that of the key heads, of which H is a multiple.
+        options: the options of the call.
+        grouped: whether a parameter may belong to the key heads, of which H is a multiple.
     """
     (_, num_heads, _, head_dim), given = query.shape, options.parameters
     shapes = parameter_shapes(config, num_heads=num_heads, head_dim=head_dim)
@@ -355,11 +355,11 @@ def refuse_tracing(config: MethodConfig) -> None:
 
 
 def repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys and values (B, H_kv, Nk, .) so that there are as many as of the queries."""
+    """Repeat the heads of keys and values (B, H_kv, Nk, .) to the number of query heads: (B, H, Nk, .)."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value
-    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)  # (B, H, Nk, .) each
 
 
 def cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -372,6 +372,6 @@ def cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A context without autocast. To enter PyTorch's own takes as long as the checks of a call."""
+    """Return a context without autocast. Entering PyTorch's own context takes as long as the checks of a call."""
     is_on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""What a method declares, its hyperparameters and facts, and what its forms are given."""
+"""The hyperparameters and facts that a method declares, and the arguments that its forms get."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -30,10 +30,9 @@ def option(
     Args:
         default: the default value.
         help: one or two sentences for the command line and for the documentation of the functional form.
-        minimum: the smallest allowed integer, or number if the default is a float. None: the value is not checked to be
-            one.
+        minimum: the smallest allowed integer, or number if the default is a float. None: any value is allowed.
         maximum: the largest allowed number, if there is a minimum. None: below 2**31.
-        choices: the allowed strings. None: the value is not checked to be one of them.
+        choices: the allowed strings. None: any value is allowed.
         carried: True if the hyperparameter determines the shape or the values of learned or random parameters. Training
             that moves a model from one method to another keeps the value of such a hyperparameter.
     """
@@ -62,19 +61,19 @@ class MethodConfig:
         mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
             because they are sorted or averaged together. In the cross attention of a decoder this would leak later
             tokens to earlier ones, so such a method is not used there.
-        budget: how `with_budget` divides its columns over hyperparameters that have a minimum: names and weights. The
-            last one gets what rounding leaves.
+        budget: names of hyperparameters that have a minimum, and the weights by which `with_budget` divides its columns
+            over them. The last hyperparameter gets what rounding leaves.
         exact_budget: the hyperparameters whose sum is `exact_length`, unless the method defines that itself.
         decodes_exactly: True if decoding attends to all cached keys exactly. `hea.NearFarCache` can then take the place
             of these keys.
-        exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for those
-            of the example. All other methods are refused there.
-        default_rank: the position of the method among the default methods, fastest first. None if it is not one.
-        default_for: what a default method is a default of: "compare", the command `benchmark`; "demo", the command
-            `demo`; and "calibrate", the command `analyze` and `hea.calibrate`.
+        exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for the
+            length and mask of the example. All other methods are refused there.
+        default_rank: the position of the method among the default methods, fastest first. None: no default method.
+        default_for: the uses of a default method: "compare", the command `benchmark`; "demo", the command `demo`; and
+            "calibrate", the command `analyze` and `hea.calibrate`.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
-        switches_to: for a method that is exact up to a length and then computes another one, the name of the latter.
-            The length follows from the crossover of that one. Empty: the method does not switch.
+        switches_to: for a method that is exact up to a length and beyond it computes another method, the name of the
+            other method, whose crossover determines the length. Empty: the method does not switch.
         summary: what the method computes, in one line.
         paper_url: where the paper can be read. Empty: nowhere.
         near: which pairs of queries and keys are computed exactly, in a few words for tables. Empty: not stated.
@@ -144,13 +143,13 @@ class MethodConfig:
 
     @classmethod
     def hyperparameters(cls) -> tuple[str, ...]:
-        """The names of all hyperparameters."""
+        """Return the names of all hyperparameters."""
         # torch.compile cannot trace `dataclasses.fields` of a class. The fields of the base class are the facts above.
         own = (name for name in cls.__dataclass_fields__ if name not in MethodConfig.__dataclass_fields__)
         return (*own, "compute_dtype")
 
     def to_dict(self) -> dict[str, Any]:
-        """The method's name and all hyperparameters, as values that JSON can represent.
+        """Return the method's name and all hyperparameters, as values that JSON can represent.
 
         Without `compute_dtype`, if it has its default.
         """
@@ -203,7 +202,7 @@ class MethodConfig:
         return False
 
     def with_budget(self: ConfigT, columns: int) -> ConfigT:
-        """A copy whose cost per query is that of `columns` exact keys.
+        """Return a copy whose cost per query equals the cost of `columns` exact keys.
 
         Raises:
             UnsupportedAttentionError: `columns` is not a positive integer, or it is too small for the method.
@@ -219,7 +218,7 @@ class MethodConfig:
         return self
 
     def calibrated(self: ConfigT, max_error: float, accepted: bool) -> ConfigT | None:
-        """The config of a layer that `hea.calibrate` stores, or None for exact attention.
+        """Return the config of a layer that `hea.calibrate` stores, or None for exact attention.
 
         Args:
             max_error: the limit of the error.
@@ -248,10 +247,10 @@ class AttentionOptions(NamedTuple):
         dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
         seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.tokens`: an integer or a scalar tensor,
             and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
-        parameters: the learned parameters by name; empty for a method that learns none. Those of heads are the ones of
+        parameters: the learned parameters by name; empty for a method that learns none. Parameters of heads belong to
             the heads of the call.
-        distance_bias: (H, 2R + 1), what is added to the scores of each head by the position of the key minus that of
-            the query, from -R to R; beyond, it is that of -R or R. None for none. Only methods whose config says
+        distance_bias: (H, 2R + 1), the bias of the scores of each head for the distances -R to R of the key from the
+            query. Larger distances have the bias for -R or R. None for no bias. Only methods whose config says
             `adds_distance_bias` get one.
     """
 
@@ -301,16 +300,16 @@ class Recurrence(Generic[ConfigT]):
 
 @dataclass(frozen=True)
 class ShardedForm(Generic[ConfigT]):
-    """Attention of a sequence whose tokens are divided over processes, in which only summaries of the keys travel.
+    """Attention of a sequence whose tokens are divided over processes, which exchange only summaries of the keys.
 
-    Its output and its gradients are those of `forward` on the whole sequence, up to rounding. A method without it is
-    computed from all tokens of some heads in each process, which have to be sent there and back.
+    The output and the gradients equal those of `forward` on the whole sequence, up to rounding. Without this form, each
+    process computes all tokens of some heads, and the tokens are sent there and back.
 
     Attributes:
         forward: forward(config, query, key, value, options, shards) returns the output (B, H, n, Dv) for the query
             (B, H, n, D) of the n tokens of this process, whose keys (B, H_kv, n, D) and values (B, H_kv, n, Dv) are not
-            repeated. `options.key_mask` is that of these tokens, and `shards` (`hf_efficient_attn.ops.shards`)
-            says which they are. All processes must call the same collectives.
+            repeated. `options.key_mask` is the mask of these tokens, and `shards` (`hf_efficient_attn.ops.shards`)
+            has their positions. All processes must call the same collectives.
         applies: applies(config, length, is_causal) says whether the form computes sequences of so many tokens in all
             processes together with these hyperparameters.
     """

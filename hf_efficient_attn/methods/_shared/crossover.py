@@ -5,8 +5,8 @@
 
 In a call with B sequences, H heads and head_dim D, exact attention of N tokens takes a time proportional to N^2 B H D.
 A method takes a + b N B H D: the time a, of its many small operations, does not depend on the size of the call. So
-the two are equal for N^2 = s N + o / (B H D), and the length depends on B H D (`total_dim`) as well. s and o follow
-from measurements at two values of it.
+both times are equal for N^2 = s N + o / (B H D), and the length depends on B H D (`total_dim`) as well. s and o follow
+from measurements at two values of B H D.
 """
 
 import functools
@@ -26,19 +26,19 @@ class Crossover(NamedTuple):
     """Lengths from which on a method is faster than exact attention.
 
     Attributes:
-        small: in calls with a total_dim of `SMALL_DIM`.
-        large: in calls with a total_dim of `LARGE_DIM`.
+        small: the length in calls with a total_dim of `SMALL_DIM`.
+        large: the length in calls with a total_dim of `LARGE_DIM`.
     """
 
     small: int
     large: int
 
     def at(self, total_dim: int, relative_cost: float = 1.0) -> int:
-        """The length for any size of a call.
+        """Compute the length for any size of a call.
 
         Args:
             total_dim: B * H * D.
-            relative_cost: cost of the method per token, divided by that with its default hyperparameters.
+            relative_cost: cost of the method per token, relative to its cost with the default hyperparameters.
         """
         if self.small < self.large:  # large calls leave the cache earlier than they pay for small operations
             share = min(1.0, max(0.0, math.log(total_dim / SMALL_DIM) / math.log(LARGE_DIM / SMALL_DIM)))
@@ -50,13 +50,13 @@ class Crossover(NamedTuple):
         return min(NEVER, round((slope + math.sqrt(slope * slope + 4.0 * overhead / total_dim)) / 2.0))
 
 
-# Names of dtype and causality -> lengths.
+# Maps names of dtype and causality to lengths.
 Table = Mapping[str, Crossover]
 
-# Those of a processor are rounded from nearfar on two cores of a Zen 5, with two threads and without other work, by
-# `hf-efficient-attn crossover`. The causal ones are from a Zen 4, where it is 1.1 times as fast as exact attention with
-# 8,192 tokens. Those of other devices are lengths at which a trial that ends in exact attention costs little on an
-# NVIDIA H100, where exact attention is very fast.
+# The lengths of processors are rounded from nearfar on two idle cores of a Zen 5 with two threads, as measured by
+# `hf-efficient-attn crossover`. The causal lengths are from a Zen 4, where nearfar is 1.1 times as fast as exact
+# attention with 8,192 tokens. For other devices these are lengths at which a vain attempt costs little on an NVIDIA
+# H100, where exact attention is very fast.
 _BUILT_IN = {
     "cpu": {
         "float32": Crossover(2688, 2688),
@@ -73,24 +73,24 @@ _BUILT_IN = {
 }
 
 
-# measured(method, device) gives the table of this machine, or None.
+# measured(method, device) returns the table of this machine, or None.
 _MEASURED: list[Callable[[str, torch.device], Table | None]] = []
 
 
 def use_measured(measured: Callable[[str, torch.device], Table | None]) -> None:
-    """Take lengths from the tables that `measured(method, device)` gives. It is asked again if this is called again."""
+    """Take lengths from the tables that `measured(method, device)` returns. Another call asks for them again."""
     _MEASURED[:] = [measured]
     _kept_length.cache_clear()
 
 
 def table_key(dtype: torch.dtype, is_causal: bool) -> str:
-    """The name of a row of a table. Half precision has one row, and float64 that of float32."""
+    """Return the name of a row of a table. Half precision has one row, and float64 uses the row of float32."""
     name = "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32"
     return f"{name} causal" if is_causal else name
 
 
 def built_in_table(device_type: str) -> Table:
-    """The table that serves until a machine has been measured."""
+    """Return the table that serves until a machine has been measured."""
     return _BUILT_IN.get(device_type, _BUILT_IN[""])
 
 
@@ -103,15 +103,15 @@ def crossover_length(
     device: torch.device,
     relative_cost: float = 1.0,
 ) -> int:
-    """The number of tokens from which on a method is faster than exact attention on this machine.
+    """Compute the number of tokens from which on a method is faster than exact attention on this machine.
 
     Args:
         method: the name of the method.
         total_dim: B * H * D of the call.
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
         is_causal: whether the attention is causal.
-        device: of the tensors.
-        relative_cost: cost of the method per token, divided by that with its default hyperparameters.
+        device: the device of the tensors.
+        relative_cost: cost of the method per token, relative to its cost with the default hyperparameters.
     """
     key = table_key(dtype, is_causal)
     return _kept_length(method, device, key, total_dim, relative_cost, torch.get_num_threads())
@@ -121,6 +121,6 @@ def crossover_length(
 def _kept_length(
     method: str, device: torch.device, key: str, total_dim: int, relative_cost: float, num_threads: int
 ) -> int:
-    """The length, kept because to find it takes a sizable part of exact attention of a short sequence."""
+    """Find the length. It is kept, because finding it takes as long as much of a short exact attention."""
     table = (_MEASURED[0](method, device) if _MEASURED else None) or {}
     return (table.get(key) or built_in_table(device.type)[key]).at(total_dim, relative_cost)

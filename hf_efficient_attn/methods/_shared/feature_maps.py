@@ -34,7 +34,7 @@ LOG_WEIGHT = "far_log_weight"
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureConfig(MethodConfig):
-    """What the functions below read of a config; the methods declare these as hyperparameters."""
+    """The fields of a config that the functions below read. The methods declare them as hyperparameters."""
 
     mixes_queries = False
     feature_map = ""
@@ -50,7 +50,7 @@ class FeatureConfig(MethodConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EluFeatures(FeatureConfig):
-    """Hyperparameters of the features elu(x) + 1 or learned ones."""
+    """Hyperparameters of the features elu(x) + 1, or of learned features."""
 
     feature_map: str = option(
         "elu",
@@ -64,7 +64,7 @@ class EluFeatures(FeatureConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FavorFeatures(FeatureConfig):
-    """Hyperparameters of random features of the softmax kernel or learned ones."""
+    """Hyperparameters of random features of the softmax kernel, or of learned features."""
 
     num_features: int = option(
         256,
@@ -82,7 +82,7 @@ class FavorFeatures(FeatureConfig):
 
 
 def initial_parameters(config: FeatureConfig, *, num_kv_heads: int, head_dim: int, **_: int) -> dict[str, Tensor]:
-    """`query_map` and `key_map` (H_kv, D, F) of learned features, and with a window `far_log_weight` (H_kv,)."""
+    """Make `query_map` and `key_map` (H_kv, D, F) of learned features, and `far_log_weight` (H_kv,) of a window."""
     if not config.is_learned:
         return {}
     sizes = num_kv_heads, head_dim, config.num_features, config.seed
@@ -94,7 +94,7 @@ def initial_parameters(config: FeatureConfig, *, num_kv_heads: int, head_dim: in
 
 
 def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> FeatureCall:
-    """The features for the heads of x (B, H, N, D)."""
+    """Make the features for the heads of x (B, H, N, D)."""
     check_parameters(config, x, options, grouped=True)
     head_dim, given, feature_map = x.shape[3], options.parameters, config.feature_map
     return FeatureCall(
@@ -123,7 +123,7 @@ def _forward(
 
 def _naive(config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of the logs of all weights."""
-    scores, mask = feature_scores_naive(query, key, _call(config, query, options)), options.key_mask
+    scores, mask = feature_scores_naive(query, key, _call(config, query, options)), options.key_mask  # (B, H, Nq, Nk)
     return dense_softmax(scores, value, None if mask is None else mask[:, None], options.is_causal)
 
 
@@ -140,7 +140,7 @@ def _query(config: FeatureConfig, state: State, query: Tensor, options: Attentio
 def _forward_shard(
     config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
 ) -> Tensor:
-    """The form for a sequence that processes share; see `ShardedForm`."""
+    """Return the form for a sequence that processes share; see `ShardedForm`."""
     call, is_causal = _call(config, query, options), options.is_causal
     return sharded_feature_attention(query, key, value, options.key_mask, call, shards, is_causal=is_causal)
 

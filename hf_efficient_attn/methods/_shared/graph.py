@@ -1,16 +1,17 @@
 """A call of a method as one operator of a graph of `torch.compile`.
 
 The operator runs the eager form. So a graph gives the outputs and gradients of an ordinary call, a form may branch on
-values and loop over slices, and nothing else in the package has to know that it is compiled. For its gradient the
-operator computes the form again. Graphs for ONNX contain the form itself, of methods that allow this.
+values and loop over slices, and no other code of the package has to know that it is compiled. The operator computes the
+form again for its gradient. Graphs for ONNX contain the form itself, if the method allows it.
 
 Arguments of the operator:
 
 - tensors: query, key, value, the learned parameters and, if there is one, the bias by distance. They have gradients.
-- others: the seed, an int64 scalar; the key mask, bool (B, Nk), if there is one; with dropout its seed.
+- others: the seed, an int64 scalar; the key mask, bool (B, Nk), if there is one; the seed of dropout, if there is any.
 - text: form, config, names of the learned parameters, `HeadSlice` of the seed, whether there is a mask, is_causal,
   scale, dropout_p, as Python code.
-- needs_grad: whether a gradient may be wanted, which a form may decide by; also if the seed is drawn, as in training.
+- needs_grad: whether a gradient may be needed, on which a form may depend. Also True if the seed is drawn, as in
+training.
 """
 
 import ast
@@ -30,10 +31,10 @@ from hf_efficient_attn.ops.tracing import draw_seed, with_draws_of
 def call_in_graph(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """The form "forward" or "decode" of the config's method by the operator, with the arguments of the form."""
+    """Call the form "forward" or "decode" of the config's method by the operator, with the form's arguments."""
     mask, is_causal, scale, dropout_p, seed, parameters, bias = options
     tensors = [query, key, value, *parameters.values(), *([] if bias is None else [bias])]
-    # Python code, formed in a way that all versions of PyTorch can trace.
+    # This builds Python code in a way that all versions of PyTorch can trace.
     values = "".join([f"{name!r}: {_constant(value)!r}, " for name, value in config.to_dict().items()])
     heads = [int(x) for x in seed.heads] if isinstance(seed, HeadSeed) else []
     more = (
@@ -49,7 +50,7 @@ def call_in_graph(
 
 
 def _constant(value: Any) -> Any:
-    """The value. A number that differs between calls, which is a symbol in the graph, becomes a constant again."""
+    """Return a value as a constant. A number that differs between calls is a symbol in the graph."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -58,7 +59,7 @@ def _constant(value: Any) -> Any:
 
 
 def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
-    """The eager form."""
+    """Run the eager form."""
     form, values, names, heads, has_mask, is_causal, scale, dropout_p = ast.literal_eval(text)
     seed, mask, draws = others[0], others[1] if has_mask else None, others[-1] if dropout_p else None
     query, key, value, *learned = tensors
@@ -74,7 +75,7 @@ def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
 
 @contextlib.contextmanager
 def _autograd() -> Iterator[None]:
-    """Within this context autograd records, also in an operator, where PyTorch has switched it off."""
+    """Let autograd record within this context, also in an operator, where PyTorch has switched it off."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
         excluded = excluded.remove(key)
@@ -89,11 +90,11 @@ def _leaves(tensors: list[Tensor]) -> list[Tensor]:
 
 @torch.library.custom_op("hf_efficient_attn::attention", mutates_args=())
 def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_grad: bool) -> Tensor:
-    """Attention (B, H, Nq, Dv) of a method."""
+    """Compute attention (B, H, Nq, Dv) of a method."""
     if not needs_grad:
         out = _run(tensors, others, text).contiguous()
         return out.clone() if any(out.data_ptr() == x.data_ptr() for x in tensors) else out
-    with _autograd():  # the form that the gradient is of
+    with _autograd():  # use the form of a call with a gradient
         return _run(_leaves(tensors), others, text).detach().contiguous()
 
 
@@ -104,7 +105,7 @@ def _(tensors: list[Tensor], *_: object) -> Tensor:
 
 @torch.library.custom_op("hf_efficient_attn::attention_backward", mutates_args=())
 def _attention_backward(grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str) -> list[Tensor]:
-    """The gradients of the tensors."""
+    """Compute the gradients of the tensors."""
     with _autograd():
         leaves = _leaves(tensors)
         out = _run(leaves, others, text)

@@ -1,4 +1,4 @@
-"""Batch rows and heads as one dimension, which is how the primitives in `hf_efficient_attn.ops` take their inputs."""
+"""Batch rows and heads flattened into one dimension, as the primitives in `hf_efficient_attn.ops` take them."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def by_heads(
     *,
     moves_valid_first: bool = False,
 ) -> Tensor:
-    """Attention (B, H, Nq, Dv) by a form of flat heads, or exactly to up to `exact_length` keys.
+    """Compute attention (B, H, Nq, Dv) by a form of flat heads, or exactly for up to `exact_length` keys.
 
     Args:
         form: form(query, key, value, key_mask) returns (BH, Nq, Dv) for query (BH, Nq, D), key (BH, Nk, D), value
@@ -29,17 +29,17 @@ def by_heads(
         query: (B, H, Nq, D).
         key: (B, H, Nk, D).
         value: (B, H, Nk, Dv).
-        options: of the call.
-        exact_length: most keys of exact attention.
-        moves_valid_first: whether the form gets valid tokens in front of all others, for blocks that begin at the first
-            one. For self-attention only.
+        options: the options of the call.
+        exact_length: the largest number of keys of exact attention.
+        moves_valid_first: whether the form gets valid tokens before masked tokens, so that blocks begin at the first
+            valid token. For self-attention only.
     """
     if key.shape[2] <= exact_length:
         return exactly(query, key, value, options)
     shape, (query, key, value, mask) = query.shape, _flatten(query, key, value, options.key_mask)
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
-    query, key, value, order = move_valid_first(query, key, value, mask)
+    query, key, value, order = move_valid_first(query, key, value, mask)  # order (BH, N)
     out = form(query, key, value).to(value.dtype)
     return unflatten_heads(restore_order(out, order, mask), shape)
 
@@ -52,10 +52,10 @@ def without_padding(
     options: AttentionOptions,
     exact_length: int = 0,
 ) -> Tensor:
-    """`by_heads` with one call of a form for all sequences of the same number of valid tokens, 0 for padding.
+    """Call a form, as `by_heads` does, once for all sequences with the same number of valid tokens; 0 for padding.
 
-    So masked tokens take part in nothing, and a sequence has the same output in every batch. The mask of the keys is
-    that of the queries too if there are as many. The form need not compute sequences of up to `exact_length` keys.
+    So masked tokens take no part, and a sequence has the same output in every batch. The mask of the keys is also the
+    mask of the queries if there are as many. The form need not compute sequences of up to `exact_length` keys.
     """
 
     def form_of_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def without_padding(
             return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
         for count in filter(None, counts.unique().tolist()):
             some = (counts == count).nonzero()[:, 0]
-            order = valid_first(mask[some])[:, :count]
-            own = [take(x[some], order) for x in (key, value)]
+            order = valid_first(mask[some])[:, :count]  # (some, count)
+            own = [take(x[some], order) for x in (key, value)]  # (some, count, .)
             if query.shape[1] == key.shape[1]:
                 out = out.index_put((some[:, None], order), form_of_length(take(query[some], order), *own))
             else:
@@ -83,13 +83,13 @@ def without_padding(
 
 
 def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Exact attention (B, H, Nq, Dv): PyTorch's own where it takes the mask and needs no memory for all pairs."""
+    """Compute exact attention (B, H, Nq, Dv), by PyTorch's function if that takes the mask and stores no pairs."""
     mask, is_causal, scale, dropout_p = options[:4]
     # PyTorch's causal kernel gives NaN unless the scale is positive.
     if dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)
         out = exact_attention(*flat, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
-        return unflatten_heads(out, query.shape)
+        return unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     if mask is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)
@@ -103,7 +103,7 @@ def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, op
 
 
 def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:
-    """(B * H, N, .) -> (B, H, N, .), for a shape that starts with B, H."""
+    """Unflatten (B * H, N, .) to (B, H, N, .), for a shape that starts with B, H."""
     out: Tensor = x.unflatten(0, shape[:2])
     return out
 
@@ -112,5 +112,5 @@ def _flatten(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Flatten (B, H, N, .) tensors to (B * H, N, .) and repeat the key mask (B, Nk) for every head."""
-    flat_mask = None if key_mask is None else key_mask.repeat_interleave(key.shape[1], 0)
+    flat_mask = None if key_mask is None else key_mask.repeat_interleave(key.shape[1], 0)  # (BH, Nk)
     return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), flat_mask

@@ -1,4 +1,4 @@
-"""What the learned parameters of a method depend on, found from the values that it starts from."""
+"""Shapes of the learned parameters of a method, derived from the values that it starts from."""
 
 import functools
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from hf_efficient_attn.ops.shards import HeadSlice
 def parameter_shapes(
     config: MethodConfig, num_heads: int = 1, max_length: int = 1, head_dim: int = 1
 ) -> dict[str, torch.Size]:
-    """The shapes of the learned parameters of a layer with these sizes, by name."""
+    """Return the shapes of the learned parameters of a layer with these sizes, by name."""
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "value_dim": 1, "max_length": max_length}
     return {name: x.shape for name, x in get_method(config.method).initial_parameters(config, **sizes).items()}
 
 
 @on_register
 def _forget(name: str) -> None:
-    """A method that is registered again may learn something else with the same hyperparameters."""
+    """Forget all shapes: a method that is registered again may learn other parameters."""
     parameter_shapes.cache_clear()
 
 
@@ -34,7 +34,7 @@ def learns(config: MethodConfig) -> bool:
 def learns_for_length(config: MethodConfig) -> bool:
     """Whether a method with these hyperparameters has learned parameters whose shapes depend on the longest sequence.
 
-    Those are tables that contract tokens. Feature maps belong to heads, and fit sequences of any length.
+    Such parameters are tables that contract tokens. Feature maps belong to heads, and fit sequences of any length.
     """
     return parameter_shapes(config) != parameter_shapes(config, max_length=2)
 
@@ -42,13 +42,13 @@ def learns_for_length(config: MethodConfig) -> bool:
 def parameters_of_slice(
     config: MethodConfig, parameters: Mapping[str, Tensor], heads: HeadSlice, num_heads: int
 ) -> dict[str, Tensor]:
-    """The learned parameters of some heads of a layer: of these query heads, or of the key heads that they use.
+    """Return the learned parameters of query heads of a layer, or of the key heads that these use.
 
     Args:
-        config: of the method.
-        parameters: those of all heads by name.
-        heads: the number of the first head and of all query heads.
-        num_heads: how many query heads.
+        config: the config of the method.
+        parameters: the parameters of all heads by name.
+        heads: the number of the first head, and the number of all query heads.
+        num_heads: the number of query heads.
     """
     own, one = dict(parameters), parameter_shapes(config)
     for name, shape in parameter_shapes(config, num_heads=2).items():

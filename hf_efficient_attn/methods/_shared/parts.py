@@ -32,7 +32,7 @@ def update_state(config: MethodConfig, state: State | None, key: Tensor, value: 
 def attention_with_state(
     config: MethodConfig, state: State | None, query: Tensor, key: Tensor, value: Tensor, **arguments: Any
 ) -> tuple[Tensor, State]:
-    """Causal attention of new tokens to the tokens of a state and to each other.
+    """Compute causal attention of new tokens to the tokens of a state and to each other.
 
     Up to rounding, the output is the end of the causal `attention` of all tokens together.
 
@@ -40,8 +40,8 @@ def attention_with_state(
         config: the config of a method with a recurrence.
         state: the state that `update_state` or an earlier call returned; None if there are no earlier tokens.
         query: (B, H, N, D), the queries of the new tokens.
-        key: (B, H_kv, N, D), their keys.
-        value: (B, H_kv, N, Dv), their values.
+        key: (B, H_kv, N, D), the keys of the new tokens.
+        value: (B, H_kv, N, Dv), the values of the new tokens.
         **arguments: attention_mask (B, N), of the new tokens only, and scale, dropout_p, seed and parameters as for
             `attention`. The seed must be the same in all calls for one state.
 
@@ -58,9 +58,9 @@ def attention_with_state(
         if state is None:
             out = compute("forward", config, query, key, value, options)
         elif q_len == 1:
-            # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), are
-            # passed as if they were several queries of one head.
-            grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)
+            # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), take
+            # the place of several queries of one head.
+            grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)  # (B, H_kv, H / H_kv, D)
             out = recurrence.query(config, new_state, grouped_query, options).reshape(batch, num_heads, 1, -1)
         else:
             if num_heads != num_kv_heads:
@@ -72,16 +72,16 @@ def attention_with_state(
 def sharded_attention(
     config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, *, shards: Shards, **arguments: Any
 ) -> Tensor:
-    """Attention of sequences whose tokens are divided over processes, which all make this call.
+    """Compute attention of sequences whose tokens are divided over processes, which all make this call.
 
-    Up to rounding, the outputs of all processes in order are those of `attention` of all tokens.
+    Up to rounding, the outputs of all processes in order equal the output of `attention` of all tokens.
 
     Args:
         config: the config of a method.
-        query: (B, H, n, D), of the tokens of this process.
+        query: (B, H, n, D), the queries of this process.
         key: (B, H_kv, n, D).
         value: (B, H_kv, n, Dv).
-        shards: which tokens these are, and the mask of all tokens.
+        shards: the positions of the tokens of each process, and the mask of all tokens.
         **arguments: is_causal, scale, parameters (of all heads) and seed, the same in all processes, as for
             `attention`.
 
@@ -100,7 +100,7 @@ def sharded_attention(
 
     if form is not None and form.applies(config, shards.total, options.is_causal):
         with outside_autocast(query.device):
-            out = form.forward(config, query, key, value, options, shards)
+            out = form.forward(config, query, key, value, options, shards)  # (B, H, n, Dv)
     else:
-        out = over_heads(some_heads, query, key, value, shards)
+        out = over_heads(some_heads, query, key, value, shards)  # (B, H, n, Dv)
     return refuse_second_gradient(out.to(dtype), config.method)

@@ -1,10 +1,10 @@
-"""What the Linformer and the FLuRKA methods share: learned tables that contract a sequence to P tokens.
+"""Learned tables that contract a sequence to P tokens, for the Linformer and the FLuRKA methods.
 
-FLuRKA (Gupta et al. 2023) is low-rank contraction of the tokens, then kernel attention.
-Eq. 2: phi(Q W_Q) (phi((E1 K) W_K)^T ((E2 V) W_V)), normalised as in the kernel's own method, which is called for the
-attention to the P contracted keys. E1 and E2 are P x M, for sequences of up to M tokens, the same for all heads. In
-`forward`, keys and values are projected already, and E1 and E2 are applied to them: (E1 K) W_K = E1 (K W_K), and a bias
-b_K of the projection becomes (E1 1) b_K^T. FLuRKA defines its own attention and never switches by length.
+FLuRKA (Gupta et al. 2023) contracts the tokens and then computes kernel attention.
+Eq. 2: phi(Q W_Q) (phi((E1 K) W_K)^T ((E2 V) W_V)), normalised as in the method of the kernel, which computes attention
+to the P contracted keys. E1 and E2 are P x M, for sequences of up to M tokens, and the same for all heads. `forward`
+gets projected keys and values, and applies E1 and E2 to them: (E1 K) W_K = E1 (K W_K), and a bias b_K of the projection
+becomes (E1 1) b_K^T. FLuRKA defines its own attention and never switches by length.
 
 Departures from the paper, in which all sequences have M tokens:
 
@@ -42,7 +42,7 @@ class ProjectionConfig(MethodConfig):
     """Hyperparameters of the tables; `streams` are the streams of random numbers of the two Gaussian tables."""
 
     streams = (0, 0)
-    # To contract keys and values costs the same again if there are as many queries as keys, without an exponential.
+    # With as many queries as keys, contracting keys and values costs as much again, without an exponential.
     budget: ClassVar[tuple[tuple[str, int], ...]] = (("projection_dim", 1),)
     causal = False
     rectangular = True
@@ -69,13 +69,13 @@ class ProjectionConfig(MethodConfig):
 
 
 def initial_parameters(config: ProjectionConfig, *, max_length: int, **_: int) -> dict[str, Tensor]:
-    """`key_projection` (P, M) and, unless it is shared, `value_projection` (P, M)."""
+    """Make `key_projection` (P, M) and, unless it is shared, `value_projection` (P, M)."""
     streams = config.streams if config.share == "none" else config.streams[:1]
     return start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
 
 
 def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> list[Tensor]:
-    """The tables (P, M) of keys and of values for `kv_len` tokens. They are the same if only the first one is given."""
+    """Return the tables (P, M) of keys and of values for `kv_len` tokens, the same one if only the first is given."""
     return projection_tables(config.method, config.projection_dim, kv_len, dict(options.parameters))
 
 
@@ -97,7 +97,7 @@ class FlurkaConfig(ProjectionConfig):
     averages_queries = False
 
     def kernel_config(self) -> MethodConfig:
-        """The config of the kernel's method."""
+        """Return the config of the kernel's method."""
         return make_config(self.kernel, **{name: getattr(self, name) for name in self.kernel_fields})
 
 
@@ -111,7 +111,7 @@ def _attend(
     query_mask: Tensor | None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """A form of the kernel's method, with the masks of the queries (B, Nq) and of the contracted keys (B, P)."""
+    """Call a form of the kernel's method, with masks of the queries (B, Nq) and of the contracted keys (B, P)."""
     parameters = {name: x for name, x in options.parameters.items() if name not in NAMES}
     options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
     more = (query_mask,) if config.averages_queries else ()
@@ -120,7 +120,7 @@ def _attend(
 
 
 def _query_mask(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
-    """With as many queries as keys, as in self-attention, the key mask (B, Nk) is also the mask of the queries."""
+    """Return the key mask (B, Nk) as the mask of the queries if there are as many, as in self-attention, else None."""
     return options.key_mask if query.shape[2] == key.shape[2] else None
 
 
@@ -128,6 +128,7 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     """Fast form; see `register_method`."""
     kv_len, mask = key.shape[2], _query_mask(query, key, options)
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
+    # (B, H, P, .), mask (B, P)
     keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, len(key))
     return _attend(config, "forward", query, keys, values, options, mask, key_mask).to(value.dtype)
 
@@ -139,10 +140,10 @@ def forward_hidden_states(
     projections: HiddenProjections,
     options: AttentionOptions,
 ) -> Tensor:
-    """Eq. 2 as in the paper: the hidden states are contracted before they are projected to keys and values.
+    """Compute Eq. 2 as in the paper: contract the hidden states, then project them to keys and values.
 
-    The output is, up to rounding, that of `forward` for the projected hidden states, but only P tokens are projected
-    and not N.
+    The output equals, up to rounding, `forward` of the projected hidden states, but this projects only P tokens and not
+    N.
 
     Args:
         config: the hyperparameters.
@@ -157,8 +158,8 @@ def forward_hidden_states(
     device, kv_len = query.device.type, hidden_states.shape[1]
     with torch.autocast(device, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
-    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])
-    key_mask = projected_key_mask(both, len(hidden_states))
+    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
+    key_mask = projected_key_mask(both, len(hidden_states))  # (B, P)
     with torch.autocast(device, enabled=False):
         out = _attend(config, "forward", query, keys, values, options, options.key_mask, key_mask)
         return out.to(query.dtype)
@@ -175,7 +176,7 @@ def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, optio
 
 
 def _initial_parameters(config: FlurkaConfig, **sizes: int) -> dict[str, Tensor]:
-    """The tables, and the learned parameters of the kernel."""
+    """Make the tables and the learned parameters of the kernel."""
     of_kernel = get_method(config.kernel).initial_parameters(config.kernel_config(), **sizes)
     return initial_parameters(config, **sizes) | of_kernel
 

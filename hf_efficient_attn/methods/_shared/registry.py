@@ -1,4 +1,4 @@
-"""The registry of methods: how a method is registered, with the checks, and how it is found by its name."""
+"""The registry of methods, with the checks of a new method."""
 
 import dataclasses
 import inspect
@@ -45,7 +45,7 @@ class MethodInfo:
 
     @property
     def decoding(self) -> str | None:
-        """What a new token of a decoder costs, in words; None for methods without a causal form."""
+        """The computation of a new token of a decoder, in words; None for methods without a causal form."""
         if not self.causal:
             return None
         if self.recurrent:
@@ -60,8 +60,8 @@ class Method:
     """One entry of the registry; see `register_method` for the other attributes.
 
     Attributes:
-        default: the config with the default hyperparameters, kept because to make one takes longer than the checks of a
-            call.
+        default: the config with the default hyperparameters. It is kept, because making one takes longer than the
+            checks of a call.
     """
 
     info: MethodInfo
@@ -117,8 +117,8 @@ def register_method(
             value_dim, max_length) returns the values that a conversion starts from: float32 tensors of one layer by
             their names, for sequences of up to `max_length` tokens. It may also take `num_kv_heads`, the number of key
             heads.
-        starts_from: for a learned parameter, the name of the parameter that it is initialised with when a model is
-            switched from a method that has the latter but not the former.
+        starts_from: maps a learned parameter to the parameter that initialises it when a model is switched from a
+            method that has only the other one.
         recurrence: the operations of a causal method that can decode from a state of constant size.
         forward_hidden_states: for a method that is cheaper to compute from hidden states than from keys and values,
             forward_hidden_states(config, query, hidden_states, projections, options) returns the same output up to
@@ -157,7 +157,7 @@ def register_method(
 
 
 def _sized(initial_parameters: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """The function with `num_kv_heads` as a further argument, by default the number of heads, even if it takes none."""
+    """Make the function accept `num_kv_heads`, by default the number of heads, even if it does not take it."""
     takes = inspect.signature(initial_parameters).parameters.values()
     if any(x.name == "num_kv_heads" or x.kind is x.VAR_KEYWORD for x in takes):
         return lambda config, **sizes: initial_parameters(config, **{"num_kv_heads": sizes["num_heads"], **sizes})
@@ -171,7 +171,7 @@ def _check(
     initial_parameters: object,
     recurrence: object,
 ) -> None:
-    """Check what would otherwise fail only when the new method is used."""
+    """Check for errors that would otherwise appear when the new method is used."""
     if not (isinstance(config_class, type) and issubclass(config_class, MethodConfig)):
         raise UnsupportedAttentionError(
             f"the first argument of register_method must be a subclass of MethodConfig; got {shown(config_class)}"
@@ -214,9 +214,9 @@ def _check(
 
 
 def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:
-    """Call `listener` with the name of every method: of those that are registered now, and of each later one.
+    """Call `listener` with the name of every method, now and whenever a method is registered or replaced.
 
-    A name is passed again when its method is replaced. Usable as a decorator.
+    Usable as a decorator.
     """
     _LISTENERS.append(listener)
     for name in available_methods():
@@ -225,17 +225,17 @@ def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def available_methods() -> tuple[str, ...]:
-    """The names of all methods. Each is also an `attn_implementation`."""
+    """Return the names of all methods. Each is also an `attn_implementation`."""
     return tuple(_REGISTRY)
 
 
 def methods_with(fact: str) -> list[str]:
-    """The names of the methods for which a fact holds, such as "causal", with their default hyperparameters."""
+    """Return the names of the methods for which a fact holds, such as "causal", with their default hyperparameters."""
     return [name for name, method in _REGISTRY.items() if getattr(method.default, fact)]
 
 
 def get_method(name: str) -> Method:
-    """The entry of the registry with this name.
+    """Return the entry of the registry with this name.
 
     Raises:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.
@@ -246,7 +246,7 @@ def get_method(name: str) -> Method:
 
 
 def _no_method(value: object) -> str:
-    """The sentence about something that is not the name of a method."""
+    """Return the message for a value that is not the name of a method."""
     if isinstance(value, type) and issubclass(value, MethodConfig):
         return f"{value.__name__} is a class: give the config {value.__name__}(), or the name {value.method!r}"
     if isinstance(value, type):
@@ -272,7 +272,7 @@ def _no_method(value: object) -> str:
 
 
 def method_info(name: str) -> MethodInfo:
-    """The facts about one method.
+    """Return the facts about one method.
 
     Raises:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.

@@ -1,4 +1,4 @@
-"""What KDEformer and HyperAttention have in common: an exact near field of blocks and a far field of sampled keys."""
+"""The near field of blocks and the far field of sampled keys that KDEformer and HyperAttention share."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class SampledKeysConfig(MethodConfig):
 
     causal = True
     rectangular = True
-    # This was among the best of the splits that were tried on activations of pretrained models.
+    # This split was among the best on activations of pretrained models.
     budget = (("block_size", 1), ("num_samples", 3))
     decodes_exactly = True
 
@@ -69,7 +69,7 @@ class SampledKeysConfig(MethodConfig):
 
 
 def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> SamplingOptions:
-    """How the keys are sampled for queries (B, H, Nq, D)."""
+    """Make the options of the sampling for queries (B, H, Nq, D)."""
     return SamplingOptions(
         num_samples=config.num_samples,
         scores=softmax_column_norms if config.column_scores == "kde" else config.column_scores,
@@ -84,7 +84,7 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
 
 
 def _near_options(config: SampledKeysConfig) -> NearFieldOptions:
-    """The near field of the bidirectional form: a window has a third more keys than queries.
+    """Plan the near field of the bidirectional form: a window has a third more keys than queries.
 
     Small blocks gather more keys in all. On activations of BERT (512 tokens, budget 128) 16, 24 and 32 queries with 32
     near keys have errors of .144, .144 and .158. The blocks of "lsh" are the paper's, with as many queries as keys.
