@@ -19,6 +19,7 @@ from hf_efficient_attn.methods import (
     naive_attention,
     register_method,
 )
+from hf_efficient_attn.sdpa import SDPAReplacement, replace_sdpa
 from hf_efficient_attn.training import (
     DistillationOptions,
     FinetuningOptions,
@@ -71,6 +72,7 @@ __all__ = [
     "MethodConfig",
     "MethodInfo",
     "NearFarCache",
+    "SDPAReplacement",
     "UnsupportedAttentionError",
     "UptrainingSchedule",
     "attention",
@@ -86,6 +88,7 @@ __all__ = [
     "models",
     "naive_attention",
     "register_method",
+    "replace_sdpa",
     "sequence_parallel",
     "uptraining_preset",
 ]

@@ -1,0 +1,190 @@
+"""`replace_sdpa`: models that call `scaled_dot_product_attention` or `nn.MultiheadAttention` themselves."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_efficient_attn as hea
+from instances import relative_error
+
+LENGTH = 96
+SMALL = hea.NearFarConfig(block_size=16, num_samples=16)
+# A budget above the length: the output must be that of exact attention.
+WHOLE = hea.NearFarConfig(block_size=LENGTH, num_samples=LENGTH)
+
+
+class Attention(nn.Module):
+    """Attention as in timm, with the arguments of `scaled_dot_product_attention` at hand."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.qkv = nn.Linear(24, 72)
+        self.options = options
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, **self.options).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    def __init__(self, *layers, recompute=False):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.recompute = recompute
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return x
+
+
+def model(**options):
+    torch.manual_seed(0)
+    return Model(Attention(**options), Attention(**options)).eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, LENGTH, 24, generator=torch.Generator().manual_seed(1))
+
+
+KEYS = torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 30]])  # bool (2, N)
+PAIRS = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+BIAS = torch.zeros(2, 1, 1, LENGTH).masked_fill(~KEYS[:, None, None], float("-inf"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.2},
+        {"attn_mask": KEYS[:, None, None]},
+        {"attn_mask": KEYS[:, None, None].expand(2, 3, LENGTH, LENGTH)},
+        {"attn_mask": BIAS},
+    ],
+    ids=str,
+)
+def test_calls_that_are_replaced(options, x):
+    plain = model(**options)
+    exact = plain(x)
+    with hea.replace_sdpa(plain, WHOLE, min_length=0) as replacement:
+        torch.testing.assert_close(plain(x)[KEYS], exact[KEYS], rtol=1e-4, atol=1e-5)
+    assert {outcome for *_, outcome in replacement.counts} == {"replaced"}
+    with hea.replace_sdpa(plain, SMALL, min_length=0):
+        assert 1e-3 < relative_error(plain(x)[KEYS], exact[KEYS]) < 0.5
+    assert torch.equal(plain(x), exact)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "reason"),
+    [
+        ("nearfar", {"attn_mask": PAIRS}, "pairs of queries and keys"),
+        ("nearfar", {"attn_mask": BIAS + 0.5}, "a bias is added"),
+        ("linformer", None, "learned parameters"),
+        ("nystromformer", {"is_causal": True}, "no causal form"),
+        (SMALL, {"min_length": 97}, "fewer than 97 tokens"),
+        ("nearfar", {"min_length": None}, "fewer than"),
+    ],
+    ids=str,
+)
+def test_calls_that_stay_exact(method, options, reason, x):
+    if options is None:
+        with pytest.raises(hea.UnsupportedAttentionError, match=reason):
+            hea.replace_sdpa(model(), method)
+        return
+    options = dict(options)
+    min_length = options.pop("min_length", 0)
+    plain = model(**options)
+    exact = plain(x)
+    with hea.replace_sdpa(plain, method, min_length=min_length) as replacement:
+        assert torch.equal(plain(x), exact)
+    assert reason in replacement.report() and "layers.1" in replacement.report()
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "causal", "causal padding", "pairs", "weights"])
+def test_multi_head_attention(mask, x):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(24, 3, batch_first=True).eval()
+    options = {"need_weights": mask == "weights"}
+    if "padding" in mask:
+        options["key_padding_mask"] = ~KEYS
+    if "causal" in mask or mask == "pairs":
+        options |= {"attn_mask": ~PAIRS, "is_causal": "causal" in mask}
+    exact = layer(x, x, x, **options)
+    with hea.replace_sdpa(layer, WHOLE, min_length=0) as replacement:
+        out = layer(x, x, x, **options)
+    valid = KEYS if "padding" in mask else torch.ones_like(KEYS)
+    torch.testing.assert_close(out[0][valid], exact[0][valid], rtol=1e-4, atol=1e-5)
+    assert (out[1] is None) == (exact[1] is None)
+    assert ("replaced" in replacement.report()) == (mask not in ("pairs", "weights"))
+
+
+def test_cross_attention_of_other_sizes(x):
+    layer = nn.MultiheadAttention(24, 3, kdim=10, vdim=12, batch_first=True, bias=False).eval()
+    key, value = torch.randn(2, 60, 10), torch.randn(2, 60, 12)
+    exact = layer(x, key, value, need_weights=False)[0]
+    with hea.replace_sdpa(layer, WHOLE, min_length=0) as replacement:
+        torch.testing.assert_close(layer(x, key, value, need_weights=False)[0], exact, rtol=1e-4, atol=1e-5)
+    assert "replaced" in replacement.report()
+
+
+def test_gradient_checkpointing_computes_the_same_again(x):
+    plain = model()
+    plain.recompute = True
+    gradients = []
+    for recompute in (False, True):
+        plain.recompute = recompute
+        plain.zero_grad()
+        with hea.replace_sdpa(plain.train(), SMALL, min_length=0):
+            torch.manual_seed(3)
+            plain(x.requires_grad_()).square().sum().backward()
+        gradients.append(plain.layers[0].qkv.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+def test_copies_and_files_keep_the_replacement(x):
+    plain = model()
+    hea.replace_sdpa(plain, SMALL, min_length=0)
+    out = plain(x)
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    for other in (copy.deepcopy(plain), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), out)
+    assert plain.state_dict().keys() == model().state_dict().keys()
+
+
+def test_failed_calls_and_other_threads_and_models(x):
+    plain, other = model(), model()
+    exact = other(x)
+    hea.replace_sdpa(plain, SMALL, min_length=0)
+    out = plain(x)
+    with pytest.raises(RuntimeError):
+        plain(x[..., :5])
+    assert torch.equal(other(x), exact)
+    results = [None, None]
+
+    def run(i, module):
+        results[i] = module(x)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate((plain, other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(results[0], out) and torch.equal(results[1], exact)
+
+
+def test_compiles(x):
+    plain = model(is_causal=True)
+    hea.replace_sdpa(plain, SMALL, min_length=0)
+    out = plain(x)
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), out)
