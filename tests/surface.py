@@ -26,9 +26,10 @@ MODULES = ("", ".analysis", ".kernel", ".training", ".hub", ".models", ".models.
 COMMANDS = ("convert", "benchmark", "analyze", "distill", "push", "methods", "info", "crossover", "demo")
 # Command lines that must be refused, and one that succeeds.
 CALLS = (
-    "", "--version", "nothing", "methods --json", "info nearfar", "info auto", "info nothing", "convert", "convert missing nearfar out", "convert . nearfar out",
-    "benchmark missing", "benchmark missing --method nothing", "analyze missing", "push missing a/b", "distill missing hedgehog out",
-    "crossover --device nothing", "demo --method nothing",
+    "", "--version", "nothing", "methods --json", "info nearfar", "info auto", "info nothing", "convert",
+    "convert missing nearfar out", "convert . nearfar out", "benchmark missing", "benchmark missing --method nothing",
+    "analyze missing", "push missing a/b", "distill missing hedgehog out", "crossover --device nothing",
+    "demo --method nothing",
 )  # fmt: skip
 
 
