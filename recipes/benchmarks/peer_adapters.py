@@ -42,9 +42,9 @@ def _merged(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _of_heads(x: Tensor, like: Tensor) -> Tensor:
-    """Split the heads: a view (B, H, N, D) of (B, N, H * D), with the heads of `like`."""
-    return x.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
+def _split(x: Tensor, num_heads: int) -> Tensor:
+    """Split the heads: a view (B, H, N, D) of (B, N, H * D)."""
+    return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 def linear(ours: MethodConfig, inputs: Inputs, bucket_size: int | None = None) -> Work:
@@ -72,16 +72,12 @@ def nystrom_attention(ours: hea.NystromformerConfig, inputs: Inputs) -> Work:
 
     num_heads, head_dim = inputs.query.shape[1], inputs.query.shape[3]
     layer = NystromAttention(
-        num_heads * head_dim,
-        dim_head=head_dim,
-        heads=num_heads,
-        num_landmarks=ours.num_landmarks,
-        pinv_iterations=ours.pinv_iterations,
-        residual=False,
-    ).eval()
+        num_heads * head_dim, dim_head=head_dim, heads=num_heads, num_landmarks=ours.num_landmarks,
+        pinv_iterations=ours.pinv_iterations, residual=False,
+    ).eval()  # fmt: skip
     layer.to_qkv, layer.to_out = nn.Identity(), nn.Identity()
     projected = torch.cat([_merged(x) for x in inputs[:3]], 2)
-    return lambda: _of_heads(layer(projected), inputs.query)
+    return lambda: _split(layer(projected), num_heads)
 
 
 def nystromformer(ours: hea.NystromformerConfig, inputs: Inputs) -> Work:
@@ -91,16 +87,14 @@ def nystromformer(ours: hea.NystromformerConfig, inputs: Inputs) -> Work:
 
     _, num_heads, q_len, head_dim = inputs.query.shape
     config = NystromformerConfig(
-        hidden_size=num_heads * head_dim,
-        num_attention_heads=num_heads,
-        num_landmarks=ours.num_landmarks,
+        hidden_size=num_heads * head_dim, num_attention_heads=num_heads, num_landmarks=ours.num_landmarks,
         segment_means_seq_len=q_len,
-    )
+    )  # fmt: skip
     layer = NystromformerSelfAttention(config).eval()
     layer.conv_kernel_size = None
     projected = [_merged(x) for x in inputs[:3]]
     layer.query, layer.key, layer.value = map(_Precomputed, projected)
-    return lambda: _of_heads(layer(projected[0])[0], inputs.query)
+    return lambda: _split(layer(projected[0])[0], num_heads)
 
 
 def linformer(ours: hea.LinformerConfig, inputs: Inputs) -> Work:
@@ -115,7 +109,7 @@ def linformer(ours: hea.LinformerConfig, inputs: Inputs) -> Work:
     projected = [_merged(x) for x in inputs[:3]]
     layer.to_q, layer.to_k, layer.to_v = map(_Precomputed, projected)
     layer.to_out = nn.Identity()
-    return lambda: _of_heads(layer(projected[0]), inputs.query)
+    return lambda: _split(layer(projected[0]), num_heads)
 
 
 def longformer(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
@@ -135,7 +129,7 @@ def longformer(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
     layer.key, layer.value = map(_Precomputed, tokens_first[1:])
     none = torch.zeros(batch, q_len, dtype=torch.bool)
     options = {"attention_mask": none.float(), "is_index_masked": none, "is_index_global_attn": none}
-    return lambda: _of_heads(layer(projected[0], **options, is_global_attn=False)[0], inputs.query)
+    return lambda: _split(layer(projected[0], **options, is_global_attn=False)[0], num_heads)
 
 
 def local_attention(ours: hea.LongformerConfig, inputs: Inputs) -> Work:
@@ -179,18 +173,15 @@ def lsh_self_attention(ours: hea.ReformerConfig, inputs: Inputs) -> Work:
 
     _, num_heads, q_len, head_dim = inputs.query.shape
     power = (2 * q_len // ours.block_size).bit_length() - 1
+    # Two factors need fewer products. The module chooses them itself for long sequences.
+    buckets = [2 ** (power // 2), 2 ** (power - power // 2)]
     config = ReformerConfig(
-        hidden_size=num_heads * head_dim,
-        num_attention_heads=num_heads,
-        attention_head_size=head_dim,
-        lsh_attn_chunk_length=ours.block_size,
-        num_hashes=ours.num_hashes,
-        # Two factors need fewer products. The module chooses them itself for long sequences.
-        num_buckets=[2 ** (power // 2), 2 ** (power - power // 2)],
+        hidden_size=num_heads * head_dim, num_attention_heads=num_heads, attention_head_size=head_dim,
+        lsh_attn_chunk_length=ours.block_size, num_hashes=ours.num_hashes, num_buckets=buckets,
         lsh_attention_probs_dropout_prob=0.0,
-    )
+    )  # fmt: skip
     layer = LSHSelfAttention(config).eval()
     # The module normalises the keys, but does not scale the products: scale the queries instead.
     projected = [_merged(x) for x in (inputs.query * head_dim**-0.5, inputs.value)]
     layer.query_key, layer.value = map(_Precomputed, projected)
-    return lambda: _of_heads(layer(projected[0]).hidden_states, inputs.query)
+    return lambda: _split(layer(projected[0]).hidden_states, num_heads)

@@ -16,21 +16,20 @@ attention.
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import typer
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
 from hf_efficient_attn.ops import shards as shards_module
 from hf_efficient_attn.ops.shards import Shards, over_heads
+from recipes.benchmarks.harness import Csv, report
 from recipes.common import commands
 
 app = commands.new_app()
@@ -38,39 +37,33 @@ app = commands.new_app()
 EXCHANGE = "tokens for heads"
 
 
-class _Group:
+class _Group(NamedTuple):
     """A process group of which only the size matters, because nothing is sent."""
 
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
+    processes: int
+    own: int
 
     def size(self) -> int:
-        return self._size
+        return self.processes
 
     def rank(self) -> int:
-        return self._rank
+        return self.own
 
 
-@dataclass
 class Traffic:
-    """What a process gives to collectives.
+    """What a process gives to collectives: `sent`, bytes by the name of the collective, and the number of `calls`."""
 
-    Attributes:
-        sent: bytes by the name of the collective.
-        calls: how many collectives there are.
-    """
-
-    sent: dict[str, int] = field(default_factory=dict)
-    calls: int = 0
+    def __init__(self) -> None:
+        self.sent, self.calls = Counter[str](), 0
 
     @property
     def total(self) -> int:
         """Bytes in all collectives together."""
-        return sum(self.sent.values())
+        return self.sent.total()
 
     def count(self, name: str, x: Tensor) -> None:
         """Count a collective that sends a tensor."""
-        self.sent[name] = self.sent.get(name, 0) + x.numel() * x.element_size()
+        self.sent[name] += x.numel() * x.element_size()
         self.calls += 1
 
 
@@ -127,8 +120,7 @@ class Setting(NamedTuple):
 def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Traffic, Traffic]:
     """What a process in the middle sends forward and backward; None for the exchange of tokens for heads."""
     (batch, heads, kv_heads, dim), size = how.shape, how.processes
-    bounds = [length * i // size for i in range(size + 1)]
-    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
+    lengths = tuple(b - a for a, b in itertools.pairwise(length * i // size for i in range(size + 1)))
     shards = Shards(_Group(size, size // 2), lengths, size // 2)  # type: ignore[arg-type]
     draws = torch.Generator().manual_seed(0)
     own = [
@@ -142,8 +134,7 @@ def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Tra
             initial = get_method(config.method).initial_parameters
             sizes = {"num_heads": heads, "head_dim": dim, "value_dim": dim, "max_length": length}
             parameters = initial(config, **sizes) if initial else {}
-            call = functools.partial(sharded_attention, shards=shards, is_causal=how.is_causal, parameters=parameters)
-            out = call(config, *own)
+            out = sharded_attention(config, *own, shards=shards, is_causal=how.is_causal, parameters=parameters)
         torch.autograd.grad(out, own, torch.ones_like(out), allow_unused=True)
     return forward, backward
 
@@ -154,23 +145,17 @@ def _any_attention(query: Tensor, key: Tensor, value: Tensor, _: Any) -> Tensor:
 
 
 def row(label: str, config: MethodConfig | None, length: int, how: Setting) -> dict[str, Any]:
-    """The bytes of one method at one length."""
+    """The bytes of one method at one length. A method without a form of its own exchanges tokens for heads."""
+    form = None if config is None else get_method(config.method).sharded
+    if config is not None and not (form is not None and form.applies(config, length, how.is_causal)):
+        label, config = f"{label} ({EXCHANGE})", None
     forward, backward = traffic(config, length, how)
     return {
-        "method": label,
-        "length": length,
-        "processes": how.processes,
-        "causal": how.is_causal,
-        "bytes": forward.total,
-        "backward_bytes": backward.total,
+        "method": label, "length": length, "processes": how.processes, "causal": how.is_causal,
+        "bytes": forward.total, "backward_bytes": backward.total,
         "collectives": ", ".join(name for name, count in forward.sent.items() if count),
-    }
-
-
-def own_form(config: MethodConfig, length: int, is_causal: bool) -> bool:
-    """Whether a method sends a summary rather than its tokens."""
-    form = get_method(config.method).sharded
-    return form is not None and form.applies(config, length, is_causal)
+        "forward": in_words(forward.total), "backward": in_words(backward.total),
+    }  # fmt: skip
 
 
 def in_words(count: int) -> str:
@@ -185,39 +170,26 @@ def in_words(count: int) -> str:
 def run(
     length: commands.numbers_option("Tokens of all processes together", "8192,65536") = [],  # noqa: B006
     method: commands.methods_option("those with a form of their own") = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
     processes: commands.option(int, "Processes that share a sequence.", min=1) = 8,
     causal: commands.option(bool, "Causal attention.", "--causal/--bidirectional") = False,
-    batch: commands.option(int, "Batch size.", min=1) = 1,
-    heads: commands.NumHeads = 16,
-    kv_heads: commands.option(int, "Key heads. 0: as many as heads.", min=0) = 0,
-    width: commands.HeadDim = 64,
-    csv: commands.Csv = None,
+    csv: Csv = None,
 ) -> None:
     """Count the bytes that a process sends in one layer, in bfloat16."""
-    commands.check_outputs(csv, None)
-    if kv_heads and heads % kv_heads:
-        raise UnsupportedAttentionError(f"--kv-heads {kv_heads} must divide --heads {heads}")
-    how = Setting((batch, heads, kv_heads or heads, width), processes, causal)
+    how = Setting((1, 16, 16, 64), processes, causal)
     names = method or [name for name in available_methods() if get_method(name).sharded is not None]
-    configs = {k: v for k, v in parse_methods(names, setting).items() if not causal or method_info(v.method).causal}
-    rows = []
-    for tokens in parse_lengths(length) or [8192, 65_536]:
-        for label, config in configs.items():
-            given = config if own_form(config, tokens, causal) else None
-            rows.append(row(label if given else f"{label} ({EXCHANGE})", given, tokens, how))
-        rows.append(row(EXCHANGE, None, tokens, how))
-    commands.write(rows, csv)
-    cells = [
-        (f"{r['length']:,}", r["method"], in_words(r["bytes"]), in_words(r["backward_bytes"]), r["collectives"])
-        for r in rows
+    configs = {k: v for k, v in parse_methods(names).items() if not causal or method_info(v.method).causal}
+    rows = [
+        row(label, config, tokens, how)
+        for tokens in parse_lengths(length) or [8192, 65_536]
+        for label, config in {**configs, EXCHANGE: None}.items()
     ]
-    typer.echo(table(("tokens", "attention", "sent forward", "sent backward", "collectives"), cells))
-    kind, groups = "causal" if causal else "bidirectional", kv_heads or heads
-    typer.echo(
-        f"\n{kind}, batch {batch}, {heads} heads of dimension {width} with {groups} key heads, bfloat16, {processes} "
+    columns = {"tokens": "{length:,}", "attention": "{method}", "sent forward": "{forward}"}
+    columns |= {"sent backward": "{backward}", "collectives": "{collectives}"}
+    note = (
+        f"{'causal' if causal else 'bidirectional'}, batch 1, 16 heads of dimension 64, bfloat16, {processes} "
         "processes: bytes that each process gives to the collectives in one layer"
     )
+    report(rows, columns, note, csv=csv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer, BertModel
+from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -27,6 +27,7 @@ MINILM_TOKENS = 512  # the sequence length that MiniLM was trained with
 FRONT_MATTER = 9000
 SOURCES = ("books", "xquad", "photographs", "gpt2")
 _INPUTS, _PATCH = 6, 16
+_ORIGINALS = "imagenet1k-sample-original-100.zip"
 
 # The batches of a source with a number of tokens.
 Load = Callable[[int], Iterator[Mapping[str, Any]]]
@@ -76,12 +77,11 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKE
     run on its own, and the queries, keys and values are concatenated.
     """
     texts, found = book_tokens(data, count, length), []
-    with no_progress_bar():
-        model = BertModel.from_pretrained(minilm_folder()).eval()
+    model, _ = text_model("minilm", data)
     for ids in texts:
         windows = [capture(model, {"input_ids": part}) for part in ids.split(MINILM_TOKENS, 1)]
         for layers in zip(*windows, strict=True):
-            tensors = (torch.cat([getattr(w, name) for w in layers], 2) for name in ("query", "key", "value"))
+            tensors = (torch.cat([window[i] for window in layers], 2) for i in (1, 2, 3))
             found.append(Activation(layers[0].layer, *tensors, layers[0].scale))
     return found
 
@@ -99,7 +99,7 @@ def photographs(
     The central square with `crop` of the shorter side is resized. As in the evaluation of DeiT, the shorter side is by
     default 8/7 of `pixels` (256 for 224).
     """
-    name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
+    name = "imagenet1k-sample-256px.zip" if pixels == 224 else _ORIGINALS
     folder, path = deit(data), existing(data / "images" / name, "photographs")
     # File names begin with WordNet numbers. The class is the rank of the number among the thousand.
     numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
@@ -113,7 +113,7 @@ def photographs(
 
 def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[Activation]:
     """Activations of DeiT-tiny on `count` photographs of `pixels` x `pixels`, which have (pixels / 16)^2 + 1 tokens."""
-    folder, path = deit(data), existing(data / "images" / "imagenet1k-sample-original-100.zip", "photographs")
+    folder, path = deit(data), existing(data / "images" / _ORIGINALS, "photographs")
     pictures, norm = load(str(path))[""], Norm.of(preprocessor_settings(str(folder)))
     with no_progress_bar():
         model, found = AutoModelForImageClassification.from_pretrained(folder).eval(), []
@@ -167,19 +167,13 @@ def text_model(name: str, data: pathlib.Path) -> tuple[Any, Any]:
 
 def exact_outputs(activations: Sequence[Activation], causal: bool = False) -> list[Tensor]:
     """Outputs of exact attention in float64, (B, H, N, Dv) each."""
-    return [
-        hea.analysis.exact_output(one.query, one.key, one.value, scale=one.scale, is_causal=causal)
-        for one in activations
-    ]
+    return [hea.analysis.exact_output(*one[1:4], scale=one.scale, is_causal=causal) for one in activations]
 
 
 def mean_error(activations: Sequence[Activation], exact: Sequence[Tensor], causal: bool = False) -> float:
     """Error of answering every query with the mean of the values; if causal, of the values up to the query.
 
-    Args:
-        activations: inputs of the layers.
-        exact: outputs of `exact_outputs` for the same inputs.
-        causal: whether attention is causal.
+    `exact` has the outputs of `exact_outputs` for the same inputs.
     """
     found = []
     for one, truth in zip(activations, exact, strict=True):
@@ -198,11 +192,11 @@ def glove_vectors(data: pathlib.Path, count: int, seed: int | None = None) -> Te
     """
     path = existing(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
     vectors = torch.from_numpy(np.load(path)).float()
-    if count > vectors.shape[0]:
-        raise UnsupportedAttentionError(f"{path} holds {vectors.shape[0]} vectors, not {count}; ask for fewer tokens")
+    if count > len(vectors):
+        raise UnsupportedAttentionError(f"{path} holds {len(vectors)} vectors, not {count}; ask for fewer tokens")
     if seed is None:
         return vectors[:count]
-    return vectors[torch.randperm(vectors.shape[0], generator=torch.Generator().manual_seed(seed))[:count]]
+    return vectors[torch.randperm(len(vectors), generator=torch.Generator().manual_seed(seed))[:count]]
 
 
 def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:

@@ -18,7 +18,6 @@ import pathlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +35,8 @@ from recipes.compatibility.testers import test_files
 app = new_app(no_args_is_help=True)
 
 METHODS = ("kdeformer", "nearfar", "linear", "longformer")
+# The time limit of each process in seconds.
+_LIMIT = 600
 
 
 @app.command(epilog="Example: python -m recipes.compatibility run --transformers-source transformers --output results")
@@ -44,26 +45,21 @@ def run(
     output: option(pathlib.Path, "Folder of the results.", metavar="FOLDER"),
     methods: methods_option(", ".join(METHODS)) = [],  # type: ignore[valid-type]  # noqa: B006 (typer copies it)
     only: option(str, "Only test files whose name contains this text.", metavar="TEXT") = "",
-    every_class: option(
-        bool, "All classes of a model, not only its base class and the first that generates.", "--every-class"
-    ) = False,
     workers: option(int, "Number of simultaneous processes.", min=1) = 1,
-    limit: option(int, "Time limit of each process.", metavar="SECONDS", min=1) = 600,
 ) -> None:
     """Run the test files without results, and print the table."""
-    source = transformers_source.resolve()
-    given = {"source": str(source), "methods": split_list(methods) or METHODS, "every_class": every_class}
+    source, output = transformers_source.resolve(), output.resolve()
     names = [name for name in test_files(source) if only in name]
     if not names:
         raise UnsupportedAttentionError(f"no test file has {only!r} in its name: leave --only out to see all names")
     output.mkdir(parents=True, exist_ok=True)
 
     def run_file(name: str, path: pathlib.Path) -> None:
-        error = in_child({"name": name, "path": str(path), **given}, source, limit)
+        error = in_child([name, str(source), str(path), *(split_list(methods) or METHODS)], source)
         if not path.is_file():
             _write(path, {"file": name, "error": error, "rows": []})
 
-    paths = {name: output.resolve() / f"{name.replace('/', '-')}.json" for name in names}
+    paths = {name: output / f"{name.replace('/', '-')}.json" for name in names}
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(run_file, name, path) for name, path in paths.items() if not path.is_file()]
         try:
@@ -75,26 +71,22 @@ def run(
     show(output)
 
 
-def in_child(given: Mapping[str, Any], source: pathlib.Path, limit: int) -> str:
+def in_child(given: list[str], source: pathlib.Path) -> str:
     """Call `child` in a process of its own without output, and tell how it ended."""
     paths = os.pathsep.join(filter(None, (str(source), str(ROOT), os.environ.get("PYTHONPATH"))))
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "recipes.compatibility", "child", json.dumps(given)]
-    nothing = subprocess.DEVNULL
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "timeout": _LIMIT}
+    command = [sys.executable, "-m", "recipes.compatibility", "child", *given]
     try:
-        done = subprocess.run(
-            command, cwd=source, env={**os.environ, **settings}, stdout=nothing, stderr=nothing, timeout=limit
-        )
+        done = subprocess.run(command, cwd=source, env={**os.environ, **settings}, **quiet)
     except subprocess.TimeoutExpired:
-        return f"more than {limit} seconds"
+        return f"more than {_LIMIT} seconds"
     return f"exit status {done.returncode}"
 
 
 @app.command(hidden=True)
-def child(given: str) -> None:
+def child(name: str, source: pathlib.Path, path: pathlib.Path, methods: list[str]) -> None:
     """Run one test file in this process, and write its results."""
-    task = json.loads(given)
-    name, source, path = task["name"], pathlib.Path(task["source"]), pathlib.Path(task["path"])
     import transformers
 
     from recipes.compatibility.checks import check, describe
@@ -103,8 +95,8 @@ def child(given: str) -> None:
     warnings.simplefilter("ignore")
     result: dict[str, Any] = {"file": name, "transformers": transformers.__version__, "rows": []}
     try:
-        for case in cases(source, name, task["every_class"]):
-            for method, finding in zip(task["methods"], check(case, *task["methods"]), strict=True):
+        for case in cases(source, name):
+            for method, finding in zip(methods, check(case, *methods), strict=True):
                 row = {"class": case.name, "type": case.config.model_type, "method": method}
                 result["rows"].append({**row, **finding._asdict()})
     except BaseException as error:  # noqa: BLE001 (whatever the test file raises, a skipped test included)
@@ -117,17 +109,13 @@ def _write(path: pathlib.Path, result: Any) -> None:
         write_json(draft, result)
 
 
-def _results(folder: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-
-
 @app.command()
 def show(
     results: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Folder of the results.")],
     markdown: option(pathlib.Path | None, "Write the table to this file.", metavar="FILE") = None,
 ) -> None:
     """Print how many model types work, are refused, or fail, and everything that is not as it should be."""
-    files = _results(results)
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
     if not files:
         raise UnsupportedAttentionError(f"{results} has no results: make some with the command run")
     typer.echo(report.summary(files))

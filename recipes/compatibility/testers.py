@@ -19,7 +19,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 # made of other models, such as LLaVA.
 _INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS|\bAuto\w+\.from_config\(")
 
-
 # Names of classes, such as BertSelfAttention, and of methods.
 _CLASS = re.compile(r"\b[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*[A-Z][A-Za-z0-9]*\b")
 _METHOD = re.compile(r"(?<=attn_implementation=')(?!eager|sdpa)\w+|^\w+(?=: )")
@@ -68,13 +67,10 @@ def test_files(source: pathlib.Path) -> list[str]:
     return found
 
 
-def cases(source: pathlib.Path, name: str, every_class: bool) -> Iterator[Case]:
-    """Yield the cases of a test file.
+def cases(source: pathlib.Path, name: str) -> Iterator[Case]:
+    """Yield the first class of each tester of a test file, and its first class that generates.
 
-    Args:
-        source: the checkout.
-        name: of the test file, as `test_files` returns it.
-        every_class: all model classes; otherwise the first class of each tester and its first class that generates.
+    `name` is one of those that `test_files` returns for the checkout.
     """
     if str(source) not in sys.path:
         sys.path.insert(0, str(source))
@@ -88,10 +84,8 @@ def cases(source: pathlib.Path, name: str, every_class: bool) -> Iterator[Case]:
         instance.setUp()
         if not all(hasattr(instance, name) for name in ("_prepare_for_class", "model_tester")):
             continue  # tests of a part, such as a backbone, which others test as well
-        classes = tuple(instance.all_model_classes or ())
         generating = tuple(getattr(instance, "all_generative_model_classes", ()) or ())
-        chosen = classes if every_class else dict.fromkeys((*classes[:1], *generating[:1]))
-        for model_class in chosen:
+        for model_class in (*tuple(instance.all_model_classes or ())[:1], *generating[:1]):
             if model_class in seen:
                 continue
             seen.add(model_class)

@@ -30,14 +30,15 @@ import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, ViTForImageClassification, get_linear_schedule_with_warmup
 
@@ -58,7 +59,7 @@ from recipes.benchmarks.distilled import Crops
 from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
-from recipes.common.data.image_tensors import Evaluation, Norm, Training, preprocessor_settings
+from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import load
 from recipes.common.inputs import deit, photographs
 from recipes.common.reporting import mean_and_range
@@ -71,8 +72,6 @@ METHOD = make_config("linear", feature_map="hedgehog")
 GLUE_TASKS = ("stsb", "mrpc", "cola")
 # Steps whose cost is measured, after one that is not.
 _MEASURED = 3
-
-Evaluate = Callable[[nn.Module], dict[str, float]]
 
 
 class Setup(NamedTuple):
@@ -87,7 +86,7 @@ class Setup(NamedTuple):
 
     model: PreTrainedModel
     batches: Sequence[Batch]
-    evaluate: Evaluate
+    evaluate: Callable[[nn.Module], dict[str, float]]
     learning_rate: float
 
 
@@ -102,24 +101,21 @@ class TaskTraining:
     """
 
     def __init__(
-        self, model: PreTrainedModel, parameters: Sequence[nn.Parameter], learning_rate: float, num_steps: int
+        self, model: PreTrainedModel, parameters: Iterable[nn.Parameter], learning_rate: float, num_steps: int
     ) -> None:
-        self.model = model
-        self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+        self.model, self._parameters = model, list(parameters)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=learning_rate, weight_decay=0.0)
         self._schedule = get_linear_schedule_with_warmup(self._optimizer, max(1, num_steps // 10), max(2, num_steps))
 
-    def step(self, batch: Batch) -> float:
-        """Train on one batch and return its loss."""
-        assert not isinstance(batch, Tensor)
+    def step(self, batch: Batch) -> None:
+        """Train on one batch."""
         self.model.train()
-        loss: Tensor = self.model(**batch).loss
         self._optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for group in self._optimizer.param_groups for p in group["params"]], 1.0)
+        self.model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._schedule.step()
         self.model.eval()
-        return loss.item()
 
 
 def train(step: Callable[[Batch], Any], batches: Iterator[Batch], num_steps: int, name: str) -> None:
@@ -139,20 +135,12 @@ def seconds_of(step: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
     return statistics.median(found)
 
 
-def converted(model: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
-    """A converted copy of a model."""
-    copied = copy.deepcopy(model)
-    hea.convert(copied, method)
-    return copied
-
-
 def costs_of(setup: Setup, method: MethodConfig) -> dict[str, float]:
     """Seconds of a step of each kind of training."""
-    model = converted(setup.model, method)
-    learned = list(learned_parameters(model).values())
+    model = hea.convert(copy.deepcopy(setup.model), method)
     steps: dict[str, Callable[[Batch], Any]] = {
-        "task": TaskTraining(model, list(model.parameters()), 1e-6, 10).step,
-        "map": TaskTraining(model, learned, 1e-6, 10).step,
+        "task": TaskTraining(model, model.parameters(), 1e-6, 10).step,
+        "map": TaskTraining(model, learned_parameters(model).values(), 1e-6, 10).step,
         "distillation": Distillation(model, 10).step,
         "fine-tuning": Finetuning(model, setup.model, FinetuningOptions(steps=10)).step,
     }
@@ -170,7 +158,7 @@ def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int],
         seed: of the order of the batches and of dropout.
     """
     torch.manual_seed(seed)
-    model = converted(setup.model, method)
+    model = hea.convert(copy.deepcopy(setup.model), method)
     stream = batch_stream(setup.batches, seed, 1)
     if arm in ("distillation", "both"):
         count = max(1, steps["distillation"] // 2)
@@ -184,23 +172,23 @@ def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int],
         train(finetuning.step, stream, count, arm)
         finetuning.finish()
     elif arm == "map by the task":
-        learned = list(learned_parameters(model).values())
+        learned = learned_parameters(model).values()
         train(TaskTraining(model, learned, 1e-2, steps["map"]).step, stream, steps["map"], arm)
     elif arm in ("task", "both"):
         count = steps["task"] if arm == "task" else max(1, steps["task"] // 2)
-        train(TaskTraining(model, list(model.parameters()), setup.learning_rate, count).step, stream, count, arm)
+        train(TaskTraining(model, model.parameters(), setup.learning_rate, count).step, stream, count, arm)
     return setup.evaluate(model.eval())
 
 
-def run_all(setup: Setup, method: MethodConfig, num_steps: int, seed: int) -> dict[str, Any]:
+def run_all(setup: Setup, num_steps: int, seed: int) -> dict[str, Any]:
     """All arms of one task and seed: figures, costs and numbers of steps."""
-    costs = costs_of(setup, method)
+    costs = costs_of(setup, METHOD)
     steps = {name: max(1, round(num_steps * costs["task"] / cost)) for name, cost in costs.items()}
     figures = {"exact": setup.evaluate(setup.model.eval())}
     for arm in ARMS:
-        figures[arm] = run_arm(arm, setup, method, steps, seed)
+        figures[arm] = run_arm(arm, setup, METHOD, steps, seed)
         typer.echo(f"{arm}: {figures[arm]}")
-    return {"seconds_per_step": costs, "steps": steps, "figures": figures, "method": method.to_dict()}
+    return {"seconds_per_step": costs, "steps": steps, "figures": figures, "method": METHOD.to_dict()}
 
 
 def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -> Setup:
@@ -228,7 +216,7 @@ def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -
     tests = batches_of("validation", 64, range(len(splits["validation"])))
     if not exact.is_dir():
         batches = training_batches(-1)
-        training = TaskTraining(model, list(model.parameters()), 1e-4, len(batches))
+        training = TaskTraining(model, model.parameters(), 1e-4, len(batches))
         train(training.step, iter(batches), len(batches), f"{name}, exact")
         draft = exact.with_name(f".{exact.name}")  # an interrupted run leaves no half-written model
         with no_progress_bar():
@@ -254,10 +242,9 @@ def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path
     pictures, transform = load(str(path))[""], Evaluation(224, norm, 224 / 256)
     order = list(range(len(pictures)))
     random.Random(seed).shuffle(order)
-    counts: dict[str, int] = {}
-    tested, trained = [], []
+    counts, tested, trained = Counter[str](), list[int](), list[int]()
     for i in order:
-        counts[pictures.classes[i]] = counts.get(pictures.classes[i], 0) + 1
+        counts[pictures.classes[i]] += 1
         (tested if counts[pictures.classes[i]] <= 20 else trained).append(i)
     own = [
         (torch.stack([transform(pictures.open(i)) for i in part]),
@@ -269,11 +256,9 @@ def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path
         model = ViTForImageClassification.from_pretrained(source).eval()
 
     def evaluate(model: Any) -> dict[str, float]:
-        bar = tqdm(disable=True)
-        return {"Imagenette": top_one(model, own, bar), "thousand classes": top_one(model, thousand, bar)}
+        return {"Imagenette": top_one(model, own), "thousand classes": top_one(model, thousand)}
 
-    crops = Crops(path, Training(224, norm, scale=(0.35, 1.0)), 8, 1000, seed, trained, numbers)
-    return Setup(model, crops, evaluate, 5e-5)
+    return Setup(model, Crops(path, norm, 1000, seed, trained, numbers), evaluate, 5e-5)
 
 
 SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int, pathlib.Path], Setup]]] = {
@@ -289,7 +274,6 @@ def run(
     data: commands.Data = None,
     steps: commands.option(int, "Steps of task training that an arm may cost.", min=4) = 100,
     seeds: commands.option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
-    only: commands.option(str, "Only tasks that contain this text.", metavar="TEXT") = "",
 ) -> None:
     """Run the missing tasks and seeds, and print the table. A task and seed with a result is not repeated."""
     if group not in SETUPS:
@@ -298,12 +282,12 @@ def run(
     for seed in range(seeds):
         for task in tasks:
             path = output / group / f"{task}-{seed}.json"
-            if only in task and not path.is_file():
+            if not path.is_file():
                 typer.echo(f"{task}, seed {seed}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 setup = setup_of(task, commands.data_folder(data), seed, path.parent)
-                result = run_all(setup, METHOD, steps, seed)
-                write_json(path, {"task": task, "seed": seed, "cost_in_task_steps": steps, **result})
+                about = {"task": task, "seed": seed, "cost_in_task_steps": steps}
+                write_json(path, about | run_all(setup, steps, seed))
     show(output / group)
 
 
