@@ -28,23 +28,15 @@ from recipes.common.memory import ROOT
 
 
 class Card(NamedTuple):
-    """A model card, and the options of the commands that make it.
+    """A model card, and the options of the commands that make it."""
 
-    Attributes:
-        folder: folder of the original in the data folder; None for MiniLM's package.
-        name: name of the original.
-        origin: written to the source's efficient_attention.json, for what the source's own files do not state.
-        convert: options of `convert`.
-        lengths: lengths of `benchmark`.
-        data: evaluation data in the data folder, for `benchmark`.
-    """
-
-    folder: str | None
-    name: str
+    folder: str | None  # folder of the original in the data folder; None for MiniLM's package
+    name: str  # name of the original
+    # Written to the source's efficient_attention.json, for what the source's own files do not state.
     origin: dict[str, Any]
-    convert: str
-    lengths: str
-    data: str
+    convert: str  # options of `convert`
+    lengths: str  # lengths of `benchmark`
+    data: str  # evaluation data in the data folder, for `benchmark`
 
 
 _MINILM = Card(

@@ -65,21 +65,13 @@ _LEARNING: dict[str, dict[str, Any]] = {
 
 
 class Task(NamedTuple):
-    """A pretrained model, unlabelled data to distill it with, and a figure that says what it can do.
+    """A pretrained model, unlabelled data to distill it with, and a figure that says what it can do."""
 
-    Attributes:
-        figure: the name of the figure.
-        load: returns the exact model.
-        batches: returns the training data.
-        evaluate: returns the figure of a model.
-        note: what is measured on what.
-    """
-
-    figure: str
-    load: Callable[[], PreTrainedModel]
-    batches: Callable[[], Sequence[Batch]]
-    evaluate: Callable[[Any], float]
-    note: str
+    figure: str  # the name of the figure
+    load: Callable[[], PreTrainedModel]  # returns the exact model
+    batches: Callable[[], Sequence[Batch]]  # returns the training data
+    evaluate: Callable[[Any], float]  # returns the figure of a model
+    note: str  # what is measured on what
 
 
 class Plan(NamedTuple):

@@ -1,20 +1,15 @@
-"""What the benchmarks share: reports as tables, CSV files and verdicts, and pictures with measurements beside them."""
+"""What the benchmarks share: options, and reports as tables, CSV files and verdicts."""
 
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from hf_efficient_attn.evaluation.timing import UNSTEADY
-from hf_efficient_attn.io.json import read_json_object, write_json
-from hf_efficient_attn.io.writing import check_writable, replacing
-from recipes.common.commands import Row, Verdict, conclude, measurements_of, option, show, write_csv
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from hf_efficient_attn.io.writing import check_writable
+from recipes.common.commands import Row, Verdict, conclude, option, show, write_csv
 
 
 def _writable(path: pathlib.Path | None) -> pathlib.Path | None:
@@ -64,53 +59,3 @@ def report(
 def rounds_note(sizes: object, rounds: int) -> str:
     """How times were measured."""
     return f"{sizes}; medians of {rounds} rounds; torch {torch.__version__}"
-
-
-def panels(rows: Sequence[Row], x: str, ys: Mapping[str, str], line: str, xlabel: str, title: str) -> "Figure":
-    """Panels side by side that plot row[y] against row[x] with a line for each row[line]; both axes are logarithmic.
-
-    Args:
-        rows: the measurements; those without a value of a panel, or with the value 0, are left out there.
-        x: key of the horizontal axis.
-        ys: the title of each panel by its key.
-        line: key of the names of the lines.
-        xlabel: label of the horizontal axis.
-        title: text below the panels.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2 + 4 * len(ys), 4), layout="constrained", facecolor="white")
-    for axes, (y, what) in zip(figure.subplots(1, len(ys), squeeze=False)[0], ys.items(), strict=True):
-        # Okabe and Ito's colors, which people with color blindness can tell apart; markers tell the lines apart too.
-        colors = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "0.6")
-        styles = zip(cycle(colors), cycle("osD^vP*X<>d"), strict=False)
-        for name, (color, marker) in zip(dict.fromkeys(row[line] for row in rows), styles, strict=False):
-            points = [(row[x], row[y]) for row in rows if row[line] == name and row[y]]
-            axes.plot([a for a, _ in points], [b for _, b in points], color=color, marker=marker, label=name)
-        axes.set(xscale="log", yscale="log", xlabel=xlabel, title=what)
-        axes.grid(alpha=0.25, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:,g}")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7.5, frameon=False)
-    figure.supxlabel(title, fontsize=7.5, color="0.35")
-    return figure
-
-
-def save(
-    output: pathlib.Path, draw: Callable[[Any], "Figure"], result: Any = None, dpi: int = 200
-) -> tuple[Any, pathlib.Path]:
-    """Draw a result, which is also written to a .json file beside the picture; without one, that file is read.
-
-    Returns:
-        The result and the path of its file.
-    """
-    path = measurements_of(output)
-    if result is None:
-        result = read_json_object(path)
-    else:
-        with replacing(path) as draft:
-            write_json(draft, result)
-    with replacing(output) as draft:
-        draw(result).savefig(draft, dpi=dpi)
-    return result, path

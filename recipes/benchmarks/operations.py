@@ -39,25 +39,15 @@ app = commands.new_app()
 
 
 class Layer(NamedTuple):
-    """An attention layer of the paper, with one head.
+    """An attention layer of the paper, with one head."""
 
-    Attributes:
-        title: name in the table.
-        batch: batch size of the paper.
-        queries: number of queries.
-        keys: number of keys.
-        value_dim: dimension of the values. Queries and keys have 64.
-        paper: the paper's GFLOP at `batch`, by method.
-        authors: hyperparameters of the authors' script, by method.
-    """
-
-    title: str
-    batch: int
-    queries: int
-    keys: int
-    value_dim: int
-    paper: dict[str, float]
-    authors: dict[str, dict[str, int | str]]
+    title: str  # name in the table
+    batch: int  # batch size of the paper
+    queries: int  # number of queries
+    keys: int  # number of keys
+    value_dim: int  # dimension of the values. Queries and keys have 64
+    paper: dict[str, float]  # the paper's GFLOP at `batch`, by method
+    authors: dict[str, dict[str, int | str]]  # hyperparameters of the authors' script, by method
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random query (1, 1, Nq, 64), key (1, 1, Nk, 64) and value (1, 1, Nk, Dv)."""

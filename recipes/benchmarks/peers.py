@@ -62,23 +62,15 @@ COLUMNS = {
 
 
 class Peer(NamedTuple):
-    """Another implementation, and the method of ours that it is compared with.
+    """Another implementation, and the method of ours that it is compared with."""
 
-    Attributes:
-        package: name of the package for pip. The module has underscores in place of the hyphens.
-        name: name of the class or function.
-        ours: our method with the peer's parameters.
-        build: takes `ours` and the inputs, and returns the call to time, whose result is (B, H, N, D).
-        target: what both should compute (see `expected`); None if they compute different things.
-        forms: causality of the measured forms.
-    """
-
-    package: str
-    name: str
-    ours: MethodConfig
+    package: str  # name of the package for pip. The module has underscores in place of the hyphens
+    name: str  # name of the class or function
+    ours: MethodConfig  # our method with the peer's parameters
+    # Takes `ours` and the inputs, and returns the call to time, whose result is (B, H, N, D).
     build: Callable[[Any, Inputs], Work]
-    target: str | None
-    forms: tuple[bool, ...] = (False,)
+    target: str | None  # what both should compute (see `expected`); None if they compute different things
+    forms: tuple[bool, ...] = (False,)  # causality of the measured forms
 
     @property
     def title(self) -> str:

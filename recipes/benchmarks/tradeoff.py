@@ -21,6 +21,7 @@ Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloa
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,8 +36,10 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import Timing, describe, paired, processor_name, use_threads
+from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig
-from recipes.benchmarks.harness import Picture, Redraw, panels, report, save
+from recipes.benchmarks.harness import Picture, Redraw, report
 from recipes.common import commands
 from recipes.common.inputs import Activation, minilm_activations
 
@@ -53,6 +56,11 @@ MAX_ERRORS = (0.05, 0.1, 0.2)
 _BFLOAT16 = "exact, bfloat16"
 # The head dimension of the inputs whose time is measured.
 _WIDTH = 64
+# Okabe and Ito's colors, which people with color blindness can tell apart; other methods are grey.
+_COLORS = {
+    _BFLOAT16: "#000000", "nearfar": "#d55e00", "auto": "#cc79a7", "kdeformer": "#0072b2", "nystromformer": "#009e73",
+    "wildcat": "#e69f00",
+}  # fmt: skip
 # Queries of exact attention in bfloat16 that are computed at a time: their scores stay in the cache.
 _CHUNK_QUERIES = 256
 
@@ -138,14 +146,26 @@ def frontier(rows: Sequence[commands.Row]) -> list[commands.Row]:
 
 
 def draw(result: Mapping[str, Any]) -> "Figure":
-    """Error against speed, with a line for each method and a thick grey line for the frontier."""
-    rows, about = result["rows"], result["about"]
-    note = f"MiniLM (BERT) on a novel, no training. {_machine(about)}."
-    what = f"error on {about['tokens']:,} tokens; grey: the frontier"
-    figure = panels(rows, "ratio", {"error": what}, "method", "times faster than exact attention", note)
-    best = frontier(rows)
-    axes = figure.axes[0]
-    axes.plot([row["ratio"] for row in best], [row["error"] for row in best], color="0.85", linewidth=9, zorder=0)
+    """Error against speed, both logarithmic, with a line for each method and a thick grey line for the frontier."""
+    from matplotlib.figure import Figure
+
+    about, lines = result["about"], {"frontier": frontier(result["rows"])}
+    for row in result["rows"]:
+        lines.setdefault(row["method"], []).append(row)
+    figure = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for (label, own), marker in zip(lines.items(), itertools.cycle("osD^vP*X<>d"), strict=False):
+        style = {"color": _COLORS.get(label, "0.55"), "marker": marker, "markersize": 5}
+        if label == "frontier":
+            style = {"color": "0.85", "linewidth": 9, "solid_capstyle": "round"}
+        axes.plot([row["ratio"] for row in own], [row["error"] for row in own], label=label, **style)
+    axes.set(xscale="log", yscale="log", xlabel="times faster than exact attention", ylabel="relative error")
+    axes.set_title(f"Attention on {about['tokens']:,} tokens: to the right and down is better", fontsize=11, loc="left")
+    axes.grid(alpha=0.25, which="both")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    figure.legend(loc="outside right upper", fontsize=7.5, frameon=False)
+    figure.supxlabel(f"MiniLM (BERT) on a novel, no training. {_machine(about)}.", fontsize=7.5, color="0.35")
     return figure
 
 
@@ -185,15 +205,19 @@ def tradeoff(
     redraw: Redraw = False,
 ) -> None:
     """Measure and draw the error of the methods against their speed on a long text, at several budgets."""
-    commands.measurements_of(output)
-    result = None
-    if not redraw:
+    path = commands.measurements_of(output)
+    if redraw:
+        result = read_json_object(path)
+    else:
         wanted = points(parse_methods(method or METHODS), parse_lengths(budget) or BUDGETS)
         about = {"tokens": tokens, "threads": threads, "rounds": rounds, "cpu": processor_name()}
         with use_threads(threads):
             rows = measure(wanted, read_inputs(commands.data_folder(data), tokens), rounds)
         result = {"about": {**about, "torch": torch.__version__}, "rows": rows}
-    result, path = save(output, draw, result)
+        with replacing(path) as draft:
+            write_json(draft, result)
+    with replacing(output) as draft:
+        draw(result).savefig(draft, dpi=200)
     show(result)
     typer.echo(f"\nWritten: {output}, {path}")
 

@@ -36,34 +36,22 @@ _NEW_TOKENS = 4
 
 
 class Finding(NamedTuple):
-    """The result of the checks.
+    """The result of the checks."""
 
-    Attributes:
-        status: `WORKS`; `REFUSED` in a sentence; `DIFFERS`, which is silently wrong; `FAILS` with another error;
-            `UNTESTED`, where the model fails with exact attention as well, or has no attention that can be switched.
-        reason: the sentence, the error, or what differs.
-        checks: the names of the checks that were passed.
-    """
-
+    # `WORKS`; `REFUSED` in a sentence; `DIFFERS`, which is silently wrong; `FAILS` with another error; `UNTESTED`,
+    # where the model fails with exact attention as well, or has no attention that can be switched.
     status: str
-    reason: str
-    checks: list[str]
+    reason: str  # the sentence, the error, or what differs
+    checks: list[str]  # the names of the checks that were passed
 
 
 class Change(NamedTuple):
-    """A change of tokens that must have no influence on some outputs.
+    """A change of tokens that must have no influence on some outputs."""
 
-    Attributes:
-        name: "padding" or "future".
-        inputs: with the changed tokens.
-        kept: the positions whose outputs must stay; None for all.
-        names: of the outputs that stay with exact attention.
-    """
-
-    name: str
-    inputs: dict[str, Any]
-    kept: Tensor | None
-    names: list[str]
+    name: str  # "padding" or "future"
+    inputs: dict[str, Any]  # with the changed tokens
+    kept: Tensor | None  # the positions whose outputs must stay; None for all
+    names: list[str]  # of the outputs that stay with exact attention
 
 
 class _EndError(Exception):

@@ -25,20 +25,13 @@ _METHOD = re.compile(r"(?<=attn_implementation=')(?!eager|sdpa)\w+|^\w+(?=: )")
 
 
 class Case(NamedTuple):
-    """A model class and what its tester knows about it.
+    """A model class and what its tester knows about it."""
 
-    Attributes:
-        name: of the model class.
-        model_class: the class itself.
-        config: a tiny one.
-        inputs: arguments of the model's forward.
-        generation: arguments of `generate`, without which some models fail; None if the model does not generate.
-    """
-
-    name: str
-    model_class: type[nn.Module]
-    config: Any
-    inputs: dict[str, Any]
+    name: str  # of the model class
+    model_class: type[nn.Module]  # the class itself
+    config: Any  # a tiny one
+    inputs: dict[str, Any]  # arguments of the model's forward
+    # Arguments of `generate`, without which some models fail; None if the model does not generate.
     generation: dict[str, Any] | None
 
 

@@ -75,19 +75,12 @@ _MEASURED = 3
 
 
 class Setup(NamedTuple):
-    """One task and seed.
+    """One task and seed."""
 
-    Attributes:
-        model: the model with exact attention, good at the task.
-        batches: the training data, with labels.
-        evaluate: returns named figures of a model.
-        learning_rate: for training on the task.
-    """
-
-    model: PreTrainedModel
-    batches: Sequence[Batch]
-    evaluate: Callable[[nn.Module], dict[str, float]]
-    learning_rate: float
+    model: PreTrainedModel  # the model with exact attention, good at the task
+    batches: Sequence[Batch]  # the training data, with labels
+    evaluate: Callable[[nn.Module], dict[str, float]]  # returns named figures of a model
+    learning_rate: float  # for training on the task
 
 
 class TaskTraining:

@@ -50,29 +50,17 @@ ACCURACIES = ("eval_accuracy", "eval_top1")
 
 
 class Curve(NamedTuple):
-    """One run.
+    """One run."""
 
-    Attributes:
-        line: the line of its group.
-        seed: its seed.
-        steps: number of training steps.
-        stages: lines that have the attention of its stages; one, or two if there is a switch.
-        switch: number of steps before the switch; None without one.
-        seconds: CPU seconds per step.
-        loss: training loss, as (step, loss).
-        evaluation: evaluation loss, as (step, loss).
-        accuracy: accuracy after the last step.
-    """
-
-    line: str
-    seed: int
-    steps: int
-    stages: list[str]
-    switch: int | None
-    seconds: float
-    loss: list[list[float]]
-    evaluation: list[list[float]]
-    accuracy: float
+    line: str  # the line of its group
+    seed: int  # its seed
+    steps: int  # number of training steps
+    stages: list[str]  # lines that have the attention of its stages; one, or two if there is a switch
+    switch: int | None  # number of steps before the switch; None without one
+    seconds: float  # CPU seconds per step
+    loss: list[list[float]]  # training loss, as (step, loss)
+    evaluation: list[list[float]]  # evaluation loss, as (step, loss)
+    accuracy: float  # accuracy after the last step
 
     @property
     def final(self) -> float:
@@ -81,21 +69,13 @@ class Curve(NamedTuple):
 
 
 class Result(NamedTuple):
-    """All runs of a group, and what the tables need besides.
+    """All runs of a group, and what the tables need besides."""
 
-    Attributes:
-        group: name of the group.
-        note: model, data and steps.
-        machine: processor and versions.
-        cost: multiply-adds of the attention of an example, by line.
-        curves: the runs.
-    """
-
-    group: str
-    note: str
-    machine: dict[str, Any]
-    cost: dict[str, int]
-    curves: list[Curve]
+    group: str  # name of the group
+    note: str  # model, data and steps
+    machine: dict[str, Any]  # processor and versions
+    cost: dict[str, int]  # multiply-adds of the attention of an example, by line
+    curves: list[Curve]  # the runs
 
     def lines(self) -> list[str]:
         """The lines that have runs, in the order of the group."""

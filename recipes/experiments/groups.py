@@ -15,21 +15,13 @@ GROUPS = tuple(_GROUPS)
 
 
 class Group(NamedTuple):
-    """A table with a line for each attention and a column for each figure.
+    """A table with a line for each attention and a column for each figure."""
 
-    Attributes:
-        tasks: recipe and arguments of each task. Each task runs once for every line.
-        attention: arguments of each line.
-        figures: task of each column, and its key in metrics.json.
-        note: description of the figures, with steps and subsets.
-        untrained: tasks without training, which cannot be up-trained.
-    """
-
-    tasks: Mapping[str, Sequence[str]]
-    attention: Mapping[str, Sequence[str]]
-    figures: Mapping[str, tuple[str, str]]
-    note: str
-    untrained: Sequence[str] = ()
+    tasks: Mapping[str, Sequence[str]]  # recipe and arguments of each task. Each task runs once for every line
+    attention: Mapping[str, Sequence[str]]  # arguments of each line
+    figures: Mapping[str, tuple[str, str]]  # task of each column, and its key in metrics.json
+    note: str  # description of the figures, with steps and subsets
+    untrained: Sequence[str] = ()  # tasks without training, which cannot be up-trained
 
     def pairs(self) -> list[tuple[str, str]]:
         """Line and task of all runs."""
