@@ -44,14 +44,7 @@ def train_classifier(
     """Train with AdamW and a learning rate that decreases to 0, and return the number of steps.
 
     All pictures of a batch of 128 are shifted by the same random number of pixels, up to two, cyclically.
-
-    Args:
-        model: the classifier.
-        pictures: (N, H, W) uint8.
-        labels: (N,) int64.
-        minutes: duration, used if `steps` is None.
-        steps: number of steps.
-        seed: seed of the batches and shifts.
+    The pictures are (N, H, W) uint8, and the labels (N,) int64. `minutes` is the duration if `steps` is None.
     """
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)

@@ -82,13 +82,9 @@ def nats(scores: Tensor, ids: Tensor, first: int, last: int) -> float:
 def measure(
     model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
-    """One row of the table, and the tensors of exact decoding that others are compared with.
+    """One row of the table, with `columns` in a `NearFarCache` or without one.
 
-    Args:
-        model: with the attention to measure.
-        ids: the texts.
-        columns: of a `NearFarCache`, or None to use none.
-        exact: the tensors that this function returned for exact decoding.
+    Its "tensors" are given as `exact` with those of exact decoding, with which they are compared.
     """
 
     def cache() -> hea.NearFarCache | None:

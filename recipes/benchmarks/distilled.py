@@ -86,13 +86,8 @@ class Plan(NamedTuple):
 class Crops(Sequence[Batch]):
     """Random crops of pictures in batches of 8: batch i is the same in every run with the same seed.
 
-    Args:
-        path: zip file or folder of pictures.
-        norm: the normalisation of the model.
-        count: number of batches.
-        seed: of the pictures and crops.
-        chosen: indices of the pictures to use; None for all.
-        classes: the classes of the model's outputs, if the batches shall have labels.
+    `chosen` are the indices of the pictures to use, None for all. The batches have labels if `classes` names those of
+    the model's outputs.
     """
 
     def __init__(

@@ -36,13 +36,9 @@ def report(
 ) -> None:
     """Write the rows as CSV, print their table and a note, and compare them with the goals.
 
-    Args:
-        rows: the results, all with the same keys. "unsteady" tells that times differ too much between rounds.
-        columns: headers and templates, as for `recipes.common.commands.show`. "ms" in
-            place of "seconds" in a key stands for the time in milliseconds.
-        note: printed below the table.
-        csv: the CSV file.
-        verdicts: with --check, returns the figures that have goals.
+    All rows have the same keys. "unsteady" tells that times differ too much between rounds. `columns` has headers and
+    templates, as for `recipes.common.commands.show`; "ms" in place of "seconds" in a key stands for the time in
+    milliseconds. `verdicts` returns the figures that have goals.
     """
     if csv is not None:
         write_csv(csv, rows)

@@ -112,17 +112,9 @@ def run(
     evaluate: Callable[[Any, tqdm], dict[str, float]],
     layers: Sequence[int | str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate a model with exact attention and with every setting.
+    """Evaluate a model with exact attention and with every setting in some layers or all; one row for each.
 
-    Args:
-        load: loads the model.
-        settings: the methods and budgets.
-        total: number of examples, for the progress bar.
-        evaluate: takes a model and the progress bar, and returns named figures.
-        layers: layers to convert; None for all.
-
-    Returns:
-        One row for exact attention and one for every setting.
+    `total` is the number of examples for the progress bar, which `evaluate` gets with the model.
     """
     settings = [Setting("sdpa", "all", None), *settings]
     # A method without a budget has the same config for all of them and runs once.
@@ -265,15 +257,8 @@ def own_pictures(
 ) -> list[tuple[Tensor, Tensor]]:
     """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say.
 
-    Args:
-        source: folder, zip file or hub id.
-        split: split to use; None for a usual evaluation split.
-        model: the classifier.
-        settings: settings of its preprocessor.
-        count: number of pictures, chosen at random; None for all.
-
-    Raises:
-        ValueError: the split does not exist, or its classes are not the model's.
+    Without a split it is a usual one for evaluation. `count` pictures are chosen at random. Raises ValueError if the
+    split does not exist, or if its classes are not the model's.
     """
     splits = load(source)
     found = splits.get("") or pick(splits, split, EVAL_SPLITS, source)

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
@@ -124,12 +123,9 @@ def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[
 
 
 def open_source(source: str, data: pathlib.Path, longest: int) -> tuple[nn.Module, Load]:
-    """The model of a source, and a function that returns its inputs.
+    """The model of a source, and a function that returns its inputs of up to `longest` tokens.
 
-    Args:
-        source: one of `SOURCES`: novels or XQuAD in MiniLM, photographs in DeiT-tiny, or novels in GPT-2.
-        data: the data folder.
-        longest: the largest number of tokens that is asked for.
+    The sources are novels or XQuAD in MiniLM, photographs in DeiT-tiny, and novels in GPT-2.
     """
     if source == "photographs":
 
@@ -144,7 +140,7 @@ def open_source(source: str, data: pathlib.Path, longest: int) -> tuple[nn.Modul
     if source != "gpt2" and longest > MINILM_TOKENS:
         hea.extend_positions(model, longest)
     if source == "xquad":
-        articles = squad_texts(data, "article")
+        articles = [" ".join(part["context"] for part in article) for article in xquad_articles(data)]
         texts = [" ".join(articles[i::_INPUTS]) for i in range(_INPUTS)]
     else:
         texts = [read_text(book)[-8 * longest :] for book in book_paths(data, _INPUTS)]
@@ -184,29 +180,8 @@ def mean_error(activations: Sequence[Activation], exact: Sequence[Tensor], causa
     return statistics.fmean(found)
 
 
-def glove_vectors(data: pathlib.Path, count: int, seed: int | None = None) -> Tensor:
-    """GloVe vectors, (count, 100) float32: the most frequent words, or with a seed a random choice of all words.
-
-    Raises:
-        UnsupportedAttentionError: the file is missing or holds fewer vectors.
-    """
-    path = existing(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
-    vectors = torch.from_numpy(np.load(path)).float()
-    if count > len(vectors):
-        raise UnsupportedAttentionError(f"{path} holds {len(vectors)} vectors, not {count}; ask for fewer tokens")
-    if seed is None:
-        return vectors[:count]
-    return vectors[torch.randperm(len(vectors), generator=torch.Generator().manual_seed(seed))[:count]]
-
-
 def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:
     """The paragraphs of each article of XQuAD (English), with their questions."""
     path = existing(data / "squad" / "xquad.en.json.gz", "questions and paragraphs")
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return [article["paragraphs"] for article in json.load(file)["data"]]
-
-
-def squad_texts(data: pathlib.Path, unit: str) -> list[str]:
-    """The paragraphs of SQuAD if `unit` is "paragraph", or the joined paragraphs of each article if it is "article"."""
-    found = [[paragraph["context"] for paragraph in article] for article in xquad_articles(data)]
-    return [text for texts in found for text in texts] if unit == "paragraph" else [" ".join(texts) for texts in found]

@@ -59,12 +59,7 @@ class _EndError(Exception):
 
 
 class Reference:
-    """A model with exact attention, which all methods are compared with.
-
-    Args:
-        case: the model class and its inputs.
-        folder: where the model, with random weights, is saved. It must exist as long as the object is used.
-    """
+    """A model with exact attention and random weights, saved in a folder, which all methods are compared with."""
 
     def __init__(self, case: Case, folder: pathlib.Path) -> None:
         self.case, self.folder = case, folder

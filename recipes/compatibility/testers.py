@@ -36,14 +36,7 @@ class Case(NamedTuple):
 
 
 def test_files(source: pathlib.Path) -> list[str]:
-    """The test files of the models that use Transformers' attention interface, as "bert/test_modeling_bert".
-
-    Args:
-        source: a checkout of Transformers' repository.
-
-    Raises:
-        UnsupportedAttentionError: there are no such files.
-    """
+    """The test files of the models that use Transformers' attention interface, as "bert/test_modeling_bert"."""
     models = source / "src" / "transformers" / "models"
     uses = {
         file.parent.name

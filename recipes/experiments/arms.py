@@ -84,14 +84,7 @@ class Setup(NamedTuple):
 
 
 class TaskTraining:
-    """Trains a model on the labels of its batches, in training mode.
-
-    Args:
-        model: the model.
-        parameters: those that are trained.
-        learning_rate: of AdamW, after warmup; then it falls to 0 linearly.
-        num_steps: the number of steps.
-    """
+    """Trains parameters of a model on the labels of its batches, with AdamW, warmup and linear decay to 0."""
 
     def __init__(
         self, model: PreTrainedModel, parameters: Iterable[nn.Parameter], learning_rate: float, num_steps: int
@@ -143,12 +136,7 @@ def costs_of(setup: Setup, method: MethodConfig) -> dict[str, float]:
 def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int], seed: int) -> dict[str, float]:
     """Convert a copy of the model, train it as the arm says, and return its figures.
 
-    Args:
-        arm: one of `ARMS`.
-        setup: the task.
-        method: the method.
-        steps: number of steps that each kind of training could take with the whole cost.
-        seed: of the order of the batches and of dropout.
+    `steps` are those that each kind of training could take with the whole cost.
     """
     torch.manual_seed(seed)
     model = hea.convert(copy.deepcopy(setup.model), method)

@@ -121,12 +121,7 @@ def read_curve(folder: pathlib.Path, line: str, seed: int) -> Curve:
 
 
 def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
-    """Count the multiply-adds of the attention modules of a run's model, with random weights, for one example.
-
-    Args:
-        folder: the folder of the run, with the config of its model.
-        block_size: tokens of an example of a language model.
-    """
+    """The multiply-adds of the attention modules of a run's model for one example, of `block_size` tokens if a text."""
     config = AutoConfig.from_pretrained(folder)
     settings, config.efficient_attention = getattr(config, "efficient_attention", None), None
     if block_size is None:
