@@ -1,24 +1,21 @@
 """Compare FLuRKA with both of its parents, as whole attention layers of a BERT from hidden states to the heads' output.
 
     python -m recipes.benchmarks.flurka --check --rounds 3
-    python -m recipes.benchmarks.flurka --shape bert,4096:768:12:128 --kernel linear
+    python -m recipes.benchmarks.flurka --shape bert,figure-3 --kernel linear
 
 Gupta et al. 2023 contract the hidden states to P vectors before they project them to keys and values, and attend to
 these with a kernel. The parents here are the method of the kernel (linear, performer, eva) and the linformer with the
 same P. The timed layer is the BertSelfAttention of a model with random weights that is made with `attn_implementation`;
 forward, batch size 1, float32. The paper's low-rank parent contracts before the projections, too. Ours is an attention
-function that gets keys and values of all N tokens, so that FLuRKA gains more on it than the paper's count says.
+function that gets keys and values of all N tokens, so that FLuRKA gains more on it.
 
 Duration: mostly that of exact attention, which `--no-exact` leaves out. Expected with `--check`: at the shapes of the
 figures, where a claim says faster at all, at least 1.3 times faster than the kernel parent and 1.8 times faster than
 the low-rank parent; otherwise it exits with status 1.
 
-Counts are those of the matrix products, for N tokens, hidden size W = H heads of dimension D, and P contracted vectors
-(`counted`). Sums of weights and small products for biases are omitted. The paper (Eq. 6-8) also counts an operation for
-every exponential and feature (`of_paper`). It claims that FLuRKA needs fewer operations than both parents if
-N > P (H + 2) > W > P > D (Claim 1), than the low-rank parent if N - 1 > P > D (Claim 2), and than the kernel parent if
-N > P (H + 2) and W > P (Claim 3). The conditions are sufficient, not necessary: FLuRKA beats the kernel parent up to
-about P = W + D / 2 as N grows, by at most (3 W + 2 D) / (W + 2 P + D), and the low-rank parent from about P = D / 2 on.
+With N tokens, hidden size W = H heads of dimension D, and P contracted vectors, the paper claims that FLuRKA needs
+fewer operations than both parents if N > P (H + 2) > W > P > D (Claim 1), than the low-rank parent if N - 1 > P > D
+(Claim 2), and than the kernel parent if N > P (H + 2) and W > P (Claim 3). These conditions are not necessary ones.
 
 The shapes named after figures are the last points of the paper's figures, which were measured on an A100. All sizes are
 divided by the same number, which leaves the ratios of the counts unchanged: figure-3 (N 55,500, W 2,600, H 8, P 1,500)
@@ -26,6 +23,7 @@ by 3.39, figure-4-top (N 20,000, D 128, H 4, P 16,000, where the paper's last po
 figure-4-bottom (N 20,000, W 20,000, H 4, P 1,000) by 7.8.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +35,6 @@ from transformers import AutoModel, BertConfig
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, split_list
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, make_config
 from recipes.benchmarks.harness import Csv, report, rounds_note
@@ -51,10 +48,8 @@ KERNELS = [name.removeprefix(PREFIX) for name in hea.available_methods() if name
 # Goals in times faster than each parent, at the paper's shapes where it claims fewer operations.
 GOALS = {"kernel": 1.3, "low-rank": 1.8}
 COLUMNS = {
-    "shape": "{shape}", "FLuRKA": "{method}", "than": "{than}", "claimed": "{yes}", "10^9": "{giga:.1f}",
-    "10^9 of it": "{giga_than:.1f}", "paper's count": "{by_paper:.2f}x", "our count": "{by_count:.2f}x",
-    "ms": "{ms:.1f}", "ms of it": "{ms_than:.1f}", "faster": "{faster:.2f}x",
-    "min..max": "{faster_min:.2f}..{faster_max:.2f}",
+    "shape": "{shape}", "FLuRKA": "{method}", "than": "{than}", "claimed": "{yes}", "ms": "{ms:.1f}",
+    "ms of it": "{ms_than:.1f}", "faster": "{faster:.2f}x", "min..max": "{faster_min:.2f}..{faster_max:.2f}",
 }  # fmt: skip
 
 
@@ -91,34 +86,6 @@ SHAPES = {
 PAPER = tuple(name for name in SHAPES if name.startswith("figure"))
 
 
-def counted(method: str, shape: Shape) -> int | None:
-    """Multiplications of our matrix products, as described above; None for methods that are not counted."""
-    n, w, _, p = shape
-    d = shape.head_dim
-    contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
-    counts = {
-        EXACT: 3 * n * w * w + 2 * n * n * w,
-        "linear": 3 * n * w * w + 2 * n * w * d,
-        "performer": 3 * n * w * w + 4 * n * w * d,
-        LOW_RANK: 3 * n * w * w + 4 * n * p * w,
-        "flurka_linear": contracted + (n + p) * w * d,
-        "flurka_performer": contracted + 2 * (n + p) * w * d,
-    }
-    return counts.get(method)
-
-
-def of_paper(shape: Shape) -> dict[str, int]:
-    """Operations by the paper's Eq. 6-8."""
-    n, w, h, p = shape
-    d = shape.head_dim
-    contracted = n * w * w + 2 * p * w * w + 2 * n * p * w
-    return {
-        "kernel": 3 * n * w * w + 2 * n * w + 2 * n * w * d,
-        "low-rank": contracted + 2 * n * p * w + n * h * p,
-        "flurka": contracted + (n + p) * w + (n + p) * w * d,
-    }
-
-
 def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
     """The attention module of a BERT with one layer and random weights; `method` is "sdpa" for exact attention."""
     config = BertConfig(
@@ -146,22 +113,19 @@ def hidden_states(shape: Shape, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def measure(name: str, shape: Shape, kernel: str, rounds: int, exact: bool, bar: tqdm) -> list[dict[str, Any]]:
+def measure(name: str, kernel: str, rounds: int, exact: bool, bar: tqdm) -> list[dict[str, Any]]:
     """Time a FLuRKA next to its parents and, with `exact`, exact attention; return one row for each of the others."""
-    method, inputs = PREFIX + kernel, hidden_states(shape)
+    shape, method = SHAPES[name], PREFIX + kernel
+    inputs = hidden_states(shape)
     parents = {kernel: "kernel", LOW_RANK: "low-rank"} | ({EXACT: "exact"} if exact else {})
     layers = {one: layer(one, shape) for one in (method, *parents)}
     calls = {one: lambda module=module: module(inputs)[0] for one, module in layers.items()}
     ours, timed = paired(calls.pop(method), calls, rounds, bar)
-    own, paper, claims, rows = counted(method, shape), of_paper(shape), shape.claims(), []
+    rows = []
     for parent, role in parents.items():
-        count, timing = counted(parent, shape), timed[parent]
+        timing, claimed = timed[parent], shape.claims().get(role)
         row = {"shape": name, **shape._asdict(), "method": method, "than": parent, "role": role}
-        row |= {"claimed": claims.get(role), "yes": {True: "yes", False: "no"}.get(claims.get(role))}
-        row |= {"multiplications": own, "multiplications_than": count}
-        row |= {"giga": own and own / 1e9, "giga_than": count and count / 1e9}
-        row |= {"by_count": count / own if count and own else None}
-        row |= {"by_paper": paper[role] / paper["flurka"] if role in paper else None}
+        row |= {"claimed": claimed, "yes": {True: "yes", False: "no"}.get(claimed)}
         # FLuRKA is the reference of the pairs, so that the ratios are inverted.
         row |= {"seconds": ours.seconds, "seconds_than": timing.seconds, "unsteady": timing.unsteady}
         row |= {"faster": 1 / timing.ratio, "faster_min": 1 / timing.ratio_max, "faster_max": 1 / timing.ratio_min}
@@ -176,23 +140,9 @@ def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     return commands.compared(claimed, what, "faster", lambda row: GOALS[row["role"]])
 
 
-def parse_shapes(values: Sequence[str]) -> dict[str, Shape]:
-    """Parse names of `SHAPES` or N:W:H:P."""
-    found = {}
-    for text in split_list(values) or list(SHAPES):
-        sizes = text.split(":")
-        if text not in SHAPES and not (len(sizes) == 4 and all(size.isdecimal() and int(size) > 0 for size in sizes)):
-            raise UnsupportedAttentionError(f"--shape {text!r} is neither one of {', '.join(SHAPES)} nor N:W:H:P")
-        found[text] = SHAPES[text] if text in SHAPES else Shape(*map(int, sizes))
-        _, width, heads, _ = found[text]
-        if width % heads:
-            raise UnsupportedAttentionError(f"--shape {text!r}: {heads} heads do not divide {width}")
-    return found
-
-
-@app.command(epilog="Example: python -m recipes.benchmarks.flurka --shape bert,4096:768:12:128 --kernel linear")
+@app.command(epilog="Example: python -m recipes.benchmarks.flurka --shape bert,figure-3 --kernel linear")
 def flurka(
-    shape: commands.option(list[str], f"{', '.join(SHAPES)}, or N:W:H:P; repeated. [default: all]") = [],  # noqa: B006 (typer copies it)
+    shape: commands.option(list[str], f"{', '.join(SHAPES)}; repeated. [default: all]") = [],  # noqa: B006 (typer copies it)
     kernel: commands.option(list[str], "Kernels, repeated or separated by commas. [default: all]") = [],  # noqa: B006
     exact: commands.option(bool, "Time exact attention too.", "--exact/--no-exact") = True,
     threads: commands.Threads = 2,
@@ -200,22 +150,20 @@ def flurka(
     check: commands.Check = False,
     csv: Csv = None,
 ) -> None:
-    """Count multiplications and measure times of FLuRKA layers, their parents and exact attention."""
-    shapes, names = parse_shapes(shape), split_list(kernel) or KERNELS
-    commands.check_known("--kernel", names, KERNELS)
+    """Measure times of FLuRKA layers, their parents and exact attention."""
+    names, kernels = split_list(shape) or list(SHAPES), split_list(kernel) or KERNELS
+    commands.check_known("--shape", names, SHAPES)
+    commands.check_known("--kernel", kernels, KERNELS)
     rows: list[dict[str, Any]] = []
-    total = len(shapes) * len(names) * rounds * (2 + exact)
+    total = len(names) * len(kernels) * rounds * (2 + exact)
     with use_threads(threads), tqdm(total=total, unit="pair", disable=None, leave=False) as bar:
-        for title, sizes in shapes.items():
-            for name in names:
-                bar.set_description(f"{title} {name}")
-                rows += measure(title, sizes, name, rounds, exact, bar)
-    for title, sizes in shapes.items():
-        typer.echo(f"{title}: " + ", ".join(f"{letter} {size}" for letter, size in zip("NWHP", sizes, strict=True)))
-    note = (
-        "10^9: multiplications of a layer. Counts: how many times the operations of FLuRKA the other needs, by Eq. "
-        f"6-8 of the paper and by the multiplications of this code.\n{rounds_note(f'threads {threads}', rounds)}"
-    )
+        for name, one in itertools.product(names, kernels):
+            bar.set_description(f"{name} {one}")
+            rows += measure(name, one, rounds, exact, bar)
+    for name in names:
+        sizes = zip("NWHP", SHAPES[name], strict=True)
+        typer.echo(f"{name}: " + ", ".join(f"{letter} {size}" for letter, size in sizes))
+    note = rounds_note(f"threads {threads}", rounds)
     report(rows, COLUMNS, note, csv=csv, verdicts=verdicts if check else None)
 
 

@@ -11,16 +11,14 @@ import copy
 import functools
 import inspect
 import pathlib
-import random
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, set_seed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -63,7 +61,7 @@ class Reference:
 
     def __init__(self, case: Case, folder: pathlib.Path) -> None:
         self.case, self.folder = case, folder
-        _seed()
+        set_seed(0)
         case.model_class(copy.deepcopy(case.config)).save_pretrained(folder)
         # By default, `sdpa` in all parts that support it, else `eager`.
         self.model = case.model_class.from_pretrained(folder, dtype=torch.float32).eval()
@@ -179,18 +177,12 @@ def _checks(reference: Reference, method: str) -> Iterator[str]:
 
 
 def _generate(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    _seed()
+    set_seed(0)
     out = model.generate(
         **copy.deepcopy(dict(inputs)), do_sample=False, num_beams=1, max_new_tokens=_NEW_TOKENS,
         min_new_tokens=_NEW_TOKENS,
     )  # fmt: skip
     return out if isinstance(out, Tensor) else out.sequences
-
-
-def _seed() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    numpy.random.seed(0)
 
 
 def _counted(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], int, int]:
@@ -212,7 +204,7 @@ def _counted(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[
 
 def outputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The floating-point tensors of a model's output, by the path to them, without caches."""
-    _seed()
+    set_seed(0)
     with torch.no_grad():
         result = model(**copy.deepcopy(dict(inputs)))
     return dict(_tensors(result, ""))

@@ -9,7 +9,6 @@ import torch
 import transformers
 from linformer import linformer
 from nystrom_attention import nystrom_attention
-from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -18,7 +17,6 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from instances import inputs, numbers, relative_error
 from recipes.benchmarks import flurka, peers
-from recipes.common.counting import FORMULAS_BY_PART
 
 
 def run(recipe, *arguments):
@@ -38,7 +36,6 @@ def read_csv(path):
         (peers, ["--peer", "flash"], "nystrom-attention"),
         (peers, ["--peer", "linformer", "--causal"], "causal form"),
         (flurka, ["--shape", "figure-9"], "figure-4-top"),
-        (flurka, ["--shape", "100:30:4:5"], "4 heads do not divide 30"),
         (flurka, ["--kernel", "eva2"], "linear, performer"),
     ],
 )
@@ -151,37 +148,34 @@ def test_an_adapter_computes_the_same_as_the_whole_module(make):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("package", ["local-attention", "torch"])
+@torch.no_grad()
 def test_windows_of_peers_equal_ours(package, causal, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     given = random_inputs(causal=causal)
     peer = peer_of(package, "longformer", window_size=16)
-    out = peer.build(peer.ours, given)()
-    assert peers.relative_error(peer, given, out) < 1e-5
-    assert peers.relative_error(peer, given, peers.ours(peer.ours, given)()) < 1e-5
-    assert peers.relative_error(peer, given, torch.roll(out, 1, 2)) > 0.5
+    out, expected = peer.build(peer.ours, given)(), peers.ours(peer.ours, given)()
+    assert relative_error(out, expected) < 1e-5 and relative_error(torch.roll(out, 1, 2), expected) > 0.5
 
 
 @pytest.mark.parametrize("package", ["reformer-pytorch", "transformers"])
+@torch.no_grad()
 def test_shared_queries_of_peers_equal_ours(package):
-    """With two chunks that attend to each other, every token attends to all but itself."""
+    """With two chunks that attend to each other, every token attends to all but itself, as in one of twice the size."""
     given = random_inputs()
     peer = peer_of(package, "reformer", block_size=32, num_hashes=1, shared_query_key=True)
-    with torch.no_grad():
-        out = peer.build(peer.ours, given)()
-    assert peers.relative_error(peer, given, out) < 1e-5
     whole = hea.ReformerConfig(block_size=64, num_hashes=1, shared_query_key=True)
-    assert peers.relative_error(peer, given, peers.ours(whole, given)()) < 1e-5
-    other = given._replace(query=given.key)
-    assert peers.relative_error(peer, other, out) > 0.1
+    out = peer.build(peer.ours, given)()
+    assert relative_error(out, peers.ours(whole, given)()) < 1e-5
+    assert relative_error(out, peers.ours(whole, given._replace(query=given.key))()) > 0.1
 
 
+@torch.no_grad()
 def test_linformer_package_with_our_tables():
     peer = peer_of("linformer", "linformer", projection_dim=12, share="none", init="gaussian")
     tensors = inputs(batch=1, num_heads=3, q_len=64, head_dim=8)
     given = peer_inputs(*tensors, **peers.learned_of(peer.ours, tensors[0]))
     assert not torch.equal(*given.learned.values())
-    for call in (peer.build(peer.ours, given), peers.ours(peer.ours, given)):
-        assert peers.relative_error(peer, given, call()) < 1e-5
+    assert relative_error(peer.build(peer.ours, given)(), peers.ours(peer.ours, given)()) < 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -214,9 +208,6 @@ def test_peers_command_measures_every_peer(tmp_path, capsys, monkeypatch):
         assert row["version"]
         ratios = (float(row[key]) for key in ("our_ratio", "peer_ratio", "ours_over_peer"))
         assert next(ratios) / next(ratios) == pytest.approx(next(ratios))
-        assert (row["peer_error"] == "") == (row["method"] == "linear")
-        if row["method"].startswith(("longformer", "linformer")):
-            assert max(float(row["peer_error"]), float(row["our_error"])) < 1e-5
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
 
@@ -249,7 +240,7 @@ def test_a_peer_that_fails_is_listed(capsys, monkeypatch):
 def test_goal_is_to_be_no_slower_than_any_peer(times, status, capsys, monkeypatch):
     row = {
         "method": "linear", "length": 512, "causal": False, "peer": "p", "version": "1", "status": "", "peer_ratio": 1,
-        "our_ratio": times, "unsteady": False, "ours_over_peer": times, "peer_error": None, "our_error": None,
+        "our_ratio": times, "unsteady": False, "ours_over_peer": times,
     }  # fmt: skip
     without = {**row, "ours_over_peer": None, "status": "not installed: pip install p"}
     monkeypatch.setattr(peers, "measure", lambda *arguments: [row, without])
@@ -260,21 +251,6 @@ def test_goal_is_to_be_no_slower_than_any_peer(times, status, capsys, monkeypatc
 # FLuRKA and its parents.
 
 TINY = flurka.Shape(512, 96, 4, 40)
-
-
-@pytest.mark.parametrize("method", ["sdpa", "linear", "performer", "linformer", "flurka_linear", "flurka_performer"])
-def test_formulas_count_the_multiplications_of_the_layer(method):
-    layer, hidden_states = flurka.layer(method, TINY), flurka.hidden_states(TINY)
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FORMULAS_BY_PART["products"]) as counter:
-        out = layer(hidden_states)[0]
-    assert out.shape == hidden_states.shape
-    kernel, is_flurka = method.removeprefix("flurka_"), method.startswith("flurka_")
-    # The biases of contracted vectors: two products of a vector with a square matrix.
-    others = 2 * TINY.hidden_size**2 if is_flurka else 0
-    if kernel == "linear":  # sums of weights: 8 columns for each query
-        others += TINY.hidden_size * 8 * TINY.length
-    assert counter.get_total_flops() == 2 * (flurka.counted(method, TINY) + others)
-    assert others < 0.05 * flurka.counted(method, TINY)
 
 
 def test_layers_have_the_requested_shape():
@@ -291,22 +267,6 @@ def test_layers_have_the_requested_shape():
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
-def test_claims_of_the_paper_hold_for_its_counts():
-    """If the conditions hold, FLuRKA needs fewer operations. Random shapes include both cases."""
-    generator, results = torch.Generator().manual_seed(0), {"kernel": [], "low-rank": []}
-    for _ in range(2000):
-        sizes = (10 ** (1.0 + 3.0 * torch.rand(3, generator=generator))).int().tolist()
-        heads = int(torch.randint(1, 17, (1,), generator=generator))
-        shape = flurka.Shape(sizes[0], sizes[1] * heads, heads, sizes[2])
-        counts, claims = flurka.of_paper(shape), shape.claims()
-        for role, found in results.items():
-            found.append((claims[role], counts[role] > counts["flurka"]))
-    for role, found in results.items():
-        assert (True, True) in found and (False, False) in found, role
-        assert (True, False) not in found, role
-        assert (False, True) in found, role  # sufficient, not necessary
-
-
 def test_claims_for_the_shapes_of_the_figures():
     claims = {name: flurka.SHAPES[name].claims() for name in flurka.PAPER}
     assert claims == {
@@ -314,41 +274,36 @@ def test_claims_for_the_shapes_of_the_figures():
         "figure-4-top": {"kernel": False, "low-rank": True},
         "figure-4-bottom": {"kernel": True, "low-rank": False},
     }
-    # Dividing the sizes leaves the ratios of the paper's counts unchanged.
-    for name, full in {"figure-3": (55500, 2600, 8, 1500), "figure-4-top": (20000, 512, 4, 16000),
-                       "figure-4-bottom": (20000, 20000, 4, 1000)}.items():  # fmt: skip
-        ours, theirs = flurka.of_paper(flurka.SHAPES[name]), flurka.of_paper(flurka.Shape(*full))
-        for role in ("kernel", "low-rank"):
-            assert ours[role] / ours["flurka"] == pytest.approx(theirs[role] / theirs["flurka"], rel=0.03)
 
 
-def test_flurka_command_writes_what_it_measures(tmp_path, capsys):
+def test_flurka_command_writes_what_it_measures(tmp_path, capsys, monkeypatch):
     table = tmp_path / "flurka.csv"
-    arguments = ["--shape", "300:32:4:12,200:32:2:40", "--kernel", "linear,performer"]
+    shapes = {"low": flurka.Shape(300, 32, 4, 12), "high": flurka.Shape(200, 32, 2, 40)}
+    monkeypatch.setattr(flurka, "SHAPES", shapes)
+    arguments = ["--kernel", "linear,performer"]
     assert run(flurka, *arguments, "--csv", table) == 0
     rows = read_csv(table)
     assert [(row["shape"], row["method"], row["role"]) for row in rows] == [
         (shape, f"flurka_{kernel}", role)
-        for shape in ("300:32:4:12", "200:32:2:40")
+        for shape in shapes
         for kernel in ("linear", "performer")
         for role in ("kernel", "low-rank", "exact")
     ]
     assert [row["claimed"] for row in rows[:3]] == ["True", "True", ""]
     assert [row["claimed"] for row in rows[6:9]] == ["False", "True", ""]
     for row in rows:
-        count = int(row["multiplications_than"]) / int(row["multiplications"])
-        assert float(row["by_count"]) == pytest.approx(count)
         assert 0 < float(row["faster_min"]) <= float(row["faster"]) <= float(row["faster_max"])
-    assert "300:32:4:12" in capsys.readouterr().out
+    assert "low: N 300, W 32, H 4, P 12" in capsys.readouterr().out
 
 
 def test_goals_of_flurka(monkeypatch, capsys):
-    monkeypatch.setattr(flurka, "PAPER", ("300:32:4:12",))
+    monkeypatch.setattr(flurka, "SHAPES", {"low": flurka.Shape(300, 32, 4, 12)})
+    monkeypatch.setattr(flurka, "PAPER", ("low",))
     for goal, status in ((1e-9, 0), (1e9, 1)):
         monkeypatch.setattr(flurka, "GOALS", {"kernel": goal, "low-rank": 1e-9})
-        assert run(flurka, "--shape", "300:32:4:12", "--kernel", "linear", "--no-exact", "--check") == status
+        assert run(flurka, "--kernel", "linear", "--no-exact", "--check") == status
         assert capsys.readouterr().out.count("| NO ") == status
-    row = {"shape": "300:32:4:12", "method": "flurka_linear", "than": "linear", "role": "kernel", "faster": 1.3}
+    row = {"shape": "low", "method": "flurka_linear", "than": "linear", "role": "kernel", "faster": 1.3}
     monkeypatch.setattr(flurka, "GOALS", {"kernel": 1.3})
     assert [v.reached for v in flurka.verdicts([row | {"claimed": True}])] == [True]
     assert [v.reached for v in flurka.verdicts([row | {"claimed": True, "faster": 1.29}])] == [False]
