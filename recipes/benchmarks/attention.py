@@ -42,12 +42,11 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Device, main_of, parse_device, parse_dtype, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.timing import Timing, paired, time_calls, use_device, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.benchmarks.harness import Csv, report, rounds_note
 from recipes.common import commands
-from recipes.common.inputs import open_source
+from recipes.common.inputs import capture, open_source
 from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
 from recipes.common.speed_goals import GPU_GOALS, HALF_GOALS, SHORT_GOALS, SPEED_GOALS, Goals
 
@@ -120,11 +119,9 @@ def _fits(call: Callable[[], None], what: str) -> bool:
 
 def minilm_layers(case: Case, data: pathlib.Path | None) -> list[tuple[torch.Tensor, ...]]:
     """Query, key and value of every second layer of MiniLM for a novel, in the dtype of the case."""
-    found: list[tuple[torch.Tensor, ...]] = []
     model, load = open_source("books", commands.data_folder(data), case.length)
-    with capture_attention(model, lambda call: found.append((call.query, call.key, call.value))):
-        forward(model, next(load(case.length)))
-    return [tuple(x.to(getattr(torch, case.dtype)) for x in layer) for layer in found[::2]]
+    layers = capture(model, next(load(case.length)))[::2]
+    return [tuple(x.to(getattr(torch, case.dtype)) for x in layer[1:4]) for layer in layers]
 
 
 def measure_compiled(config: MethodConfig, case: Case, rounds: int) -> dict[str, float]:
@@ -155,7 +152,7 @@ def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     found = []
     for row in rows:
         case = Case(**{name: row[name] for name in Case._fields})
-        setting = f"{row['method']}, {case.length}, {_passes(row, 'forward', 'forward+backward')}"
+        setting = f"{row['method']}, {case.length}, {_passes(row)}"
         if case.budget is None:
             goals = speed_goals(case).get((case.length, case.causal, case.backward), {})
         else:
@@ -187,12 +184,9 @@ def compiled_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
 def settings(lengths: list[int], causal: bool | None, backward: bool | None, check: bool, sizes: Case) -> list[Case]:
     """The cases without --short, --auto and --compiled; with `check` those that have a goal and match the options."""
     if check:
-        known = list(speed_goals(sizes))
-        if sizes == Case(0):
-            known = list(dict.fromkeys([*known, *((*key, False) for key in MEMORY_GOALS)]))
         chosen = [
             (n, c, b)
-            for n, c, b in known
+            for n, c, b in speed_goals(sizes)
             if (not lengths or n in lengths) and causal in (None, c) and backward in (None, b)
         ]
     else:
@@ -203,8 +197,8 @@ def settings(lengths: list[int], causal: bool | None, backward: bool | None, che
     return [sizes._replace(length=n, causal=c, backward=b) for n, c, b in chosen]
 
 
-def _passes(row: commands.Row, forward: str = "fwd", both: str = "fwd+bwd") -> str:
-    return ("causal " if row["causal"] else "") + (both if row["backward"] else forward)
+def _passes(row: commands.Row) -> str:
+    return ("causal " if row["causal"] else "") + ("fwd+bwd" if row["backward"] else "fwd")
 
 
 @app.command(

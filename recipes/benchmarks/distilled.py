@@ -23,7 +23,7 @@ import copy
 import pathlib
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -86,13 +86,12 @@ class Plan(NamedTuple):
 class Crops(Sequence[Batch]):
     """Random crops of pictures in batches of 8: batch i is the same in every run with the same seed.
 
-    `chosen` are the indices of the pictures to use, None for all. The batches have labels if `classes` names those of
-    the model's outputs.
+    `chosen` are the indices of the pictures to use, None for all. The batches have labels if `classes` are given.
     """
 
     def __init__(
         self, path: pathlib.Path, norm: Norm, count: int, seed: int,
-        chosen: Sequence[int] | None = None, classes: Sequence[str] | None = None,
+        chosen: Sequence[int] | None = None, classes: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._pictures, self._transform = load(str(path))[""], Training(224, norm, scale=(0.35, 1.0))
         self._chosen = range(len(self._pictures)) if chosen is None else chosen
@@ -106,8 +105,14 @@ class Crops(Sequence[Batch]):
         chosen = [self._chosen[i] for i in torch.randint(len(self._chosen), (8,), generator=generator).tolist()]
         batch = {"pixel_values": torch.stack([self._transform(self._pictures.open(i), generator) for i in chosen])}
         if self._classes is not None:
-            batch["labels"] = torch.tensor([self._classes.index(self._pictures.classes[i]) for i in chosen])
+            batch["labels"] = torch.tensor([self._classes[self._pictures.classes[i]] for i in chosen])
         return batch
+
+
+def train(step: Callable[[Batch], Any], batches: Iterator[Batch], num_steps: int, name: str) -> None:
+    """Take steps on batches, with a progress bar."""
+    for batch in tqdm(islice(batches, num_steps), total=num_steps, desc=name, disable=None, leave=False):
+        step(batch)
 
 
 def configs_of(method: Sequence[str]) -> dict[str, MethodConfig]:
@@ -133,9 +138,7 @@ def distilled_figures(task: Task, config: MethodConfig, plan: Plan) -> dict[str,
     figures = {"switched": switched, "distilled": task.evaluate(model)}
     if plan.finetune_steps:
         finetuning = Finetuning(model, teacher, options)
-        stream = islice(batch_stream(batches, 1, plan.finetune_steps), plan.finetune_steps)
-        for batch in tqdm(stream, total=plan.finetune_steps, desc="fine-tuning", disable=None):
-            finetuning.step(batch)
+        train(finetuning.step, batch_stream(batches, 1, plan.finetune_steps), plan.finetune_steps, "fine-tuning")
         finetuning.finish()
         figures["fine-tuned"] = task.evaluate(model)
     if getattr(config, "window_size", 0) and "feature_map" in config.to_dict():

@@ -23,10 +23,11 @@ for the search with chunks. Expected with exact attention: recall@1 .887 of para
 pixels, .750 on the hundred at 512.
 """
 
+import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -46,7 +47,6 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, parse_layers, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
@@ -56,7 +56,7 @@ from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, load, pick
 from recipes.common.image_models import for_length
-from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs
+from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs, picture_batches
 from recipes.common.retrieval import books, chunks, embed, long_minilm, ranks, similarities, xquad
 
 app = commands.new_app(no_args_is_help=True)
@@ -67,25 +67,19 @@ METHODS = (*(name for name in commands.METHODS if "draw=" not in name), "longfor
 Budget = commands.numbers_option("Budgets in columns", "64,128,256")
 Method = commands.methods_option("all, both near fields")
 # Pictures (b, 3, P, P) and their classes (b,).
-Batches = Iterable[tuple[Tensor, Tensor]]
+Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 @torch.inference_mode()
-def guesses(model: PreTrainedModel, batches: Batches, bar: tqdm | None = None, **options: Any) -> Tensor:
+def guesses(model: PreTrainedModel, batches: Batches, **options: Any) -> Tensor:
     """The predicted class of every picture (pictures,)."""
-    found = []
-    for pictures, _ in batches:
-        found.append(model(pixel_values=pictures, **options).logits.argmax(1))
-        if bar is not None:
-            bar.update(len(pictures))
-    return torch.cat(found)
+    return torch.cat([model(pixel_values=pictures, **options).logits.argmax(1) for pictures, _ in batches])
 
 
-def top_one(model: PreTrainedModel, batches: Batches, bar: tqdm | None = None) -> float:
+def top_one(model: PreTrainedModel, batches: Batches) -> float:
     """Share of the photographs that are classified correctly, at any resolution."""
-    batches = list(batches)
     classes = torch.cat([classes for _, classes in batches])
-    return (guesses(model, batches, bar, interpolate_pos_encoding=True) == classes).double().mean().item()
+    return (guesses(model, batches, interpolate_pos_encoding=True) == classes).double().mean().item()
 
 
 class Setting(NamedTuple):
@@ -108,23 +102,17 @@ def settings_of(method: list[str], budget: list[str]) -> list[Setting]:
 def run(
     load: Callable[[], PreTrainedModel],
     settings: Sequence[Setting],
-    total: int,
-    evaluate: Callable[[Any, tqdm], dict[str, float]],
+    evaluate: Callable[[Any], dict[str, float]],
     layers: Sequence[int | str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate a model with exact attention and with every setting in some layers or all; one row for each.
-
-    `total` is the number of examples for the progress bar, which `evaluate` gets with the model.
-    """
+    """Evaluate a model with exact attention and with every setting in some layers or all; one row for each."""
     settings = [Setting("sdpa", "all", None), *settings]
     # A method without a budget has the same config for all of them and runs once.
     figures: dict[MethodConfig | None, dict[str, float]] = dict.fromkeys(config for _, _, config in settings)
-    with tqdm(total=total * len(figures), disable=None, leave=False) as bar:
-        for config in figures:
-            with no_progress_bar():
-                model = load().eval()
-            bar.set_description("sdpa" if config is None else method_label(config))
-            figures[config] = evaluate(model if config is None else hea.convert(model, config, layers=layers), bar)
+    for config in tqdm(figures, disable=None, leave=False):
+        with no_progress_bar():
+            model = load().eval()
+        figures[config] = evaluate(model if config is None else hea.convert(model, config, layers=layers))
     return [{"attention": name, "budget": columns, **figures[config]} for name, columns, config in settings]
 
 
@@ -175,15 +163,15 @@ def search(
         recall, mrr = (found == 1).double().mean().item(), (1 / found).mean().item()
         return {"recall@1": recall, "mrr": mrr, "CPU s": seconds / count}
 
-    def evaluate(model: BertModel, bar: tqdm | None = None, cut: int = longest) -> dict[str, float]:
-        asked, start = embed(model, tokenizer, corpus.questions, bar=bar), time.process_time()
-        found = embed(model, tokenizer, corpus.texts, cut, bar)
+    def evaluate(model: BertModel, cut: int = longest) -> dict[str, float]:
+        asked, start = embed(model, tokenizer, corpus.questions), time.process_time()
+        found = embed(model, tokenizer, corpus.texts, cut)
         return figures(asked @ found.t(), time.process_time() - start)
 
     def in_chunks() -> Iterator[dict[str, Any]]:
         model = long_minilm(MINILM_TOKENS).eval()
         if longest > MINILM_TOKENS:
-            yield {"attention": f"sdpa, cut at {MINILM_TOKENS}", "budget": "all", **evaluate(model, cut=MINILM_TOKENS)}
+            yield {"attention": f"sdpa, cut at {MINILM_TOKENS}", "budget": "all", **evaluate(model, MINILM_TOKENS)}
         asked = embed(model, tokenizer, corpus.questions)
         for size in sizes:
             pieces, own = chunks(tokenizer, corpus.texts, size)
@@ -194,7 +182,7 @@ def search(
                 yield {"attention": f"sdpa, {name} chunks of {size}", "budget": "all", **figures(similar, seconds)}
 
     with use_threads(threads):
-        rows = run(lambda: long_minilm(longest), wanted, count + len(corpus.questions), evaluate)
+        rows = run(lambda: long_minilm(longest), wanted, evaluate)
         rows += in_chunks() if sizes else []
     note = f"MiniLM, {len(corpus.questions)} questions, {count} {unit}s, up to {longest} tokens; no training."
     show(rows, csv, f"{note} CPU seconds of a text, all threads together.")
@@ -214,16 +202,13 @@ def states(
     texts, exact = book_tokens(commands.data_folder(data), inputs, tokens), list[Tensor]()
 
     @torch.inference_mode()
-    def evaluate(model: BertModel, bar: tqdm) -> dict[str, float]:
-        found = []
-        for ids in texts:
-            found.append(model(input_ids=ids).last_hidden_state.double())
-            bar.update()
+    def evaluate(model: BertModel) -> dict[str, float]:
+        found = [model(input_ids=ids).last_hidden_state.double() for ids in texts]
         exact[:] = exact or found  # exact attention runs first
         errors = [hea.analysis.relative_error(one, truth) for one, truth in zip(found, exact, strict=True)]
         return {"error": statistics.fmean(error.frobenius.item() for error in errors)}
 
-    rows = run(lambda: long_minilm(tokens), wanted, len(texts), evaluate)
+    rows = run(lambda: long_minilm(tokens), wanted, evaluate)
     show(rows, csv, f"MiniLM's last hidden states, {len(texts)} books of {tokens} tokens, Frobenius norm; no training.")
 
 
@@ -242,12 +227,8 @@ def images(
     wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, budget)]
     folder, batches = deit(data), list(photographs(data, pixels))
     count = sum(len(classes) for _, classes in batches)
-    rows = run(
-        lambda: ViTForImageClassification.from_pretrained(folder),
-        wanted,
-        count,
-        lambda model, bar: {"top-1": top_one(model, batches, bar)},
-    )
+    load = functools.partial(ViTForImageClassification.from_pretrained, folder)
+    rows = run(load, wanted, lambda model: {"top-1": top_one(model, batches)})
     size = f"{pixels} x {pixels} pixels ({tokens} tokens)"
     show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; no training.")
 
@@ -270,12 +251,8 @@ def own_pictures(
     if count is not None and count < len(found):
         chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[:count].tolist()
     pixels, edge = model.config.image_size, (settings.get("size") or {}).get("shortest_edge")
-    transform, batches = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0), []
-    for start in tqdm(range(0, len(chosen), 20), desc="reading", disable=None, leave=False):
-        part = chosen[start : start + 20]
-        classes = torch.tensor([indices[found.classes[i]] for i in part])
-        batches.append((torch.stack([transform(found.open(i)) for i in part]), classes))
-    return batches
+    transform = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0)
+    return list(picture_batches(found, chosen, indices, transform))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks classify t2t cifar10.zip --layers t2t.0 --budget 64")
@@ -311,15 +288,15 @@ def classify(
     truth = torch.cat([classes for _, classes in batches])
     exact: list[tuple[Tensor, float]] = []
 
-    def evaluate(converted: PreTrainedModel, bar: tqdm) -> dict[str, float]:
+    def evaluate(converted: PreTrainedModel) -> dict[str, float]:
         start = timer()
-        guessed = guesses(converted, batches, bar)
+        guessed = guesses(converted, batches)
         seconds = timer() - start
         exact.append((guessed, seconds))
         same, right = ((guessed == other).double().mean().item() for other in (exact[0][0], truth))
         return {"top-1": right, "as exact": same, "faster": exact[0][1] / seconds}
 
-    rows = run(load_exact, wanted, len(truth), evaluate, chosen)
+    rows = run(load_exact, wanted, evaluate, chosen)
     where = "all layers" if layers is None else f"layers {layers}"
     show(rows, csv, f"{len(truth)} pictures of {first.config.image_size} pixels, {where}; no training.")
 

@@ -19,7 +19,7 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.text import read_text
 from recipes.common.commands import existing
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
-from recipes.common.data.images import load
+from recipes.common.data.images import Pictures, load
 
 MINILM_TOKENS = 512  # the sequence length that MiniLM was trained with
 # Characters before the text of a book: title page and contents.
@@ -100,14 +100,25 @@ def photographs(
     """
     name = "imagenet1k-sample-256px.zip" if pixels == 224 else _ORIGINALS
     folder, path = deit(data), existing(data / "images" / name, "photographs")
-    # File names begin with WordNet numbers. The class is the rank of the number among the thousand.
-    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
-    pictures = load(str(path))[""]
+    pictures, numbers = load(str(path))[""], imagenet_classes(data)
     transform = Evaluation(pixels, Norm.of(preprocessor_settings(str(folder))), crop)
-    for start in range(0, len(pictures), batch):
-        part = range(start, min(start + batch, len(pictures)))
-        classes = torch.tensor([numbers.index(pictures.classes[i]) for i in part])
-        yield torch.stack([transform(pictures.open(i)) for i in part]), classes
+    yield from picture_batches(pictures, range(len(pictures)), numbers, transform, batch)
+
+
+def imagenet_classes(data: pathlib.Path) -> dict[str, int]:
+    """The classes of WordNet numbers, with which file names begin: their ranks among the thousand of ImageNet."""
+    path = existing(data / "images" / "imagenet1k-sample-256px.zip", "photographs")
+    return {name: index for index, name in enumerate(load(str(path))[""].class_names())}
+
+
+def picture_batches(
+    pictures: Pictures, chosen: Sequence[int], classes: Mapping[str, int], transform: Evaluation, batch: int = 20
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of chosen pictures (b, 3, P, P) and their classes (b,)."""
+    for start in range(0, len(chosen), batch):
+        part = chosen[start : start + batch]
+        numbers = torch.tensor([classes[pictures.classes[i]] for i in part])
+        yield torch.stack([transform(pictures.open(i)) for i in part]), numbers
 
 
 def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[Activation]:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from tqdm import tqdm
 from transformers import BertModel, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_efficient_attn as hea
@@ -77,11 +76,7 @@ def long_minilm(tokens: int) -> PreTrainedModel:
 
 @torch.inference_mode()
 def embed(
-    model: BertModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[list[int]],
-    tokens: int = MINILM_TOKENS,
-    bar: tqdm | None = None,
+    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS
 ) -> Tensor:
     """Normalised mean-pooled embeddings (texts, hidden size) of up to `tokens` tokens of each text."""
     before, after = special_tokens(tokenizer)
@@ -97,8 +92,6 @@ def embed(
         pooled = normalize((states * mask).sum(1) / mask.sum(1), dim=1)
         for i, embedding in zip(part, pooled, strict=True):
             found[i] = embedding
-        if bar is not None:
-            bar.update(len(part))
     return torch.stack(found)
 
 

@@ -31,16 +31,19 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 import typer
 from torch import nn
-from tqdm import tqdm
-from transformers import PreTrainedModel, ViTForImageClassification, get_linear_schedule_with_warmup
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    ViTForImageClassification,
+    get_linear_schedule_with_warmup,
+)
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -55,13 +58,13 @@ from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.wrappers import learned_parameters
-from recipes.benchmarks.distilled import Crops
+from recipes.benchmarks.distilled import Crops, train
 from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import load
-from recipes.common.inputs import deit, photographs
+from recipes.common.inputs import deit, imagenet_classes, photographs, picture_batches
 from recipes.common.reporting import mean_and_range
 from recipes.glue import load_model, tokenize
 
@@ -102,12 +105,6 @@ class TaskTraining:
         self._optimizer.step()
         self._schedule.step()
         self.model.eval()
-
-
-def train(step: Callable[[Batch], Any], batches: Iterator[Batch], num_steps: int, name: str) -> None:
-    """Take steps on batches, with a progress bar."""
-    for batch in tqdm(islice(batches, num_steps), total=num_steps, desc=name, disable=None, leave=False):
-        step(batch)
 
 
 def seconds_of(step: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
@@ -181,13 +178,8 @@ def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -
     splits = tokenize(glue.load(name, str(commands.existing(data / "glue", "GLUE"))), tokenizer, 64)
 
     def batches_of(split: str, size: int, order: Sequence[int]) -> list[Batch]:
-        rows = [splits[split][i] for i in order]
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return [
-            {**tokenizer.pad({k: [row[k] for row in part] for k in part[0] if k != "label"}, return_tensors="pt"),
-             "labels": torch.tensor([row["label"] for row in part])}
-            for part in parts
-        ]  # fmt: skip
+        rows, collate = [splits[split][i] for i in order], DataCollatorWithPadding(tokenizer)
+        return [dict(collate(rows[start : start + size])) for start in range(0, len(rows), size)]
 
     def training_batches(seed: int) -> list[Batch]:
         order = list(range(len(splits["train"])))
@@ -218,7 +210,7 @@ def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path
     """DeiT-tiny with Imagenette as its task; it was trained on ImageNet, so that it is good at it already."""
     source = deit(data)
     path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
-    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
+    numbers = imagenet_classes(data)
     norm = Norm.of(preprocessor_settings(str(source)))
     pictures, transform = load(str(path))[""], Evaluation(224, norm, 224 / 256)
     order = list(range(len(pictures)))
@@ -227,12 +219,7 @@ def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path
     for i in order:
         counts[pictures.classes[i]] += 1
         (tested if counts[pictures.classes[i]] <= 20 else trained).append(i)
-    own = [
-        (torch.stack([transform(pictures.open(i)) for i in part]),
-         torch.tensor([numbers.index(pictures.classes[i]) for i in part]))
-        for part in (tested[start : start + 20] for start in range(0, len(tested), 20))
-    ]  # fmt: skip
-    thousand = list(photographs(data, 224))
+    own, thousand = list(picture_batches(pictures, tested, numbers, transform)), list(photographs(data, 224))
     with no_progress_bar():
         model = ViTForImageClassification.from_pretrained(source).eval()
 
@@ -278,20 +265,19 @@ def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-*.json"))]
     if not results:
         raise UnsupportedAttentionError(f"{folder} holds no results: make them with the command run")
-    tasks = list(dict.fromkeys(result["task"] for result in results))
-    columns = [(task, figure) for task in tasks for figure in
-               next(r for r in results if r["task"] == task)["figures"]["exact"]]  # fmt: skip
+    columns = list(dict.fromkeys((r["task"], figure) for r in results for figure in r["figures"]["exact"]))
     lines = []
     for arm in ("exact", *ARMS):
         values = ([r["figures"][arm][name] for r in results if r["task"] == task] for task, name in columns)
         lines.append((arm, *map(mean_and_range, values)))
     typer.echo(table(("arm", *(f"{task}, {name}" for task, name in columns)), lines))
-    costs = {name: statistics.median(r["seconds_per_step"][name] for r in results) for name in
-             results[0]["seconds_per_step"]}  # fmt: skip
-    seeds = len({result["seed"] for result in results})
+    costs = [
+        f"{name} {statistics.median(r['seconds_per_step'][name] for r in results):.2f}"
+        for name in results[0]["seconds_per_step"]
+    ]
     typer.echo(
         f"\nEvery arm costs as much as {results[0]['cost_in_task_steps']} steps of task training. Seconds per step: "
-        f"{', '.join(f'{name} {value:.2f}' for name, value in costs.items())}. {seeds} seeds: mean and half the range."
+        f"{', '.join(costs)}. {len({r['seed'] for r in results})} seeds: mean and half the range."
     )
 
 

@@ -70,13 +70,13 @@ def test_errors_of_last_hidden_states(data, tmp_path):
 def test_a_task_runs_methods_without_budget_once():
     wanted, runs = tasks.settings_of(["linear", "longformer:window_size=2"], ["8,16"]), []
 
-    def evaluate(model, bar):
+    def evaluate(model):
         runs.append(model.config._attn_implementation)
         return {"runs": len(runs)}
 
     with torch.random.fork_rng():
         model = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=9)
-        rows = tasks.run(lambda: BertModel(model), wanted, 1, evaluate)
+        rows = tasks.run(lambda: BertModel(model), wanted, evaluate)
     assert [(row["attention"], row["budget"], row["runs"]) for row in rows] == [
         ("sdpa", "all", 1),
         ("linear", 8, 2),
@@ -104,7 +104,7 @@ def test_table_of_a_task_has_columns_for_budgets(capsys):
 def test_exact_classification_has_the_known_score(pixels, known, data):
     """78.3 % and 75 %. Another version of the image library may change a photograph or two."""
     model = transformers.ViTForImageClassification.from_pretrained(real_inputs.deit(data)).eval()
-    found = tasks.top_one(model, real_inputs.photographs(data, pixels))
+    found = tasks.top_one(model, list(real_inputs.photographs(data, pixels)))
     assert found == pytest.approx(known, abs=0.002 if pixels == 224 else 0.02)
 
 
