@@ -11,7 +11,7 @@ from recipes.benchmarks import sequence_parallel
 HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
 
 
-@pytest.mark.parametrize("length", [8192, 65_536])
+@pytest.mark.parametrize("length", [4096, 8192])
 def test_summaries_do_not_grow_with_the_length(length):
     sent = {
         name: sequence_parallel.traffic(hea.method_info(name).config_class(), length, HOW)[0].total

@@ -1,6 +1,5 @@
 """Other implementations next to ours, and FLuRKA next to its parents."""
 
-import csv
 import functools
 import sys
 
@@ -14,19 +13,15 @@ from transformers.models.nystromformer.modeling_nystromformer import Nystromform
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
+import recipe_commands
 from instances import inputs, numbers, relative_error
+from recipe_commands import read_csv
 from recipes.benchmarks import flurka, peers
 
 
 def run(recipe, *arguments):
     small = ["--rounds", "1", "--threads", "1"] + (["--heads", "2", "--width", "8"] if recipe is peers else [])
-    return cli.run(recipe.app, [*map(str, arguments), *small], recipe.__name__.rpartition(".")[2])
-
-
-def read_csv(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return recipe_commands.run(recipe, *arguments, *small)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Search, hidden states and pictures without training."""
 
-import csv
 import gzip
 import json
 
@@ -9,8 +8,9 @@ import torch
 import transformers
 from transformers import BertConfig, BertModel
 
-from hf_efficient_attn import cli
+import recipe_commands
 from hf_efficient_attn.evaluation.demo import minilm_folder
+from recipe_commands import read_csv
 from recipes.benchmarks import tasks
 from recipes.common import inputs as real_inputs
 from recipes.common import retrieval
@@ -20,12 +20,7 @@ pytest.importorskip("PIL", reason="needs Pillow")
 
 
 def run(*arguments):
-    return cli.run(tasks.app, list(map(str, arguments)), "tasks")
-
-
-def read_csv(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return recipe_commands.run(tasks, *arguments)
 
 
 def test_ranks_of_a_search():
