@@ -82,17 +82,6 @@ def read(model: str, data: pathlib.Path, count: int, length: int) -> list[Activa
     return [Activation(0, *(torch.randn(1, 8, length, 64, generator=draw) for _ in "qkv"), None) for _ in range(count)]
 
 
-def errors(
-    config: MethodConfig, activations: Sequence[Activation], exact: Sequence[Tensor], seed: int, causal: bool = False
-) -> list[float]:
-    """Mean error over the heads, for each activation."""
-    found = []
-    for one, truth in zip(activations, exact, strict=True):
-        options = {"scale": one.scale, "seed": seed, "is_causal": causal, "exact": truth}
-        found.append(hea.analysis.attention_error(config, *one[1:4], **options).operator.mean().item())
-    return found
-
-
 @torch.inference_mode()
 def measure(
     configs: Sequence[MethodConfig],
@@ -112,7 +101,12 @@ def measure(
         for seed in range(seeds):
             # More seeds of a method that draws nothing would only repeat the result.
             if seed < 2 or runs[0] != runs[1]:
-                runs.append(errors(sized, activations, exact, seed, causal))
+                options = {"seed": seed, "is_causal": causal}
+                found = [
+                    hea.analysis.attention_error(sized, *one[1:4], scale=one.scale, exact=truth, **options)
+                    for one, truth in zip(activations, exact, strict=True)
+                ]
+                runs.append([error.operator.mean().item() for error in found])
         by_layer: dict[str, list[float]] = {}
         for one, *values in zip(activations, *runs, strict=True):
             by_layer.setdefault(f"layer_{one.layer}", []).extend(values)
