@@ -1,7 +1,7 @@
 """Measure time and peak memory of a training step of a whole model, relative to exact attention.
 
     python -m recipes.benchmarks.step --length 512,2048,8192
-    python -m recipes.benchmarks.step --model minilm --check          (MiniLM against the goals)
+    python -m recipes.benchmarks.step --model minilm
 
 Duration: about 8 minutes on 2 cores. Expected: the tables of recipes/README.md. Times are paired with exact attention
 (`hf_efficient_attn.evaluation.timing`). A step is a forward pass, a backward pass and an update with AdamW on one
@@ -28,7 +28,6 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, peak_of, use_threads
@@ -36,7 +35,6 @@ from hf_efficient_attn.methods import MethodConfig
 from recipes.benchmarks.harness import Csv
 from recipes.common import commands
 from recipes.common.memory import EXACT
-from recipes.common.speed_goals import STEP_GOALS
 
 app = commands.new_app()
 METHODS = (
@@ -106,20 +104,14 @@ def _embedding_loss(config: MethodConfig | None, length: int) -> tuple[PreTraine
 @app.command(epilog="Example: python -m recipes.benchmarks.step --length 8192 --method kdeformer")
 def main(
     length: commands.numbers_option("Tokens", "512,2048,8192") = [],  # noqa: B006 (typer copies it)
-    method: commands.methods_option("twelve of them; with --check, those with a goal") = [],  # noqa: B006
+    method: commands.methods_option("twelve of them") = [],  # noqa: B006
     model: commands.option(Model, "The model that is trained.") = Model.encoder,
     rounds: commands.Rounds = 3,
     threads: commands.Threads = 2,
-    memory: commands.Memory = True,
-    check: commands.Check = False,
     csv: Csv = None,
 ) -> None:
     """Measure seconds and peak memory of a training step, and times faster than with exact attention."""
-    if check and model is not Model.minilm:
-        raise UnsupportedAttentionError("--check: the goals hold for MiniLM; give --model minilm")
-    lengths = parse_lengths(length) or (list(STEP_GOALS) if check else [512, 2048, 8192])
-    named = list(dict.fromkeys(name for goals in STEP_GOALS.values() for name in goals)) if check else METHODS
-    configs = parse_methods(method or named)
+    lengths, configs = parse_lengths(length) or [512, 2048, 8192], parse_methods(method or METHODS)
     rows: list[dict[str, Any]] = []
     unsteady = False
     with use_threads(threads), tqdm(total=len(lengths) * len(configs) * rounds, disable=None) as bar:
@@ -128,10 +120,8 @@ def main(
             exact, timed = paired(make_step(None, tokens, model), steps, rounds, bar)
             del steps  # frees the models
             for label, timing in {EXACT: exact, **timed}.items():
-                peak = None
-                if memory:
-                    step = make_step(configs.get(label), tokens, model)
-                    peak = peak_of(lambda step=step: [step(), step()])
+                step = make_step(configs.get(label), tokens, model)
+                peak = peak_of(lambda step=step: [step(), step()])
                 unsteady |= timing.unsteady
                 row = {"length": tokens, "attention": label, "seconds": timing.seconds, "ratio": timing.ratio}
                 rows.append(row | {"memory_mib": peak and peak / 2**20})
@@ -144,10 +134,6 @@ def main(
         lines.append((label, *cells))
     print(table(("attention", *map(str, lengths), *(f"MiB, {tokens}" for tokens in lengths)), lines))
     print(f"\n{UNSTEADY}" if unsteady else "")
-    if check:
-        what = "{attention}, {length}: times faster"
-        goals = commands.compared(rows, what, "ratio", lambda r: STEP_GOALS.get(r["length"], {}).get(r["attention"]))
-        commands.conclude(goals)
 
 
 if __name__ == "__main__":
