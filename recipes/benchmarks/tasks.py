@@ -35,13 +35,7 @@ import typer
 from torch import Tensor
 from torch.utils.benchmark import timer
 from tqdm import tqdm
-from transformers import (
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    BertModel,
-    PreTrainedModel,
-    ViTForImageClassification,
-)
+from transformers import AutoModelForImageClassification, AutoTokenizer, BertModel, PreTrainedModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -227,7 +221,7 @@ def images(
     wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, budget)]
     folder, batches = deit(data), list(photographs(data, pixels))
     count = sum(len(classes) for _, classes in batches)
-    load = functools.partial(ViTForImageClassification.from_pretrained, folder)
+    load = functools.partial(AutoModelForImageClassification.from_pretrained, folder)
     rows = run(load, wanted, lambda model: {"top-1": top_one(model, batches)})
     size = f"{pixels} x {pixels} pixels ({tokens} tokens)"
     show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; no training.")

@@ -38,12 +38,8 @@ import numpy as np
 import torch
 import typer
 from torch import nn
-from transformers import (
-    DataCollatorWithPadding,
-    PreTrainedModel,
-    ViTForImageClassification,
-    get_linear_schedule_with_warmup,
-)
+from transformers import DataCollatorWithPadding, PreTrainedModel, ViTForImageClassification
+from transformers.optimization import get_linear_schedule_with_warmup
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar

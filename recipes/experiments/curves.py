@@ -23,6 +23,7 @@ import torch
 import transformers
 import typer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForMaskedLM
 
 import hf_efficient_attn as hea
@@ -34,7 +35,7 @@ from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing
 from recipes.benchmarks.harness import Picture, Redraw
 from recipes.common import commands
-from recipes.common.counting import count
+from recipes.common.counting import FORMULAS_BY_PART
 from recipes.common.reporting import METRICS, mean_and_range, smoothed
 from recipes.experiments.groups import GROUPS, folder_of, group_of
 
@@ -132,28 +133,15 @@ def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
         inputs = {"input_ids": torch.full((1, block_size), 7), "attention_mask": torch.ones(1, block_size).long()}
     if settings:
         hea.convert(model, hea.EfficientAttentionConfig.from_dict(settings))
-    found: list[int] = []
     modules = [entry.module for entry in attention_modules(model)]
-    for module in modules:
-        # Some models wrap the attention in a module that adds the output projection and a residual.
-        if not any(inner in modules for inner in list(module.modules())[1:]):
-            _count_calls(module, found)
-    with torch.no_grad():
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FORMULAS_BY_PART["products"]) as counter:
         model.eval()(**inputs)
-    return sum(found)
-
-
-def _count_calls(module: nn.Module, found: list[int]) -> None:
-    """Append the multiply-adds of every call of a module to `found`."""
-    forward = module.forward
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        outputs: list[Any] = []
-        call = count(lambda: outputs.append(forward(*arguments, **options)), multiply_adds_as_one=True)
-        found.append(call.products)
-        return outputs[0]
-
-    module.forward = counted
+    counts, total = counter.get_flop_counts(), 0
+    for name, module in model.named_modules():
+        # Some models wrap the attention in a module that adds the output projection and a residual.
+        if module in modules and not any(inner in modules for inner in list(module.modules())[1:]):
+            total += sum(counts[f"{type(model).__name__}.{name}"].values())
+    return total // 2
 
 
 def collect(folder: pathlib.Path) -> Result:
