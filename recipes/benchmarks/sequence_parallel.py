@@ -7,14 +7,13 @@ Duration: a quarter of a minute. Expected with 8 processes and 16 heads of dimen
 .8 MB for nystromformer, 1.2 MB for performer and 2.1 MB for linformer and longformer, which do not depend on the
 length. Methods that exchange tokens for heads send 8 MB at 8,192 tokens and 67 MB at 65,536.
 
-One process runs the calls of a model and exchanges nothing: it receives zeros. The bytes are what it gives to the
+One process runs the calls of a model and exchanges nothing. The bytes are what it gives to the
 collectives, forward and backward. How much of that is on the wire depends on the library: all_reduce moves about twice
 as much, all_gather one copy for each other process, and all_to_all all but the process's own part. The same counter
 counts real calls in the tests. "tokens for heads" stands for every method without a form of its own, and for exact
 attention.
 """
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -22,12 +21,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
-from hf_efficient_attn.ops import shards as shards_module
 from hf_efficient_attn.ops.shards import Shards, over_heads
 from recipes.benchmarks.harness import Csv, report
 from recipes.common import commands
@@ -35,78 +35,40 @@ from recipes.common import commands
 app = commands.new_app()
 
 EXCHANGE = "tokens for heads"
+# Operators of torch's functional collectives, which its differentiable ones call.
+_COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "all_to_all_single": "all_to_all",
+    "reduce_scatter_tensor": "reduce_scatter",
+}  # fmt: skip
 
 
-class _Group(NamedTuple):
-    """A process group of which only the size matters, because nothing is sent."""
+class Traffic(TorchDispatchMode):
+    """Counts what this process gives to collectives in a context: `forward` and `backward`, bytes by their names.
 
-    processes: int
-    own: int
-
-    def size(self) -> int:
-        return self.processes
-
-    def rank(self) -> int:
-        return self.own
-
-
-class Traffic:
-    """What a process gives to collectives: `sent`, bytes by the name of the collective, and the number of `calls`."""
+    `calls` is the number of collectives forward.
+    """
 
     def __init__(self) -> None:
-        self.sent, self.calls = Counter[str](), 0
+        super().__init__()
+        self.forward, self.backward, self.calls = Counter[str](), Counter[str](), 0
 
-    @property
-    def total(self) -> int:
-        """Bytes in all collectives together."""
-        return self.sent.total()
-
-    def count(self, name: str, x: Tensor) -> None:
-        """Count a collective that sends a tensor."""
-        self.sent[name] += x.numel() * x.element_size()
-        self.calls += 1
-
-
-class _Counted:
-    """The functional collectives that the package calls. They count, and send nothing in a group of `_Group`."""
-
-    def __init__(self, forward: Traffic, backward: Traffic) -> None:
-        self.forward, self.backward = forward, backward
-
-    def _count(self, name: str, name_of_gradient: str, sent: Tensor, out: Tensor) -> Tensor:
-        self.forward.count(name, sent)
-        if out.requires_grad:
-            out.register_hook(functools.partial(self.backward.count, name_of_gradient))
-        return out
-
-    def all_gather_single_autograd(self, x: Tensor, dim: int, group: Any) -> Tensor:
-        function: Any = getattr(collectives, "all_gather_single_autograd", None)
-        function = function or collectives.all_gather_tensor_autograd
-        out = x.repeat(group.size()) if isinstance(group, _Group) else function(x, dim, group)
-        return self._count("all_gather", "reduce_scatter", x, out)
-
-    def all_reduce(self, x: Tensor, operation: str, group: Any) -> Tensor:
-        out = 1 * x if isinstance(group, _Group) else collectives.all_reduce(x, operation, group)
-        return self._count("all_reduce", "all_reduce", x, out)
-
-    def all_to_all_single_autograd(self, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        if isinstance(group, _Group):
-            out = x.new_zeros(sum(received)) + 0 * x.sum()
-        else:
-            out = collectives.all_to_all_single_autograd(x, received, sent, group)
-        return self._count("all_to_all", "all_to_all", x, out)
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = _COLLECTIVES.get(operator._opname) if operator.namespace == "_c10d_functional" else None
+        if name is not None:
+            is_backward = torch._C._current_autograd_node() is not None
+            (self.backward if is_backward else self.forward)[name] += args[0].numel() * args[0].element_size()
+            self.calls += not is_backward
+        return operator(*args, **(kwargs or {}))
 
 
 @contextmanager
-def counted_traffic() -> Iterator[tuple[Traffic, Traffic]]:
-    """Count what this process gives to collectives in calls in this context, forward and in their backward passes."""
-    forward, backward = Traffic(), Traffic()
-    original = shards_module.collectives
-    shards_module.collectives = _Counted(forward, backward)  # type: ignore[assignment]
+def middle_of(processes: int) -> Iterator[Any]:
+    """The group of a process in the middle of so many, in which nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=processes // 2, world_size=processes)
     try:
-        yield forward, backward
+        yield dist.group.WORLD
     finally:
-        shards_module.collectives = original
+        dist.destroy_process_group()
 
 
 class Setting(NamedTuple):
@@ -117,17 +79,17 @@ class Setting(NamedTuple):
     is_causal: bool
 
 
-def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Traffic, Traffic]:
-    """What a process in the middle sends forward and backward; None for the exchange of tokens for heads."""
+def traffic(config: MethodConfig | None, length: int, how: Setting) -> Traffic:
+    """What a process in the middle sends; None for the exchange of tokens for heads."""
     (batch, heads, kv_heads, dim), size = how.shape, how.processes
     lengths = tuple(b - a for a, b in itertools.pairwise(length * i // size for i in range(size + 1)))
-    shards = Shards(_Group(size, size // 2), lengths, size // 2)  # type: ignore[arg-type]
     draws = torch.Generator().manual_seed(0)
     own = [
-        torch.randn(batch, n, lengths[shards.rank], dim, generator=draws).to(torch.bfloat16).requires_grad_()
+        torch.randn(batch, n, lengths[size // 2], dim, generator=draws).to(torch.bfloat16).requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     ]
-    with counted_traffic() as (forward, backward):
+    with middle_of(size) as group, Traffic() as found:
+        shards = Shards(group, lengths, size // 2)
         if config is None:
             out = over_heads(_any_attention, *own, shards)
         else:
@@ -136,7 +98,7 @@ def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Tra
             parameters = initial(config, **sizes) if initial else {}
             out = sharded_attention(config, *own, shards=shards, is_causal=how.is_causal, parameters=parameters)
         torch.autograd.grad(out, own, torch.ones_like(out), allow_unused=True)
-    return forward, backward
+    return found
 
 
 def _any_attention(query: Tensor, key: Tensor, value: Tensor, _: Any) -> Tensor:
@@ -149,12 +111,12 @@ def row(label: str, config: MethodConfig | None, length: int, how: Setting) -> d
     form = None if config is None else get_method(config.method).sharded
     if config is not None and not (form is not None and form.applies(config, length, how.is_causal)):
         label, config = f"{label} ({EXCHANGE})", None
-    forward, backward = traffic(config, length, how)
+    found = traffic(config, length, how)
+    forward, backward = found.forward.total(), found.backward.total()
     return {
         "method": label, "length": length, "processes": how.processes, "causal": how.is_causal,
-        "bytes": forward.total, "backward_bytes": backward.total,
-        "collectives": ", ".join(name for name, count in forward.sent.items() if count),
-        "forward": in_words(forward.total), "backward": in_words(backward.total),
+        "bytes": forward, "backward_bytes": backward, "collectives": ", ".join(found.forward),
+        "forward": in_words(forward), "backward": in_words(backward),
     }  # fmt: skip
 
 
