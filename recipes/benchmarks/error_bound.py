@@ -27,6 +27,7 @@ tokens, and 3 % with 8,192.
 import pathlib
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -111,18 +112,10 @@ def cost_of(tokens: int, head_dim: int) -> tuple[float, float]:
         lambda: screening_error(query, key, value, scale=scale),
         lambda: held_back_bound(query, key, value, value, num_probes=96, num_rows=64, scale=scale, seed=0),
     ]
-    exact, copies, rows = map(_cpu_time, works)
+    # The smallest time of some runs is what other work of the machine changes least.
+    runs = (timeit.repeat(work, timer=time.process_time, number=1, repeat=_RUNS) for work in works)
+    exact, copies, rows = map(min, runs)
     return copies / exact, rows / exact
-
-
-def _cpu_time(work: Callable[[], Any]) -> float:
-    """The smallest CPU time of some runs in seconds, which other work of the machine changes least."""
-    seconds = []
-    for _ in range(_RUNS):
-        start = time.process_time()
-        work()
-        seconds.append(time.process_time() - start)
-    return min(seconds)
 
 
 def summary(rows: list[dict[str, Any]]) -> tuple[int, float, float, float]:

@@ -55,7 +55,7 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
 
     def run_file(name: str, path: pathlib.Path) -> None:
-        error = in_child([name, str(source), str(path), *(split_list(methods) or METHODS)], source)
+        error = in_child([name, str(path), *(split_list(methods) or METHODS)], source)
         if not path.is_file():
             _write(path, {"file": name, "error": error, "rows": []})
 
@@ -85,7 +85,7 @@ def in_child(given: list[str], source: pathlib.Path) -> str:
 
 
 @app.command(hidden=True)
-def child(name: str, source: pathlib.Path, path: pathlib.Path, methods: list[str]) -> None:
+def child(name: str, path: pathlib.Path, methods: list[str]) -> None:
     """Run one test file in this process, and write its results."""
     import transformers
 
@@ -95,7 +95,7 @@ def child(name: str, source: pathlib.Path, path: pathlib.Path, methods: list[str
     warnings.simplefilter("ignore")
     result: dict[str, Any] = {"file": name, "transformers": transformers.__version__, "rows": []}
     try:
-        for case in cases(source, name):
+        for case in cases(name):
             for method, finding in zip(methods, check(case, *methods), strict=True):
                 row = {"class": case.name, "type": case.config.model_type, "method": method}
                 result["rows"].append({**row, **finding._asdict()})

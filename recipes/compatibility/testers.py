@@ -6,7 +6,6 @@ They are in the tests of its repository (tests/models/*/test_modeling_*.py), not
 import importlib
 import pathlib
 import re
-import sys
 import unittest
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -53,13 +52,11 @@ def test_files(source: pathlib.Path) -> list[str]:
     return found
 
 
-def cases(source: pathlib.Path, name: str) -> Iterator[Case]:
+def cases(name: str) -> Iterator[Case]:
     """Yield the first class of each tester of a test file, and its first class that generates.
 
-    `name` is one of those that `test_files` returns for the checkout.
+    `name` is one of those that `test_files` returns for the checkout, whose folder is in the search path of modules.
     """
-    if str(source) not in sys.path:
-        sys.path.insert(0, str(source))
     module = importlib.import_module("tests.models." + name.replace("/", "."))
     seen = set()
     for test in vars(module).values():

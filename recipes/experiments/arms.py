@@ -25,11 +25,13 @@ Duration: on one core 5 to 20 minutes for each task and seed. Expected: the tabl
 """
 
 import copy
+import itertools
 import json
 import pathlib
 import random
 import statistics
 import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -69,8 +71,6 @@ app = commands.new_app(no_args_is_help=True)
 ARMS = ("nothing", "task", "map by the task", "distillation", "both")
 METHOD = make_config("linear", feature_map="hedgehog")
 GLUE_TASKS = ("stsb", "mrpc", "cola")
-# Steps whose cost is measured, after one that is not.
-_MEASURED = 3
 
 
 class Setup(NamedTuple):
@@ -104,14 +104,10 @@ class TaskTraining:
 
 
 def seconds_of(step: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
-    """Median processor time of a step."""
-    step(batches[0])
-    found = []
-    for i in range(_MEASURED):
-        start = time.process_time()
-        step(batches[(i + 1) % len(batches)])
-        found.append(time.process_time() - start)
-    return statistics.median(found)
+    """Median processor time of three steps, after one that is not measured."""
+    stream = itertools.cycle(batches[i] for i in range(min(4, len(batches))))
+    times = timeit.repeat(lambda: step(next(stream)), timer=time.process_time, number=1, repeat=4)
+    return statistics.median(times[1:])
 
 
 def costs_of(setup: Setup, method: MethodConfig) -> dict[str, float]:
