@@ -3,18 +3,16 @@
     python -m recipes.benchmarks.kernel                    (512 .. 32768 points)
     python -m recipes.benchmarks.kernel --length 512,1024,2048
 
-The data satisfies the sparsity assumption of the paper. It consists of clusters of 16 keys and 16 queries in 16
-dimensions. The centres spread as n grows, so that the kernel values of a query sum to about 1 over the keys of all
-other clusters, and to somewhat less than 16 over those of its own. x has random signs, so that the norm
-of the product is several times |x| and y = 0 is not within the allowed error. For every n the table shows the error |Kx
-- y| / |x| and the cost of one entry of y in kernel evaluations, including projections on random directions, which cost
-about as much. The fitted exponent is the slope of log(total cost) against log n by least squares, over all lengths and
-over those where the approximation is not the exact product. The exact product has exponent 2.
+The data satisfies the sparsity assumption of the paper: clusters of 16 keys and 16 queries in 16 dimensions, whose
+centres spread as n grows, so that the kernel values of a query sum to about 1 over the keys of all other clusters. x
+has random signs, so that the norm of the product is several times |x|. For every n the table shows the error |Kx - y| /
+|x| and the cost of one entry of y in kernel evaluations, including projections on random directions, which cost about
+as much. The exponent is the slope of log(total cost) against log n by least squares; the exact product has 2.
 
-Duration: 3 to 5 minutes on one core. Expected: exact products up to 1024 points, and an exponent of 1.5 to 1.6 beyond
-(near 2 in the last step); a third of the exact product's cost at 8192 points and a fifth at 32768; errors of a third of
-eps, since the bounds are loose. These are counts, not times: an evaluation gathers two points here and takes much
-longer than in a matrix product, so that `kernel_matvec` is faster at all these lengths.
+Duration: 3 to 5 minutes on one core. Expected: exact products up to 1024 points, and an exponent of 1.5 to 1.6 beyond;
+a third of the exact product's cost at 8192 points and a fifth at 32768; errors of a third of eps, since the bounds are
+loose. These are counts: an evaluation takes much longer than in a matrix product, so that `kernel_matvec` is faster at
+all these lengths.
 """
 
 import math

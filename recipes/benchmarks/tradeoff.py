@@ -3,17 +3,14 @@
     python -m recipes.benchmarks.tradeoff --data DATA --output docs/pictures/tradeoff.png
     python -m recipes.benchmarks.tradeoff --output docs/pictures/tradeoff.png --redraw      (from tradeoff.json)
 
-The inputs are queries, keys and values of MiniLM on a novel. Windows of 512 tokens are concatenated, as in
-`recipes.benchmarks.error`, and a head of every layer becomes a head of one call. The error is |A - E|_op / |E|_op, the
+The inputs are those of MiniLM on a novel (DATA/text/books; windows of 512 tokens are concatenated, as in
+`recipes.benchmarks.error`), and a head of every layer becomes a head of one call. The error is |A - E|_op / |E|_op, the
 mean over these heads, where E is the output of exact attention in float64. The speed is the time of
-`scaled_dot_product_attention` in float32 divided by that of the method, the median over rounds in which the two
-alternate. MiniLM's heads have 32 dimensions. Most models have 64, so the inputs whose time is measured are padded with
-zeros to 64, which changes neither the scores nor the output.
-
-The budget of a method is what it costs in columns (`with_budget`). `auto` has a bound of the error instead. The first
-point is what one can do without a method: exact attention whose products are computed in bfloat16. A row is on the
-frontier if no other row is both faster and more accurate. DATA holds `text/books/*.txt.gz`; the default is $HEA_DATA or
-../shared/data.
+`scaled_dot_product_attention` in float32 divided by that of the method, the median over rounds. MiniLM's heads have 32
+dimensions. Most models have 64, so the inputs whose time is measured are padded with zeros to 64, which changes neither
+the scores nor the output. The budget of a method is what it costs in columns (`with_budget`). `auto` has a bound of the
+error instead. The first point is exact attention whose products are computed in bfloat16, which needs no method. A row
+is on the frontier if no other row is both faster and more accurate.
 
 Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloat16 about twice as fast at an error of
 .001, and `nearfar` on the frontier at every budget.

@@ -4,22 +4,16 @@
     python -m recipes.experiments.arms show RUNS/glue                       (prints the table again)
 
 A model that is good at a task with exact attention is converted to `linear` with a learned feature map. Then each arm
-spends the same time of the processor:
-
-- nothing: the method is switched in, without training;
-- task: all parameters are trained on the task's labels;
-- map by the task: only the learned parameters of attention are;
-- distillation: half of the cost for layer-wise distillation, half for fine-tuning on the exact model's hidden states;
-  no labels;
-- both: half of the cost for layer-wise distillation, half for training on the task.
+spends the same time of the processor: on nothing; on training all parameters on the task's labels ("task"), or the
+learned parameters of attention alone ("map by the task"); half on layer-wise distillation and half on fine-tuning on
+the exact model's hidden states, without labels ("distillation"); or half on layer-wise distillation and half on the
+task ("both"). Costs of the steps are measured first, and an arm has as many as its share of the cost of `--steps` steps
+of task training.
 
 For glue the exact model is MiniLM, fine-tuned for one epoch and kept in RUNS for all seeds, and its task is STS-B, MRPC
-or CoLA. For pictures it is DeiT-tiny, as it was trained on ImageNet. Its task is Imagenette, ten classes of
-ImageNet: 80 pictures of each class for the training, 20 for the measurement. A second figure shows what is left of
-the other classes: top-1 on a thousand photographs, one of each class.
-
-Steps differ in cost. Their costs are measured first, in time of one processor, and an arm has as many steps as its
-share of the cost of `--steps` steps of task training.
+or CoLA. For pictures it is DeiT-tiny. Its task is Imagenette, ten classes of ImageNet: 80 pictures of each class for
+the training, 20 for the measurement. A second figure shows what is left of the other classes: top-1 on a thousand
+photographs, one of each class.
 
 Duration: on one core 5 to 20 minutes for each task and seed. Expected: the table of docs/training_results.md.
 """
