@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration import masks
 from recipes.compatibility import __main__ as compatibility
-from recipes.compatibility import checks, report, testers
+from recipes.compatibility import checks, testers
 from recipes.compatibility.testers import Case
 from tiny_models import tiny_batch, tiny_class, tiny_config
 
@@ -109,5 +109,8 @@ def test_errors_and_models_without_attention(monkeypatch):
 
 
 def test_the_status_of_a_type_is_the_worst():
-    rows = [{"status": status, "reason": "", "class": "A", "type": "a", "method": "linear"} for status in report.ORDER]
-    assert [report.worst(rows[: i + 1])["status"] for i in range(len(rows))] == list(report.ORDER)
+    rows = [
+        {"status": status, "reason": "", "class": "A", "type": "a", "method": "linear"}
+        for status in compatibility.ORDER
+    ]
+    assert [compatibility.worst(rows[: i + 1])["status"] for i in range(len(rows))] == list(compatibility.ORDER)
