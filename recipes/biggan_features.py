@@ -38,13 +38,32 @@ def make_classifier(classes: int = 10, widths: tuple[int, ...] = (32, 64, 128)) 
     return ResNetForImageClassification(config)
 
 
+def _shifted(pictures: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """Shift all pictures of the batch by the same random number of pixels, up to `most`, cyclically."""
+    across, down = torch.randint(-most, most + 1, (2,), generator=generator).tolist()
+    return pictures.roll((down, across), (2, 3))
+
+
 def train_classifier(
-    model: nn.Module, pictures: Tensor, labels: Tensor, *, minutes: float, steps: int | None, seed: int = 0
+    model: nn.Module,
+    pictures: Tensor,
+    labels: Tensor,
+    *,
+    minutes: float,
+    steps: int | None,
+    batch: int = 128,
+    seed: int = 0,
 ) -> int:
     """Train with AdamW and a learning rate that decreases to 0, and return the number of steps.
 
-    All pictures of a batch of 128 are shifted by the same random number of pixels, up to two, cyclically.
-    The pictures are (N, H, W) uint8, and the labels (N,) int64. `minutes` is the duration if `steps` is None.
+    Args:
+        model: the classifier.
+        pictures: (N, H, W) uint8.
+        labels: (N,) int64.
+        minutes: duration, used if `steps` is None.
+        steps: number of steps.
+        batch: batch size.
+        seed: seed of the batches and shifts.
     """
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
@@ -52,25 +71,28 @@ def train_classifier(
     start, done = time.monotonic(), 0
     with tqdm(total=steps, unit="step", disable=None, leave=False) as bar:
         while (over := done / steps if steps is not None else (time.monotonic() - start) / (60 * minutes)) < 1:
-            optimizer.param_groups[0]["lr"] = 2e-3 * (1 - over)
-            chosen = torch.randint(len(labels), (128,), generator=generator)
-            across, down = torch.randint(-2, 3, (2,), generator=generator).tolist()
-            inputs = digits.as_input(pictures[chosen]).roll((down, across), (2, 3))
+            for group in optimizer.param_groups:
+                group["lr"] = 2e-3 * (1 - over)
+            chosen = torch.randint(len(labels), (batch,), generator=generator)
+            inputs = _shifted(digits.as_input(pictures[chosen]), 2, generator)
             loss = nn.functional.cross_entropy(model(pixel_values=inputs).logits, labels[chosen])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             done += 1
             bar.update()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     return done
 
 
 @torch.inference_mode()
-def accuracy(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
+def accuracy(model: nn.Module, pictures: Tensor, labels: Tensor, batch: int = 500) -> float:
     """Share of the pictures (N, H, W) uint8 whose class (N,) has the largest logit."""
     model.eval()
-    guessed = [model(pixel_values=digits.as_input(part)).logits.argmax(1) for part in pictures.split(500)]
-    return (torch.cat(guessed) == labels).double().mean().item()
+    correct = 0
+    for part, wanted in zip(pictures.split(batch), labels.split(batch), strict=True):
+        correct += int((model(pixel_values=digits.as_input(part)).logits.argmax(1) == wanted).sum())
+    return correct / len(labels)
 
 
 @app.command(epilog="Example: python -m recipes.biggan_features --data ../shared/data --output features --steps 500")
