@@ -44,7 +44,6 @@ from hf_efficient_attn.cli import Device, main_of, parse_device, parse_dtype, pa
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import Timing, paired, time_calls, use_device, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
-from recipes.benchmarks.harness import Csv, report, rounds_note
 from recipes.common import commands
 from recipes.common.inputs import capture, open_source
 from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
@@ -231,7 +230,7 @@ def attention(
     rounds: commands.Rounds = 5,
     memory: commands.Memory = True,
     check: commands.Check = False,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure the methods on random inputs: time relative to exact attention, memory relative to the inputs."""
     where = str(parse_device(device))
@@ -286,7 +285,9 @@ def attention(
                 row = {"method": label, **case._asdict(), **timing, "relative": 1.0 / timing["ratio"]}
                 row["extra_memory"] = extra_memory(usable.get(label), case) if memory else None
                 rows.append(row | {"pass": _passes(row)})
-    report(rows, columns, rounds_note(sizes, rounds), csv=csv, verdicts=verdicts_of if check else None)
+    commands.report(
+        rows, columns, commands.rounds_note(sizes, rounds), csv=csv, verdicts=verdicts_of if check else None
+    )
 
 
 if __name__ == "__main__":

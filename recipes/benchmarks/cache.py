@@ -32,7 +32,6 @@ from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.text import read_text
-from recipes.benchmarks.harness import Csv, report
 from recipes.common import commands
 from recipes.common.inputs import book_paths
 
@@ -135,12 +134,12 @@ def cache(
     budgets: commands.numbers_option("Columns of the cache", "64,128,256,512", "--budget") = [],  # noqa: B006
     inputs: commands.option(int, "Number of books.", min=1) = 6,
     threads: commands.AnyThreads = None,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Compare decoding with `hea.NearFarCache` with exact decoding and with sliding windows."""
     with use_threads(threads), torch.no_grad():
         rows = compare(*load(commands.data_folder(data), inputs), parse_lengths(budgets) or BUDGETS)
-    report(rows, COLUMNS, csv=csv)
+    commands.report(rows, COLUMNS, csv=csv)
 
 
 if __name__ == "__main__":

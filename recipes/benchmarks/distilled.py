@@ -46,7 +46,6 @@ from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.wrappers import learned_parameters
-from recipes.benchmarks.harness import Csv, report
 from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
@@ -310,7 +309,7 @@ def main(
     learning_rate: commands.option(
         float | None, "Learning rate of the second stage. [default: 5e-5; language: 2e-4]"
     ) = None,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Distill and measure every method on a task, print the table, and write the figures."""
     commands.check_known("TASK", [task], TASKS)
@@ -330,7 +329,7 @@ def main(
         f"{what.figure}: {what.note} {plan.steps} steps of distillation, {plan.finetune_steps} of fine-tuning "
         f"({plan.target}, learning rate {plan.learning_rate:g})."
     )
-    report(rows, columns, note, csv=csv)
+    commands.report(rows, columns, note, csv=csv)
 
 
 if __name__ == "__main__":

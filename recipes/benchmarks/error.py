@@ -48,7 +48,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from recipes.benchmarks.harness import Csv, report
 from recipes.common import commands
 from recipes.common.inputs import Activation, deit_activations, exact_outputs, mean_error, minilm_activations
 
@@ -193,7 +192,7 @@ def error(
     half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
     check: commands.Check = False,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure the relative operator-norm error of the methods on real activations, at budgets of exact columns."""
     if defaults and (budget or half):
@@ -228,7 +227,7 @@ def error(
     )
     if half:
         note = f"{title}; budget {budgets[0]}. Relative Frobenius norm."
-        report(rows, HALF_COLUMNS, note, csv=csv, verdicts=half_verdicts if check else None)
+        commands.report(rows, HALF_COLUMNS, note, csv=csv, verdicts=half_verdicts if check else None)
         return
     commands.write(rows, csv)
     typer.echo(table(*by_method(rows, mean)))

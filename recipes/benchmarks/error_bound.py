@@ -43,7 +43,6 @@ from hf_efficient_attn.evaluation.defaults import default_methods
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.ops.row_error import held_back_bound, screening_error
-from recipes.benchmarks.harness import Csv
 from recipes.common import commands
 from recipes.common.inputs import SOURCES, open_source
 
@@ -186,7 +185,7 @@ def error_bound(
     seeds: commands.option(int, "Samples of queries.", min=1) = 2,
     threads: commands.AnyThreads = None,
     check: commands.Check = False,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure how often the bound of `hea.attention_error`, or that of `auto`, fails."""
     known = [name for name in SOURCES if not (auto and name == "gpt2")]

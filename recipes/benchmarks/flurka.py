@@ -37,7 +37,6 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, split_list
 from hf_efficient_attn.evaluation.timing import paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, make_config
-from recipes.benchmarks.harness import Csv, report, rounds_note
 from recipes.common import commands
 from recipes.common.memory import EXACT
 
@@ -148,7 +147,7 @@ def flurka(
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 5,
     check: commands.Check = False,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure times of FLuRKA layers, their parents and exact attention."""
     names, kernels = split_list(shape) or list(SHAPES), split_list(kernel) or KERNELS
@@ -163,8 +162,8 @@ def flurka(
     for name in names:
         sizes = zip("NWHP", SHAPES[name], strict=True)
         typer.echo(f"{name}: " + ", ".join(f"{letter} {size}" for letter, size in sizes))
-    note = rounds_note(f"threads {threads}", rounds)
-    report(rows, COLUMNS, note, csv=csv, verdicts=verdicts if check else None)
+    note = commands.rounds_note(f"threads {threads}", rounds)
+    commands.report(rows, COLUMNS, note, csv=csv, verdicts=verdicts if check else None)
 
 
 if __name__ == "__main__":

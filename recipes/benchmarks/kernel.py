@@ -28,8 +28,7 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from recipes.benchmarks.harness import Csv
-from recipes.common.commands import new_app, numbers_option, show, write
+from recipes.common.commands import Csv, new_app, numbers_option, show, write
 
 app = new_app()
 

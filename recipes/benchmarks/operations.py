@@ -31,7 +31,6 @@ from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import Timing, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
-from recipes.benchmarks.harness import Csv, report
 from recipes.common import commands
 from recipes.common.counting import Operations, compute, count
 
@@ -136,7 +135,7 @@ def operations_table(
     time: commands.option(bool, "Time the methods too.", "--time/--no-time") = True,
     rounds: commands.Rounds = 5,
     threads: commands.Threads = 1,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Count and time the attention layers of the paper's two models, by method."""
     commands.check_known("--layer", layer, LAYERS)
@@ -153,7 +152,9 @@ def operations_table(
         names = [k for k, c in configs.items() if one.queries != one.keys and not method_info(c.method).rectangular]
         note = f"Omitted, since they have no rectangular form: {', '.join(names)}.\n" if names else ""
         note += f"In 10^9, at the paper's batch size of {one.batch}; a multiply-add counts as one operation."
-        report([{**row, **{f"giga_{k}": row[k] / 1e9 for k in Operations._fields}} for row in own], columns, note)
+        commands.report(
+            [{**row, **{f"giga_{k}": row[k] / 1e9 for k in Operations._fields}} for row in own], columns, note
+        )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import Work, paired, use_threads
 from hf_efficient_attn.methods import MethodConfig, get_method
-from recipes.benchmarks.harness import Csv, report, rounds_note
 from recipes.common import commands
 from recipes.common.memory import Case, make_inputs, run_once
 
@@ -331,7 +330,7 @@ def peers(
     width: commands.HeadDim = 64,
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 5,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure times of other implementations and ours, relative to torch's exact attention."""
     lengths, chosen = parse_lengths(length) or list(LENGTHS), choose(split_list(peer))
@@ -350,8 +349,8 @@ def peers(
     for row in rows:
         row["form"] = " causal" if row["causal"] else ""
         row["title"] = f"{row['peer']}: {row['status']}" if row["status"] else f"{row['peer']} {row['version']}"
-    note = f"Times faster than exact attention; {rounds_note(sizes, rounds)}"
-    report(rows, COLUMNS, note, csv=csv)
+    note = f"Times faster than exact attention; {commands.rounds_note(sizes, rounds)}"
+    commands.report(rows, COLUMNS, note, csv=csv)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
 from hf_efficient_attn.ops.shards import Shards, over_heads
-from recipes.benchmarks.harness import Csv, report
 from recipes.common import commands
 
 app = commands.new_app()
@@ -134,7 +133,7 @@ def run(
     method: commands.methods_option("those with a form of their own") = [],  # noqa: B006
     processes: commands.option(int, "Processes that share a sequence.", min=1) = 8,
     causal: commands.option(bool, "Causal attention.", "--causal/--bidirectional") = False,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Count the bytes that a process sends in one layer, in bfloat16."""
     how = Setting((1, 16, 16, 64), processes, causal)
@@ -151,7 +150,7 @@ def run(
         f"{'causal' if causal else 'bidirectional'}, batch 1, 16 heads of dimension 64, bfloat16, {processes} "
         "processes: bytes that each process gives to the collectives in one layer"
     )
-    report(rows, columns, note, csv=csv)
+    commands.report(rows, columns, note, csv=csv)
 
 
 if __name__ == "__main__":

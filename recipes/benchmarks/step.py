@@ -32,7 +32,6 @@ from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, peak_of, use_threads
 from hf_efficient_attn.methods import MethodConfig
-from recipes.benchmarks.harness import Csv
 from recipes.common import commands
 from recipes.common.memory import EXACT
 
@@ -108,7 +107,7 @@ def main(
     model: commands.option(Model, "The model that is trained.") = Model.encoder,
     rounds: commands.Rounds = 3,
     threads: commands.Threads = 2,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure seconds and peak memory of a training step, and times faster than with exact attention."""
     lengths, configs = parse_lengths(length) or [512, 2048, 8192], parse_methods(method or METHODS)

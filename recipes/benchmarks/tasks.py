@@ -44,7 +44,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from recipes.benchmarks.harness import Csv
 from recipes.common import commands
 from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
@@ -138,7 +137,7 @@ def search(
         "Tokens of the chunks that texts are also divided into, for exact attention", "none", "--chunks"
     ) = [],  # noqa: B006
     threads: commands.AnyThreads = None,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure recall@1 and MRR of MiniLM: finding the text of each question among all, whole or in chunks."""
     sizes = parse_lengths(chunk)
@@ -189,7 +188,7 @@ def states(
     method: Method = [],  # noqa: B006
     tokens: commands.option(int, "Tokens of each book.", min=2) = 8192,
     inputs: commands.option(int, "Number of books.", min=1) = 2,
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure the error of MiniLM's last hidden states on novels, through all of its layers."""
     wanted = settings_of(method, budget)
@@ -214,7 +213,7 @@ def images(
     ) = 224,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure top-1 of DeiT-tiny on photographs."""
     tokens, data = (pixels // 16) ** 2 + 1, commands.data_folder(data)
@@ -260,7 +259,7 @@ def classify(
     count: commands.option(int | None, "Number of pictures, chosen at random. [default: all]", min=1) = None,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
-    csv: Csv = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure top-1 of an image classifier at its own resolution, with other attention methods."""
     wanted, chosen = settings_of(method, budget), None if layers is None else parse_layers(layers)

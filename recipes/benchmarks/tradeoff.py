@@ -36,7 +36,6 @@ from hf_efficient_attn.evaluation.timing import Timing, describe, paired, proces
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig
-from recipes.benchmarks.harness import Picture, Redraw, report
 from recipes.common import commands
 from recipes.common.inputs import Activation, minilm_activations
 
@@ -181,7 +180,7 @@ def show(result: Mapping[str, Any]) -> None:
         "attention": "{method}", "columns or bound": "{setting}", "times faster": "{ratio:.2g}",
         "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{off}", "on the frontier": "{best}",
     }  # fmt: skip
-    report(
+    commands.report(
         rows, columns,
         f"{about['tokens']:,} tokens, a head of each layer, times with a head dimension of {_WIDTH}, median of rounds: "
         f"{about['rounds']}. {_machine(about)}.",
@@ -192,14 +191,14 @@ def show(result: Mapping[str, Any]) -> None:
     epilog="Example: python -m recipes.benchmarks.tradeoff --tokens 4096 --method nearfar --output tradeoff.png"
 )
 def tradeoff(
-    output: Picture,
+    output: commands.Picture,
     data: commands.Data = None,
     tokens: commands.option(int, "Tokens of the text.", min=512) = 16384,
     budget: commands.numbers_option("Budgets in columns", "64,128,256,512,1024") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("all, both near fields of kdeformer and hyperattention") = [],  # noqa: B006
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 3,
-    redraw: Redraw = False,
+    redraw: commands.Redraw = False,
 ) -> None:
     """Measure and draw the error of the methods against their speed on a long text, at several budgets."""
     path = commands.measurements_of(output)

@@ -33,7 +33,6 @@ from hf_efficient_attn.evaluation.timing import processor_name
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing
-from recipes.benchmarks.harness import Picture, Redraw
 from recipes.common import commands
 from recipes.common.counting import FORMULAS_BY_PART
 from recipes.common.reporting import METRICS, mean_and_range, smoothed
@@ -270,8 +269,8 @@ def curves(
     folder: Annotated[
         pathlib.Path | None, typer.Argument(metavar="[FOLDER]", help="Runs of one group, made by `run`.")
     ] = None,
-    output: Picture = pathlib.Path("curves.png"),
-    redraw: Redraw = False,
+    output: commands.Picture = pathlib.Path("curves.png"),
+    redraw: commands.Redraw = False,
 ) -> None:
     """Draw the curves of up-training and its references, and print what they cost and where they end."""
     stored = commands.measurements_of(output)
