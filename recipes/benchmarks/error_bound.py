@@ -126,7 +126,7 @@ def summary(rows: list[dict[str, Any]]) -> tuple[int, float, float, float]:
 
 
 def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str, Any]]]:
-    """The rows by their values of these keys, the first two of them of the source; last, those of all sources."""
+    """The rows by source, length and their values of these keys; last, those of all sources and lengths together."""
     found: dict[tuple, list[dict[str, Any]]] = {}
     for first in (lambda row: (row["source"], row["tokens"]), lambda row: ("all", "")):
         for row in rows:
