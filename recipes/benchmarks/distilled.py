@@ -10,7 +10,7 @@ Every method is measured three times: switched in without training, after layer-
 after fine-tuning on the exact model's outputs (its second stage). `linear` with a window is also measured without it,
 because such models may learn to ignore their features. The data of the training is never that of the measurement, and
 no labels are used. METHOD is a name or NAME:key=value; the feature map is "hedgehog" unless given, and nystromformer
-has a convolution. With --output, results are kept in a folder, and a method and seed with a result is not repeated.
+has a convolution.
 
 DATA is as for recipes.benchmarks.tasks, with `images/imagenette160-val-1000.zip`, `glue/STS-B`, `text/wikitext-2` and
 `models/gpt2-books`.
@@ -20,29 +20,26 @@ Expected: the table of docs/training_results.md.
 """
 
 import copy
-import hashlib
-import json
 import pathlib
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from scipy.stats import spearmanr
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, BertModel, GPT2LMHeadModel, PreTrainedModel, ViTForImageClassification
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from hf_efficient_attn.cli import main_of, parse_methods, table
+from hf_efficient_attn.cli import main_of, parse_methods
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
@@ -54,8 +51,7 @@ from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Norm, Training, preprocessor_settings
 from recipes.common.data.images import load
-from recipes.common.inputs import book_paths, deit, photographs
-from recipes.common.reporting import mean_and_range
+from recipes.common.inputs import FRONT_MATTER, book_paths, deit, photographs
 from recipes.common.retrieval import embed, ranks, tokenized, xquad
 
 app = commands.new_app(no_args_is_help=True)
@@ -68,21 +64,13 @@ _LEARNING: dict[str, dict[str, Any]] = {
 
 
 class Task(NamedTuple):
-    """A pretrained model, unlabelled data to distill it with, and a figure that says what it can do.
+    """A pretrained model, unlabelled data to distill it with, and a figure that says what it can do."""
 
-    Attributes:
-        figure: the name of the figure.
-        load: returns the exact model.
-        batches: the training data for a seed.
-        evaluate: returns the figure of a model.
-        note: what is measured on what.
-    """
-
-    figure: str
-    load: Callable[[], PreTrainedModel]
-    batches: Callable[[int], Sequence[Batch]]
-    evaluate: Callable[[Any], float]
-    note: str
+    figure: str  # the name of the figure
+    load: Callable[[], PreTrainedModel]  # returns the exact model
+    batches: Callable[[], Sequence[Batch]]  # returns the training data
+    evaluate: Callable[[Any], float]  # returns the figure of a model
+    note: str  # what is measured on what
 
 
 class Plan(NamedTuple):
@@ -90,57 +78,53 @@ class Plan(NamedTuple):
 
     steps: int
     finetune_steps: int
-    loss: str
     target: str
     learning_rate: float
-    length: int = 512
 
 
 class Crops(Sequence[Batch]):
-    """Random crops of pictures: batch i is the same in every run with the same seed.
+    """Random crops of pictures in batches of 8: batch i is the same in every run with the same seed.
 
-    Args:
-        path: zip file or folder of pictures.
-        transform: the transform of training.
-        size: pictures in a batch.
-        count: number of batches.
-        seed: of the pictures and crops.
-        chosen: indices of the pictures to use; None for all.
-        classes: the classes of the model's outputs, if the batches shall have labels.
+    `chosen` are the indices of the pictures to use, None for all. The batches have labels if `classes` are given.
     """
 
     def __init__(
-        self, path: pathlib.Path, transform: Training, size: int, count: int, seed: int,
-        chosen: Sequence[int] | None = None, classes: Sequence[str] | None = None,
+        self, path: pathlib.Path, norm: Norm, count: int, seed: int,
+        chosen: Sequence[int] | None = None, classes: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        self._pictures, self._transform = load(str(path))[""], transform
+        self._pictures, self._transform = load(str(path))[""], Training(224, norm, scale=(0.35, 1.0))
         self._chosen = range(len(self._pictures)) if chosen is None else chosen
-        self._size, self._count, self._seed, self._classes = size, count, seed, classes
+        self._count, self._seed, self._classes = count, seed, classes
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
         generator = torch.Generator().manual_seed(self._seed * self._count + index)
-        drawn = torch.randint(len(self._chosen), (self._size,), generator=generator).tolist()
-        chosen = [self._chosen[i] for i in drawn]
+        chosen = [self._chosen[i] for i in torch.randint(len(self._chosen), (8,), generator=generator).tolist()]
         batch = {"pixel_values": torch.stack([self._transform(self._pictures.open(i), generator) for i in chosen])}
         if self._classes is not None:
-            batch["labels"] = torch.tensor([self._classes.index(self._pictures.classes[i]) for i in chosen])
+            batch["labels"] = torch.tensor([self._classes[self._pictures.classes[i]] for i in chosen])
         return batch
+
+
+def train(step: Callable[[Batch], Any], batches: Iterator[Batch], num_steps: int, name: str) -> None:
+    """Take steps on batches, with a progress bar."""
+    for batch in tqdm(islice(batches, num_steps), total=num_steps, desc=name, disable=None, leave=False):
+        step(batch)
 
 
 def configs_of(method: Sequence[str]) -> dict[str, MethodConfig]:
     """The methods by their labels, each with something to learn."""
     found = []
     for config in parse_methods(list(method) or ["linear"], []).values():
-        default = make_config(config.method)
-        options = _LEARNING.get(config.method, {}).items()
-        found.append(make_config(config, **{k: v for k, v in options if getattr(config, k) == getattr(default, k)}))
+        default, options = make_config(config.method), _LEARNING.get(config.method, {})
+        missing = {k: v for k, v in options.items() if getattr(config, k) == getattr(default, k)}
+        found.append(make_config(config, **missing))
     return {method_label(config): config for config in found}
 
 
-def distilled_figures(task: Task, config: MethodConfig, plan: Plan, seed: int) -> dict[str, float]:
+def distilled_figures(task: Task, config: MethodConfig, plan: Plan) -> dict[str, float]:
     """The figure of a method switched in, distilled and fine-tuned."""
     with no_progress_bar():
         model = task.load().eval()
@@ -148,15 +132,12 @@ def distilled_figures(task: Task, config: MethodConfig, plan: Plan, seed: int) -
     hea.convert(model, "sdpa")
     rates = {"learning_rate": plan.learning_rate, "attention_learning_rate": 10 * plan.learning_rate}
     options = FinetuningOptions(steps=max(1, plan.finetune_steps), target=plan.target, **rates)
-    teacher = make_teacher(model, options)
-    batches = task.batches(seed)
-    hea.distill(model, config, batches, steps=plan.steps, loss=plan.loss, options=DistillationOptions(seed=seed))
+    teacher, batches = make_teacher(model, options), task.batches()
+    hea.distill(model, config, batches, steps=plan.steps, options=DistillationOptions(seed=0))
     figures = {"switched": switched, "distilled": task.evaluate(model)}
     if plan.finetune_steps:
         finetuning = Finetuning(model, teacher, options)
-        stream = islice(batch_stream(batches, seed + 1, plan.finetune_steps), plan.finetune_steps)
-        for batch in tqdm(stream, total=plan.finetune_steps, desc="fine-tuning", disable=None):
-            finetuning.step(batch)
+        train(finetuning.step, batch_stream(batches, 1, plan.finetune_steps), plan.finetune_steps, "fine-tuning")
         finetuning.finish()
         figures["fine-tuned"] = task.evaluate(model)
     if getattr(config, "window_size", 0) and "feature_map" in config.to_dict():
@@ -175,42 +156,25 @@ def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedMo
     return copied
 
 
-def kept_figures(
-    task: Task, config: MethodConfig, plan: Plan, seed: int, output: pathlib.Path | None
-) -> dict[str, float]:
-    """`distilled_figures`, from a file in the folder if it exists, which is written otherwise."""
-    if output is None:
-        return distilled_figures(task, config, plan, seed)
-    asked = {"task": task.note, "method": config.to_dict(), "plan": plan._asdict(), "seed": seed}
-    number = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    path = output / f"{config.method}-{seed}-{number}.json"
-    if not path.is_file():
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**asked, "figures": distilled_figures(task, config, plan, seed)})
-    found: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["figures"]
-    return found
-
-
 def images(data: pathlib.Path, plan: Plan) -> Task:
     """DeiT-tiny, distilled on crops of Imagenette: top-1 of a thousand photographs of a thousand classes."""
-    folder = deit(data)
+    folder, count = deit(data), plan.steps + plan.finetune_steps
     path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
-    transform = Training(224, Norm.of(preprocessor_settings(str(folder))), scale=(0.35, 1.0))
-    tests = list(photographs(data, 224))
+    norm, tests = Norm.of(preprocessor_settings(str(folder))), list(photographs(data, 224))
     return Task(
         "top-1",
         lambda: ViTForImageClassification.from_pretrained(folder),
-        lambda seed: Crops(path, transform, 8, plan.steps + plan.finetune_steps, seed),
-        lambda model: top_one(model, tests, tqdm(disable=True)),
+        lambda: Crops(path, norm, count, 0),
+        lambda model: top_one(model, tests),
         "DeiT-tiny, 1,000 photographs of 224 x 224 pixels; distilled on crops of 1,000 pictures of Imagenette in "
         "batches of 8.",
     )
 
 
-def text_batches(texts: Sequence[str], size: int, max_length: int, seed: int) -> list[Batch]:
+def text_batches(texts: Sequence[str], size: int, max_length: int) -> list[Batch]:
     """Texts in random order as padded batches of MiniLM's tokens."""
     tokenizer, order = AutoTokenizer.from_pretrained(minilm_folder()), list(texts)
-    random.Random(seed).shuffle(order)
+    random.Random(0).shuffle(order)
     parts = [order[start : start + size] for start in range(0, len(order) - size + 1, size)]
     options = {"padding": True, "truncation": True, "max_length": max_length, "return_tensors": "pt"}
     return [dict(tokenizer(part, **options)) for part in parts]
@@ -223,20 +187,19 @@ def minilm() -> PreTrainedModel:
 
 def sentences(data: pathlib.Path, plan: Plan) -> Task:
     """MiniLM, distilled on the training sentences of STS-B: Spearman correlation on its 1,500 pairs for development."""
-    splits = glue.load("stsb", str(commands.existing(data / "glue", "GLUE")))
+    splits, count = glue.load("stsb", str(commands.existing(data / "glue", "GLUE"))), plan.steps + plan.finetune_steps
     texts = [text for name in ("sentence1", "sentence2") for text in splits["train"][name]]
     pairs, tokenizer = splits["validation"], AutoTokenizer.from_pretrained(minilm_folder())
 
     def evaluate(model: BertModel) -> float:
-        bar = tqdm(disable=True)
-        sentences = (tokenized(tokenizer, pairs[name]) for name in ("sentence1", "sentence2"))
-        first, second = (embed(model, tokenizer, own, bar, 128) for own in sentences)
+        both = (tokenized(tokenizer, pairs[name]) for name in ("sentence1", "sentence2"))
+        first, second = (embed(model, tokenizer, own, 128) for own in both)
         return float(spearmanr((first * second).sum(1).numpy(), list(pairs["label"])).statistic)
 
     return Task(
         "Spearman correlation",
         minilm,
-        lambda seed: text_batches(texts, 32, 128, seed)[: plan.steps + plan.finetune_steps],
+        lambda: text_batches(texts, 32, 128)[:count],
         evaluate,
         "MiniLM, cosine similarity of 1,500 pairs of STS-B (dev); distilled on sentences of its training set in "
         "batches of 32.",
@@ -254,12 +217,11 @@ def search(data: pathlib.Path, plan: Plan) -> Task:
     corpus = xquad(data, tokenizer)
 
     def evaluate(model: BertModel) -> float:
-        bar = tqdm(disable=True)
-        asked, found = (embed(model, tokenizer, texts, bar) for texts in (corpus.questions, corpus.texts))
+        asked, found = (embed(model, tokenizer, texts) for texts in (corpus.questions, corpus.texts))
         return (ranks(asked @ found.t(), corpus.own) == 1).double().mean().item()
 
-    def batches(seed: int) -> list[Batch]:
-        pairs = zip(*(text_batches(texts, 8, 256, seed) for texts in (paragraphs, shorts)), strict=True)
+    def batches() -> list[Batch]:
+        pairs = zip(*(text_batches(texts, 8, 256) for texts in (paragraphs, shorts)), strict=True)
         return [batch for pair in pairs for batch in pair]
 
     return Task(
@@ -279,46 +241,41 @@ def windows(text: str, folder: pathlib.Path, length: int) -> Tensor:
     return ids[: len(ids) // length * length].view(-1, length)
 
 
-def books(data: pathlib.Path) -> list[str]:
-    """The text of every book, in the order of their file names."""
-    return [read_text(path) for path in book_paths(data)]
-
-
-def split_batches(ids: Tensor, size: int, seed: int) -> list[Batch]:
+def split_batches(ids: Tensor, size: int) -> list[Batch]:
     """Windows (windows, length) in random order as batches."""
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": part} for part in ids[order].split(size) if len(part) == size]
 
 
 def states(data: pathlib.Path, plan: Plan) -> Task:
     """MiniLM, distilled on windows of eight novels: the error of its last hidden states on windows of another."""
-    length = plan.length
-    # Without title pages and tables of contents.
-    parts = [windows(text[9000 : 9000 + 400_000], minilm_folder(), length) for text in reversed(books(data))]
+    texts = [read_text(path)[FRONT_MATTER:][:400_000] for path in reversed(book_paths(data))]
+    parts = [windows(text, minilm_folder(), 512) for text in texts]
     train, test = torch.cat(parts[1:]), parts[0][:16]
     with torch.no_grad(), no_progress_bar():
         wanted = minilm().eval()(input_ids=test).last_hidden_state
 
     @torch.no_grad()
-    def evaluate(model: nn.Module) -> float:
+    def evaluate(model: BertModel) -> float:
         found = model(input_ids=test).last_hidden_state
         return ((found - wanted).norm() / wanted.norm()).item()
 
     return Task(
         "error of the last hidden states",
         minilm,
-        lambda seed: split_batches(train, max(1, 1024 // length), seed),
+        lambda: split_batches(train, 2),
         evaluate,
-        f"MiniLM, Frobenius norm, 16 windows of {length} tokens of a novel; distilled on {len(train)} windows of "
-        "others in batches of about 1,024 tokens.",
+        f"MiniLM, Frobenius norm, 16 windows of 512 tokens of a novel; distilled on {len(train)} windows of others in "
+        "batches of about 1,024 tokens.",
     )
 
 
 def language(data: pathlib.Path, plan: Plan) -> Task:
     """GPT-2 of the books, distilled on the first 95 % of each: nats per token on windows of the last 5 %."""
-    folder, length, texts = commands.existing(data / "models" / "gpt2-books", "GPT-2"), 2048, books(data)
-    train = torch.cat([windows(text[: int(0.95 * len(text))], folder, length) for text in texts])
-    ends = [windows(text[int(0.95 * len(text)) :], folder, length) for text in texts]
+    folder = commands.existing(data / "models" / "gpt2-books", "GPT-2")
+    texts = [(text, int(0.95 * len(text))) for text in map(read_text, book_paths(data))]
+    train = torch.cat([windows(text[:end], folder, 2048) for text, end in texts])
+    ends = [windows(text[end:], folder, 2048) for text, end in texts]
     test = torch.cat([end[: max(1, round(24 * len(end) / sum(map(len, ends))))] for end in ends])
 
     @torch.no_grad()
@@ -328,7 +285,7 @@ def language(data: pathlib.Path, plan: Plan) -> Task:
     return Task(
         "nats per token",
         lambda: GPT2LMHeadModel.from_pretrained(folder),
-        lambda seed: split_batches(train, 1, seed),
+        lambda: split_batches(train, 1),
         evaluate,
         f"GPT-2 of the books, {len(test)} windows of 2,048 tokens of the last 5 % of each book; distilled on single "
         "windows of the rest.",
@@ -349,48 +306,30 @@ def main(
     method: commands.methods_option("linear", "--method") = [],  # noqa: B006 (typer copies it)
     steps: commands.option(int, "Steps of layer-wise distillation.", min=1) = 300,
     finetune_steps: commands.option(int, "Steps of the second stage; 0 for none.", min=0) = 300,
-    loss: commands.option(str, "Loss of the distillation: output, weights or both.", metavar="NAME") = "output",
-    target: commands.option(
-        str | None,
-        "Target of the second stage: hidden_states or logits. [default: hidden_states; language: logits]",
-        metavar="NAME",
-    ) = None,
     learning_rate: commands.option(
         float | None, "Learning rate of the second stage. [default: 5e-5; language: 2e-4]"
     ) = None,
-    seeds: commands.option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
-    output: commands.option(
-        pathlib.Path | None, "Keep results here, and do not repeat those it holds.", metavar="FOLDER"
-    ) = None,
-    length: commands.option(int, "Tokens of a window of states.", min=2, max=512) = 512,
     csv: commands.Csv = None,
 ) -> None:
-    """Distill and measure every method on a task, print the table, and write the figure of every seed."""
+    """Distill and measure every method on a task, print the table, and write the figures."""
     commands.check_known("TASK", [task], TASKS)
-    commands.check_outputs(csv, None)
-    usual = ("logits", 2e-4) if task == "language" else ("hidden_states", 5e-5)
-    plan = Plan(steps, finetune_steps, loss, target or usual[0], learning_rate or usual[1], length)
+    target, usual = ("logits", 2e-4) if task == "language" else ("hidden_states", 5e-5)
+    plan = Plan(steps, finetune_steps, target, learning_rate or usual)
     configs, what = configs_of(method), TASKS[task](commands.data_folder(data), plan)
     with no_progress_bar():
         exact = what.evaluate(what.load().eval())
-    rows: list[dict[str, Any]] = []
-    lines: list[dict[str, str]] = []
+    rows = []
     for label, config in configs.items():
-        found = []
-        for seed in range(seeds):
-            found.append(kept_figures(what, config, plan, seed, output))
-            rows.append({"attention": label, "seed": seed, "exact": exact, **found[-1]})
-            tqdm.write(f"{label}, seed {seed}: {found[-1]}")
-        lines.append({"attention": label, "exact": f"{exact:.3f}"})
-        lines[-1] |= {name: mean_and_range([figures[name] for figures in found]) for name in found[0]}
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    commands.write([dict.fromkeys(("attention", "seed", *columns[1:]), "") | row for row in rows], csv)
-    typer.echo(table(columns, [[line.get(name, "") for name in columns] for line in lines]))
-    typer.echo(
-        f"\n{what.figure}: {what.note} {plan.steps} steps of distillation (loss {plan.loss}), {plan.finetune_steps} of "
-        f"fine-tuning ({plan.target}, learning rate {plan.learning_rate:g}); {seeds} seed{'s' if seeds > 1 else ''}"
-        f"{', mean and half the range' if seeds > 1 else ''}."
+        rows.append({"attention": label, "exact": exact, **distilled_figures(what, config, plan)})
+        tqdm.write(str(rows[-1]))
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    rows = [dict.fromkeys(names) | row for row in rows]
+    columns = {name: f"{{{name}:.3f}}" for name in names} | {"attention": "{attention}"}
+    note = (
+        f"{what.figure}: {what.note} {plan.steps} steps of distillation, {plan.finetune_steps} of fine-tuning "
+        f"({plan.target}, learning rate {plan.learning_rate:g})."
     )
+    commands.report(rows, columns, note, csv=csv)
 
 
 if __name__ == "__main__":

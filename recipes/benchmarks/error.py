@@ -6,41 +6,35 @@
     python -m recipes.benchmarks.error --data DATA --tokens 8192 --defaults     (as recipes.benchmarks.attention)
     python -m recipes.benchmarks.error --half bfloat16 --check
 
-The error is |A - E|_op / |E|_op for every layer and head, where E is the output of exact attention (N x Dv), A is that
-of the method on the same inputs, and |.|_op is the largest singular value. It is averaged over heads, layers and
-inputs. All methods have the same budget of exact columns (`with_budget`), or with `--defaults` the hyperparameters
-whose speed `recipes.benchmarks.attention` measures. Methods that draw at random run with several seeds, and the table
-shows mean and standard deviation over the seeds. With `--causal` only methods with a causal form are measured.
-`columns=all:draw=independent` is the sampling of the papers themselves.
+The error is |A - E|_op / |E|_op for every layer and head, averaged, where E is the output of exact attention (N x Dv)
+and |.|_op the largest singular value. All methods have the same budget of exact columns (`with_budget`), or with
+`--defaults` their default hyperparameters. Methods that draw at random run with several seeds, and the table shows mean
+and standard deviation. `columns=all:draw=independent` is the sampling of the papers themselves.
 
-With `--half bfloat16,float16` it measures what half precision adds to the error of each method, next to what it adds to
-exact attention. The inputs are standard normal numbers unless `--model minilm` is given, rounded to the dtype; errors
-are |A - E| / |E| in the Frobenius norm, averaged over heads and inputs. The columns:
+With `--half bfloat16,float16` it measures what half precision adds, in the Frobenius norm, on standard normal numbers
+unless `--model minilm` is given. The columns:
 
 exact              error of `torch.nn.functional.scaled_dot_product_attention` in the dtype, against float64
 within its budget  the same error of a method whose budget is the whole sequence, which makes it exact; without a figure
                    for methods that define their own attention
-at its budget      difference between the method's output in the dtype and in float64, with the same seed and a budget
-                   of `--budget` columns. Where rounding moves a key to another block of a hash, or chooses another
-                   landmark, the output changes as much as with another seed, which is no error of half precision
+at its budget      difference between the method's output in the dtype and in float64, with the same seed. Rounding can
+                   move a key to another block of a hash, or choose another landmark. The output then changes as much as
+                   with another seed, which is no error of half precision
 approximation      error of the method at that budget in float64, against exact attention in float64
 in all             error of the method at that budget in the dtype, against exact attention in float64
 
-DATA holds `text/books/*.txt.gz` for MiniLM, which comes from PyPI, or `models/deit-tiny-imagenet` and
+DATA holds `text/books/*.txt.gz` for MiniLM, or `models/deit-tiny-imagenet` and
 `images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
 
-Duration: 2 minutes for the first command. Expected with `--check`: kdeformer at most .40 at a budget of 128, and .28
-with a window as near field; at 4,096 tokens and a budget of 256 .38 and .35; on DeiT with 256 .13 and .11. nearfar at
-most .036, .046 and .03. With `--half`, a minute: within its budget, no method has more than 3 times the error of exact
-attention in the same dtype.
+Duration: 2 minutes for the first command. Expected: the tables of docs/results.md. With `--half`, a minute: within its
+budget, no method has more than 3 times the error of exact attention in the same dtype, which `--check` compares with.
 """
 
-import functools
 import itertools
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import typer
@@ -49,7 +43,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, split_list, table
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import use_threads
@@ -57,24 +51,10 @@ from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.inputs import Activation, deit_activations, exact_outputs, mean_error, minilm_activations
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 app = commands.new_app()
 
 METHODS = commands.METHODS
-# Largest errors: (model, tokens) -> (budget, {label: goal}).
-_WINDOW = "kdeformer (near_field=window)"
-GOALS: dict[tuple[str, int], tuple[int, dict[str, float]]] = {
-    ("minilm", 512): (128, {"nearfar": 0.036, "kdeformer": 0.40, _WINDOW: 0.28}),
-    ("minilm", 4096): (256, {"nearfar": 0.046, "kdeformer": 0.38, _WINDOW: 0.35}),
-    ("deit", 1025): (256, {"nearfar": 0.03, "kdeformer": 0.13, _WINDOW: 0.11}),
-}
-READERS: dict[str, Callable[..., list[Activation]]] = {
-    "minilm": lambda *of, length: minilm_activations(*of, length=length),
-    "deit": deit_activations,
-    "random": lambda *of, length: random_activations(*of, length),
-}
+MODELS = ("minilm", "deit", "random")
 # Of --half: without "auto", which is one of the others or exact; and the largest error within the budget, as a multiple
 # of that of exact attention in the same dtype.
 HALF_METHODS, HALF_GOAL = [name for name in hea.available_methods() if name != "auto"], 3.0
@@ -82,23 +62,19 @@ HALF_COLUMNS = {
     "dtype": "{dtype}", "attention": "{method}", "exact": "{exact:.2g}", "within its budget": "{within:.2g}",
     "at its budget": "{at:.2g}", "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
 }  # fmt: skip
-# The patches of 16 x 16 in 512 x 512 pixels, and the class token.
-_DEIT_TOKENS = 1025
 
 
-def errors(
-    config: MethodConfig, activations: Sequence[Activation], exact: Sequence[Tensor], seed: int, causal: bool = False
-) -> list[float]:
-    """Mean error over the heads, for each activation."""
-    found = []
-    for one, truth in zip(activations, exact, strict=True):
-        error = hea.analysis.attention_error(
-            config, one.query, one.key, one.value, scale=one.scale, seed=seed, is_causal=causal, exact=truth
-        )
-        found.append(error.operator.mean().item())
-    return found
+def read(model: str, data: pathlib.Path, count: int, length: int) -> list[Activation]:
+    """The activations of a model on `count` inputs, or standard normal query, key and value (1, 8, length, 64)."""
+    if model == "deit":
+        return deit_activations(data, count)
+    if model == "minilm":
+        return minilm_activations(data, count, length=length)
+    draw = torch.Generator().manual_seed(0)
+    return [Activation(0, *(torch.randn(1, 8, length, 64, generator=draw) for _ in "qkv"), None) for _ in range(count)]
 
 
+@torch.inference_mode()
 def measure(
     configs: Sequence[MethodConfig],
     activations: Sequence[Activation],
@@ -111,34 +87,25 @@ def measure(
     Returns:
         Rows with the mean error, its standard deviation over seeds, and the error of each layer.
     """
-    exact, layers = exact_outputs(activations, causal), sorted({one.layer for one in activations})
-    rows: list[dict[str, Any]] = []
-    with torch.inference_mode(), tqdm(total=len(configs) * len(budgets) * seeds, disable=None, leave=False) as bar:
-        for budget in budgets:
-            for config in configs:
-                sized, runs = config if budget is None else config.with_budget(budget), list[list[float]]()
-                for seed in range(seeds):
-                    bar.update()
-                    # More seeds of a method that draws nothing would only repeat the result.
-                    if not runs or seed == 1 or runs[0] != runs[-1]:
-                        runs.append(errors(sized, activations, exact, seed, causal))
-                means = [statistics.fmean(run) for run in runs]
-                by_layer = {
-                    layer: statistics.fmean(
-                        run[i] for run in runs for i, one in enumerate(activations) if one.layer == layer
-                    )
-                    for layer in layers
-                }
-                rows.append(
-                    {
-                        "method": method_label(config),
-                        "budget": "default" if budget is None else budget,
-                        "error": statistics.fmean(means),
-                        "deviation": statistics.stdev(means) if len(means) > 1 else 0.0,
-                        "seeds": len(means),
-                        **{f"layer_{layer}": value for layer, value in by_layer.items()},
-                    }
-                )
+    exact, rows = exact_outputs(activations, causal), list[dict[str, Any]]()
+    for budget, config in tqdm([*itertools.product(budgets, configs)], disable=None, leave=False):
+        sized, runs = config if budget is None else config.with_budget(budget), list[list[float]]()
+        for seed in range(seeds):
+            # More seeds of a method that draws nothing would only repeat the result.
+            if seed < 2 or runs[0] != runs[1]:
+                options = {"seed": seed, "is_causal": causal}
+                found = [
+                    hea.analysis.attention_error(sized, *one[1:4], scale=one.scale, exact=truth, **options)
+                    for one, truth in zip(activations, exact, strict=True)
+                ]
+                runs.append([error.operator.mean().item() for error in found])
+        by_layer: dict[str, list[float]] = {}
+        for one, *values in zip(activations, *runs, strict=True):
+            by_layer.setdefault(f"layer_{one.layer}", []).extend(values)
+        means = [statistics.fmean(run) for run in runs]
+        row = {"method": method_label(config), "budget": "default" if budget is None else budget}
+        row |= {"error": statistics.fmean(means), "deviation": statistics.stdev(means) if len(means) > 1 else 0.0}
+        rows.append(row | {"seeds": len(means)} | {name: statistics.fmean(own) for name, own in by_layer.items()})
     return rows
 
 
@@ -168,6 +135,7 @@ def half_errors(config: MethodConfig, one: Activation, budget: int, causal: bool
     }
 
 
+@torch.inference_mode()
 def measure_half(
     configs: Mapping[str, MethodConfig],
     activations: Sequence[Activation],
@@ -179,8 +147,7 @@ def measure_half(
     rows = []
     for dtype, (label, config) in tqdm([*itertools.product(dtypes, configs.items())], disable=None, leave=False):
         rounded = [Activation(a.layer, *(x.to(getattr(torch, dtype)) for x in a[1:4]), a.scale) for a in activations]
-        with torch.inference_mode():
-            found = [half_errors(config, one, budget, causal) for one in rounded]
+        found = [half_errors(config, one, budget, causal) for one in rounded]
         means = {k: None if found[0][k] is None else statistics.fmean(one[k] for one in found) for k in found[0]}
         rows.append({"method": label, "dtype": dtype, **means})
     return rows
@@ -192,47 +159,18 @@ def half_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     return commands.compared(exact, "{method}, {dtype}: error / exact", "of", lambda row: HALF_GOAL, False)
 
 
-def random_activations(data: pathlib.Path, count: int, length: int) -> list[Activation]:
-    """Standard normal query, key and value (1, 8, length, 64)."""
-    draw = torch.Generator().manual_seed(0)
-    return [
-        Activation(0, *(torch.randn(1, 8, length, 64, generator=draw) for _ in range(3)), None) for _ in range(count)
-    ]
-
-
-def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
-    """Plot the error against the budget, or bars for a single budget."""
-    from matplotlib.figure import Figure
-
-    labels, budgets = list(dict.fromkeys(row["method"] for row in rows)), sorted({row["budget"] for row in rows})
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    if len(budgets) == 1:
-        axes.barh(labels, [row["error"] for row in rows], xerr=[row["deviation"] for row in rows])
-        axes.invert_yaxis()
-        title = f"{title}; budget {budgets[0]}"
-        axes.set(xlabel="relative error (operator norm)")
-    else:
-        commands.curves(axes, rows, "budget", "budget (columns)")
-        axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
-    return figure
-
-
 def by_method(rows: Sequence[commands.Row], mean: float) -> tuple[list[str], list[list[str]]]:
     """Headers and cells, with a line for each method and a column for each budget; * marks errors above `mean`."""
-    budgets = list(dict.fromkeys(row["budget"] for row in rows))
     cells: dict[str, list[str]] = {}
     for row in rows:
         spread = f" ± {row['deviation']:.3f}" if row["deviation"] else ""
         cells.setdefault(row["method"], [row["method"]]).append(
             f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
         )
-    return ["attention", *(str(budget) for budget in budgets)], list(cells.values())
+    return ["attention", *dict.fromkeys(str(row["budget"]) for row in rows)], list(cells.values())
 
 
-@app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --plot error.png")
+@app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --csv error.csv")
 def error(
     model: commands.option(
         str | None, "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]", metavar="MODEL"
@@ -240,7 +178,6 @@ def error(
     data: commands.Data = None,
     budget: commands.numbers_option("Budgets in columns", "128; deit: 256") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("all, both near fields, the papers' sampling") = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
     inputs: commands.option(int | None, "Number of books or photographs. [default: 3; with --half 1]", min=1) = None,
     seeds: commands.option(int, "Seeds of each method that draws at random.", min=1) = 5,
     threads: commands.AnyThreads = None,
@@ -254,61 +191,46 @@ def error(
     ) = False,
     half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
-    by_layer: commands.option(bool, "Print the error of every layer too.", "--by-layer") = False,
     check: commands.Check = False,
     csv: commands.Csv = None,
-    plot: commands.Plot = None,
 ) -> None:
     """Measure the relative operator-norm error of the methods on real activations, at budgets of exact columns."""
-    dtypes = split_list(half)
-    if defaults and (budget or check or half):
-        raise UnsupportedAttentionError("--defaults measures without a budget: leave out --budget, --check and --half")
-    model, length = model or ("random" if half else "minilm"), tokens or (1024 if half else 512)
+    if defaults and (budget or half):
+        raise UnsupportedAttentionError("--defaults measures without a budget: leave out --budget and --half")
+    dtypes, model = split_list(half), model or ("random" if half else "minilm")
+    length = tokens or (1024 if half else 512)
     commands.check_known("--half", dtypes, ("bfloat16", "float16"))
-    commands.check_known("--model", [model], READERS)
-    size = (model, _DEIT_TOKENS if model == "deit" else length)
-    if check and not half and (size not in GOALS or causal):
-        sizes = ", ".join(f"{name} at {length} tokens" for name, length in GOALS)
-        raise UnsupportedAttentionError(f"--check: the goals hold for {sizes} without --causal")
-    commands.check_outputs(csv, plot)
+    commands.check_known("--model", [model], MODELS)
+    if check and not half:
+        raise UnsupportedAttentionError("--check: the goals are those of half precision; give --half bfloat16")
     # Causal forms always have a window as near field, whatever `near_field` is.
     usual = HALF_METHODS if half else [name for name in METHODS if not (causal and "near_field" in name)]
-    named = parse_methods(method or usual, setting)
+    named = parse_methods(method or usual)
     configs = {k: v for k, v in named.items() if not causal or hea.method_info(v.method).causal}
     if not configs:
         raise UnsupportedAttentionError(f"--causal: {', '.join(named)} have no causal form; choose other methods")
     budgets: list[int | None] = [None] if defaults else [*(parse_lengths(budget) or [256 if model == "deit" else 128])]
-    for config in configs.values():
-        for columns in budgets:
-            if columns is not None:
-                config.with_budget(columns)
+    for config, columns in itertools.product(configs.values(), budgets):
+        if columns is not None:  # refuse budgets that a method cannot have before the work
+            config.with_budget(columns)
     with use_threads(threads):
-        options = {} if model == "deit" else {"length": length}
-        activations = READERS[model](commands.data_folder(data), inputs or (1 if half else 3), **options)
+        activations = read(model, commands.data_folder(data), inputs or (1 if half else 3), length)
         if half:
             rows = measure_half(configs, activations, dtypes, budgets[0], causal)
         else:
             rows = measure(list(configs.values()), activations, budgets, seeds, causal)
             mean = mean_error(activations, exact_outputs(activations, causal), causal)
-    num_heads, length, head_dim = activations[0].query.shape[1:]
-    layers = sorted({one.layer for one in activations})
-    form = ", causal" if causal else ""
+    (_, num_heads, length, head_dim), layers = activations[0].query.shape, len({one.layer for one in activations})
     title = (
-        f"{model}: {length} tokens{form}, {len(layers)} layers, {num_heads} heads of {head_dim}, "
-        f"{len(activations) // len(layers)} inputs"
+        f"{model}: {length} tokens{', causal' if causal else ''}, {layers} layers, {num_heads} heads of {head_dim}, "
+        f"{len(activations) // layers} inputs"
     )
-    commands.write(rows, csv, None if half else plot, functools.partial(draw, title=title))
     if half:
-        commands.show(rows, HALF_COLUMNS)
-        typer.echo(f"\n{title}; budget {budgets[0]}. Relative Frobenius norm.")
-        if check:
-            commands.conclude(half_verdicts(rows))
+        note = f"{title}; budget {budgets[0]}. Relative Frobenius norm."
+        commands.report(rows, HALF_COLUMNS, note, csv=csv, verdicts=half_verdicts if check else None)
         return
+    commands.write(rows, csv)
     typer.echo(table(*by_method(rows, mean)))
-    if by_layer:
-        columns = {"attention": "{method}", "budget": "{budget}"} | {f"layer {i}": f"{{layer_{i}:.3f}}" for i in layers}
-        typer.echo()
-        commands.show(rows, columns)
     typer.echo(
         f"\n{title}. Relative operator norm, mean over heads, layers and inputs; "
         f"{'default hyperparameters' if defaults else 'budgets in columns'}; "
@@ -316,11 +238,6 @@ def error(
     )
     mean_of = "values so far" if causal else "values"
     typer.echo(f"* worse than answering every query with the mean of the {mean_of}, {mean:.3f}.")
-    if check:
-        wanted, goals = GOALS[size]
-        own = [row for row in rows if row["budget"] == wanted]
-        what = "{method}, budget {budget}: error"
-        commands.conclude(commands.compared(own, what, "error", lambda row: goals.get(row["method"]), False))
 
 
 if __name__ == "__main__":

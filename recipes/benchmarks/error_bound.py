@@ -6,21 +6,14 @@
 
 A model is converted to a method at a budget of exact columns (`with_budget`). `hea.attention_error` then estimates the
 error of every layer and head from the exact output of some queries, with a bound, and computes it from that of all
-queries. A layer is missed if the mean of the bounds of its heads is below the mean of their errors. The sources:
+queries. A layer is missed if the mean of the bounds of its heads is below the mean of their errors. The sources: six
+novels in MiniLM (books), joined paragraphs of XQuAD in MiniLM, photographs in DeiT-tiny with about as many patches as
+tokens are asked for, and the novels in GPT-2, which is causal and has 2,048 positions. Errors below 1e-4 are left out.
 
-- books: six novels in MiniLM, whose table of positions is repeated for more than 512 tokens;
-- xquad: paragraphs of XQuAD, joined, in MiniLM;
-- photographs: in DeiT-tiny, resized to about as many patches of 16 x 16 pixels as tokens are asked for;
-- gpt2: the same novels in GPT-2, which is causal and has 2,048 positions.
-
-Errors below 1e-4, such as those of methods that are exact at a length, are left out.
-
-With --auto the model is converted to `auto`, and the error of every head is computed from the exact output of all
-queries. An approximated head is missed if its error is above `max_error`. GPT-2 is left out, because the causal form
-does not decide by the data. With crossover=1, the default here, every length is decided by the bound and every
-approximation is taken to pay, so that more heads are approximated than in use. A second table has the time of the
-copies that tell which heads to attempt, and of the exact rows that bound the error of all heads, as shares of exact
-attention in float32 (CPU time, the smallest of some runs). They do not depend on the data.
+With --auto the model is converted to `auto`. An approximated head is missed if its error is above `max_error`. With
+crossover=1, which is set here, every length is decided by the bound and every approximation is taken to pay. A second
+table has the time of the copies that tell which heads to attempt, and of the exact rows that bound the error of all
+heads, as shares of exact attention in float32 (CPU time, the smallest of some runs).
 
 DATA holds `text/books`, `squad`, `images`, and `models/deit-tiny-imagenet` and `models/gpt2-books`. The default is
 $HEA_DATA or ../shared/data.
@@ -34,17 +27,17 @@ tokens, and 3 % with 8,192.
 import pathlib
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import typer
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, split_list
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import default_methods
 from hf_efficient_attn.evaluation.timing import use_threads
@@ -68,29 +61,19 @@ _RUNS, _HEADS = 5, 8
 
 def compare(model: nn.Module, batch: Mapping[str, Any], rows: list[int], seeds: int) -> list[dict[str, Any]]:
     """One row for each number of queries, seed and layer: whether its bound and those of its heads fail."""
-    exact = hea.attention_error(model, batch, num_rows=None).layers
-    found = []
-    for count in rows:
-        for seed in range(seeds):
-            sampled = hea.attention_error(model, batch, num_rows=count, seed=seed).layers
-            for some, every in zip(sampled, exact, strict=True):
-                if every.mean >= _SMALLEST:
-                    found.append(
-                        {
-                            "rows": count,
-                            "layer": some.name,
-                            "missed": some.mean_bound < every.mean,
-                            "ratio": some.mean_bound / every.mean,
-                            "heads": every.estimate.numel(),
-                            "heads_missed": int((some.bound < every.estimate).sum()),
-                        }
-                    )
+    exact, found = hea.attention_error(model, batch, num_rows=None).layers, []
+    for count, seed in ((count, seed) for count in rows for seed in range(seeds)):
+        sampled = hea.attention_error(model, batch, num_rows=count, seed=seed).layers
+        for some, every in zip(sampled, exact, strict=True):
+            if every.mean >= _SMALLEST:
+                row = {"rows": count, "layer": some.name, "missed": some.mean_bound < every.mean}
+                row |= {"ratio": some.mean_bound / every.mean, "heads": every.estimate.numel()}
+                found.append(row | {"heads_missed": int((some.bound < every.estimate).sum())})
     return found
 
 
 def approximated_heads(model: nn.Module, batch: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
     """One row for each layer: number of heads, of approximated ones, and of those above the bound."""
-    layers = hea.attention_error(model, batch, num_rows=None).layers
     return [
         {
             "layer": layer.name,
@@ -99,7 +82,7 @@ def approximated_heads(model: nn.Module, batch: Mapping[str, Any], limit: float)
             "missed": int((layer.estimate > limit).sum()),
             "error": layer.estimate.sum().item(),
         }
-        for layer in layers
+        for layer in hea.attention_error(model, batch, num_rows=None).layers
     ]
 
 
@@ -128,18 +111,10 @@ def cost_of(tokens: int, head_dim: int) -> tuple[float, float]:
         lambda: screening_error(query, key, value, scale=scale),
         lambda: held_back_bound(query, key, value, value, num_probes=96, num_rows=64, scale=scale, seed=0),
     ]
-    exact, copies, rows = map(_cpu_time, works)
+    # The smallest time of some runs is what other work of the machine changes least.
+    runs = (timeit.repeat(work, timer=time.process_time, number=1, repeat=_RUNS) for work in works)
+    exact, copies, rows = map(min, runs)
     return copies / exact, rows / exact
-
-
-def _cpu_time(work: Callable[[], Any]) -> float:
-    """The smallest CPU time of some runs in seconds, which other work of the machine changes least."""
-    seconds = []
-    for _ in range(_RUNS):
-        start = time.process_time()
-        work()
-        seconds.append(time.process_time() - start)
-    return min(seconds)
 
 
 def summary(rows: list[dict[str, Any]]) -> tuple[int, float, float, float]:
@@ -151,54 +126,50 @@ def summary(rows: list[dict[str, Any]]) -> tuple[int, float, float, float]:
 
 
 def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str, Any]]]:
-    """The rows by their values of these keys, the first of them "source"; last, those of all sources together."""
+    """The rows by source, length and their values of these keys; last, those of all sources and lengths together."""
     found: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    for row in rows:
-        found.setdefault(("all", "", *(row[key] for key in keys[2:])), []).append(row)
+    for first in (lambda row: (row["source"], row["tokens"]), lambda row: ("all", "")):
+        for row in rows:
+            found.setdefault((*first(row), *(row[key] for key in keys)), []).append(row)
     return found
 
 
 def show_bounds(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
     """Print the table of the bound of `hea.attention_error`, and return what is compared with the goal."""
-    cells, verdicts = [], []
-    for (source, tokens, count), part in groups(rows, "source", "tokens", "rows").items():
+    cells = []
+    for (source, tokens, count), part in groups(rows, "rows").items():
         layers, missed, heads, ratio = summary(part)
         sizes = {"source": source, "tokens": tokens, "rows": count, "layers": layers, "ratio": ratio}
-        cells.append({**sizes, "missed": 100 * missed, "heads": 100 * heads})
-        if source == "all":
-            verdicts.append(commands.Verdict(f"{count} rows", missed, GOAL, at_least=False))
+        cells.append({**sizes, "share": missed, "missed": 100 * missed, "heads": 100 * heads})
     columns = {name: f"{{{name}}}" for name in ("source", "tokens", "rows", "layers")}
     columns |= {"missed": "{missed:.2f} %", "heads missed": "{heads:.2f} %", "bound / error": "{ratio:.2f}"}
     commands.show(cells, columns)
-    return verdicts
+    together = [row for row in cells if row["source"] == "all"]
+    return commands.compared(together, "{rows} rows", "share", lambda row: GOAL, at_least=False)
 
 
 def show_auto(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
     """Print the tables of auto's heads and of its costs, and return what is compared with the goals."""
     cells = []
-    for (source, tokens), part in groups(rows, "source", "tokens").items():
+    for (source, tokens), part in groups(rows).items():
         sums = {key: sum(row[key] for row in part) for key in ("heads", "approximated", "missed", "error")}
         share = sums["missed"] / max(1, sums["approximated"])
-        cells.append({"source": source, "tokens": tokens, **sums, "share": 100 * share})
+        cells.append({"source": source, "tokens": tokens, **sums, "share": share, "percent_missed": 100 * share})
         cells[-1] |= {"percent": 100 * sums["approximated"] / sums["heads"], "mean": sums["error"] / sums["heads"]}
     columns = {"source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{percent:.0f} %"}
-    columns |= {"missed": "{missed}", "share of the approximated": "{share:.2f} %", "mean error": "{mean:.3f}"}
-    commands.show(cells, columns)
-    costs = [(tokens, dim, *cost_of(tokens, dim)) for tokens in COSTS for dim in (32, 64)]
-    typer.echo()
-    commands.show(
-        [{"n": n, "dim": d, "copies": 100 * a, "rows": 100 * b, "all": 100 * (a + b)} for n, d, a, b in costs],
-        {"tokens": "{n}", "head_dim": "{dim}", "copies": "{copies:.1f} %", "exact rows": "{rows:.1f} %",
-         "together": "{all:.1f} %"},
-    )  # fmt: skip
+    columns |= {"missed": "{missed}", "share of the approximated": "{percent_missed:.2f} %"}
+    commands.show(cells, columns | {"mean error": "{mean:.3f}"})
+    costs = []
+    for n, dim in ((n, dim) for n in COSTS for dim in (32, 64)):
+        copies, exact = cost_of(n, dim)
+        costs.append({"n": n, "dim": dim, "copies": 100 * copies, "rows": 100 * exact, "cost": copies + exact})
+        costs[-1] |= {"all": 100 * costs[-1]["cost"]}
+    print()
+    columns = {"tokens": "{n}", "head_dim": "{dim}", "copies": "{copies:.1f} %", "exact rows": "{rows:.1f} %"}
+    commands.show(costs, columns | {"together": "{all:.1f} %"})
     return [
-        commands.Verdict("heads missed", cells[-1]["share"] / 100, GOAL, at_least=False),
-        *(
-            commands.Verdict(f"cost, {n} tokens, head_dim {dim}", copies + exact, COSTS[n], at_least=False)
-            for n, dim, copies, exact in costs
-        ),
+        commands.Verdict("heads missed", cells[-1]["share"], GOAL, at_least=False),
+        *commands.compared(costs, "cost, {n} tokens, head_dim {dim}", "cost", lambda row: COSTS[row["n"]], False),
     ]
 
 
@@ -209,8 +180,7 @@ def error_bound(
     tokens: commands.numbers_option("Tokens", "512,1024,2048,8192", "--tokens") = [],  # noqa: B006
     rows: commands.numbers_option("Queries of each head", "64,96,128", "--rows") = [],  # noqa: B006
     budgets: commands.numbers_option("Budgets in columns", "128", "--budget") = [],  # noqa: B006
-    method: commands.methods_option("those that benchmark compares", "--method", "--methods") = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
+    method: commands.methods_option("those that benchmark compares") = [],  # noqa: B006
     auto: commands.option(bool, "Heads of `auto` above its bound, and the cost of it.", "--auto") = False,
     seeds: commands.option(int, "Samples of queries.", min=1) = 2,
     threads: commands.AnyThreads = None,
@@ -221,23 +191,19 @@ def error_bound(
     known = [name for name in SOURCES if not (auto and name == "gpt2")]
     sources, lengths, counts = split_list(source) or known, parse_lengths(tokens) or TOKENS, parse_lengths(rows) or ROWS
     commands.check_known("--source", sources, known)
-    commands.check_outputs(csv, None)
     if auto:
         if rows or budgets or method:
             raise UnsupportedAttentionError("--auto decides by the data: leave out --rows, --budget and --method")
-        configs = parse_methods(["auto"], ["crossover=1", *setting])
+        configs = parse_methods(["auto"], ["crossover=1"])
+        limit = configs[next(iter(configs))].to_dict()["max_error"]
     else:
-        given = parse_methods(method or default_methods(purpose="compare"), setting)
+        given = parse_methods(method or default_methods(purpose="compare"))
         columns = parse_lengths(budgets) or BUDGETS
         configs = {f"{label}, {n}": one.with_budget(n) for label, one in given.items() for n in columns}
     found: list[dict[str, Any]] = []
     with use_threads(threads), torch.no_grad():
         for about, model, batch in converted(configs, sources, lengths, commands.data_folder(data)):
-            if auto:
-                (limit,) = (config.to_dict()["max_error"] for config in configs.values())
-                measured = approximated_heads(model, batch, limit)
-            else:
-                measured = compare(model, batch, counts, seeds)
+            measured = approximated_heads(model, batch, limit) if auto else compare(model, batch, counts, seeds)
             found += [{**about, **row} for row in measured]
         if not found:
             raise UnsupportedAttentionError(

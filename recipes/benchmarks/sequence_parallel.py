@@ -7,113 +7,67 @@ Duration: a quarter of a minute. Expected with 8 processes and 16 heads of dimen
 .8 MB for nystromformer, 1.2 MB for performer and 2.1 MB for linformer and longformer, which do not depend on the
 length. Methods that exchange tokens for heads send 8 MB at 8,192 tokens and 67 MB at 65,536.
 
-One process runs the calls of a model and exchanges nothing: it receives zeros. The bytes are what it gives to the
+One process runs the calls of a model and exchanges nothing. The bytes are what it gives to the
 collectives, forward and backward. How much of that is on the wire depends on the library: all_reduce moves about twice
 as much, all_gather one copy for each other process, and all_to_all all but the process's own part. The same counter
 counts real calls in the tests. "tokens for heads" stands for every method without a form of its own, and for exact
 attention.
 """
 
-import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import typer
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
-from hf_efficient_attn.ops import shards as shards_module
 from hf_efficient_attn.ops.shards import Shards, over_heads
 from recipes.common import commands
 
 app = commands.new_app()
 
 EXCHANGE = "tokens for heads"
+# Operators of torch's functional collectives, which its differentiable ones call.
+_COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "all_to_all_single": "all_to_all",
+    "reduce_scatter_tensor": "reduce_scatter",
+}  # fmt: skip
 
 
-class _Group:
-    """A process group of which only the size matters, because nothing is sent."""
+class Traffic(TorchDispatchMode):
+    """Counts what this process gives to collectives in a context: `forward` and `backward`, bytes by their names.
 
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
-@dataclass
-class Traffic:
-    """What a process gives to collectives.
-
-    Attributes:
-        sent: bytes by the name of the collective.
-        calls: how many collectives there are.
+    `calls` is the number of collectives forward.
     """
 
-    sent: dict[str, int] = field(default_factory=dict)
-    calls: int = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward, self.backward, self.calls = Counter[str](), Counter[str](), 0
 
-    @property
-    def total(self) -> int:
-        """Bytes in all collectives together."""
-        return sum(self.sent.values())
-
-    def count(self, name: str, x: Tensor) -> None:
-        """Count a collective that sends a tensor."""
-        self.sent[name] = self.sent.get(name, 0) + x.numel() * x.element_size()
-        self.calls += 1
-
-
-class _Counted:
-    """The functional collectives that the package calls. They count, and send nothing in a group of `_Group`."""
-
-    def __init__(self, forward: Traffic, backward: Traffic) -> None:
-        self.forward, self.backward = forward, backward
-
-    def _count(self, name: str, name_of_gradient: str, sent: Tensor, out: Tensor) -> Tensor:
-        self.forward.count(name, sent)
-        if out.requires_grad:
-            out.register_hook(functools.partial(self.backward.count, name_of_gradient))
-        return out
-
-    def all_gather_single_autograd(self, x: Tensor, dim: int, group: Any) -> Tensor:
-        function: Any = getattr(collectives, "all_gather_single_autograd", None)
-        function = function or collectives.all_gather_tensor_autograd
-        out = x.repeat(group.size()) if isinstance(group, _Group) else function(x, dim, group)
-        return self._count("all_gather", "reduce_scatter", x, out)
-
-    def all_reduce(self, x: Tensor, operation: str, group: Any) -> Tensor:
-        out = 1 * x if isinstance(group, _Group) else collectives.all_reduce(x, operation, group)
-        return self._count("all_reduce", "all_reduce", x, out)
-
-    def all_to_all_single_autograd(self, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        if isinstance(group, _Group):
-            out = x.new_zeros(sum(received)) + 0 * x.sum()
-        else:
-            out = collectives.all_to_all_single_autograd(x, received, sent, group)
-        return self._count("all_to_all", "all_to_all", x, out)
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = _COLLECTIVES.get(operator._opname) if operator.namespace == "_c10d_functional" else None
+        if name is not None:
+            is_backward = torch._C._current_autograd_node() is not None
+            (self.backward if is_backward else self.forward)[name] += args[0].numel() * args[0].element_size()
+            self.calls += not is_backward
+        return operator(*args, **(kwargs or {}))
 
 
 @contextmanager
-def counted_traffic() -> Iterator[tuple[Traffic, Traffic]]:
-    """Count what this process gives to collectives in calls in this context, forward and in their backward passes."""
-    forward, backward = Traffic(), Traffic()
-    original = shards_module.collectives
-    shards_module.collectives = _Counted(forward, backward)  # type: ignore[assignment]
+def middle_of(processes: int) -> Iterator[Any]:
+    """The group of a process in the middle of so many, in which nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=processes // 2, world_size=processes)
     try:
-        yield forward, backward
+        yield dist.group.WORLD
     finally:
-        shards_module.collectives = original
+        dist.destroy_process_group()
 
 
 class Setting(NamedTuple):
@@ -124,28 +78,26 @@ class Setting(NamedTuple):
     is_causal: bool
 
 
-def traffic(config: MethodConfig | None, length: int, how: Setting) -> tuple[Traffic, Traffic]:
-    """What a process in the middle sends forward and backward; None for the exchange of tokens for heads."""
+def traffic(config: MethodConfig | None, length: int, how: Setting) -> Traffic:
+    """What a process in the middle sends; None for the exchange of tokens for heads."""
     (batch, heads, kv_heads, dim), size = how.shape, how.processes
-    bounds = [length * i // size for i in range(size + 1)]
-    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
-    shards = Shards(_Group(size, size // 2), lengths, size // 2)  # type: ignore[arg-type]
+    lengths = tuple(b - a for a, b in itertools.pairwise(length * i // size for i in range(size + 1)))
     draws = torch.Generator().manual_seed(0)
     own = [
-        torch.randn(batch, n, lengths[shards.rank], dim, generator=draws).to(torch.bfloat16).requires_grad_()
+        torch.randn(batch, n, lengths[size // 2], dim, generator=draws).to(torch.bfloat16).requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     ]
-    with counted_traffic() as (forward, backward):
+    with middle_of(size) as group, Traffic() as found:
+        shards = Shards(group, lengths, size // 2)
         if config is None:
             out = over_heads(_any_attention, *own, shards)
         else:
             initial = get_method(config.method).initial_parameters
             sizes = {"num_heads": heads, "head_dim": dim, "value_dim": dim, "max_length": length}
             parameters = initial(config, **sizes) if initial else {}
-            call = functools.partial(sharded_attention, shards=shards, is_causal=how.is_causal, parameters=parameters)
-            out = call(config, *own)
+            out = sharded_attention(config, *own, shards=shards, is_causal=how.is_causal, parameters=parameters)
         torch.autograd.grad(out, own, torch.ones_like(out), allow_unused=True)
-    return forward, backward
+    return found
 
 
 def _any_attention(query: Tensor, key: Tensor, value: Tensor, _: Any) -> Tensor:
@@ -154,23 +106,17 @@ def _any_attention(query: Tensor, key: Tensor, value: Tensor, _: Any) -> Tensor:
 
 
 def row(label: str, config: MethodConfig | None, length: int, how: Setting) -> dict[str, Any]:
-    """The bytes of one method at one length."""
-    forward, backward = traffic(config, length, how)
+    """The bytes of one method at one length. A method without a form of its own exchanges tokens for heads."""
+    form = None if config is None else get_method(config.method).sharded
+    if config is not None and not (form is not None and form.applies(config, length, how.is_causal)):
+        label, config = f"{label} ({EXCHANGE})", None
+    found = traffic(config, length, how)
+    forward, backward = found.forward.total(), found.backward.total()
     return {
-        "method": label,
-        "length": length,
-        "processes": how.processes,
-        "causal": how.is_causal,
-        "bytes": forward.total,
-        "backward_bytes": backward.total,
-        "collectives": ", ".join(name for name, count in forward.sent.items() if count),
-    }
-
-
-def own_form(config: MethodConfig, length: int, is_causal: bool) -> bool:
-    """Whether a method sends a summary rather than its tokens."""
-    form = get_method(config.method).sharded
-    return form is not None and form.applies(config, length, is_causal)
+        "method": label, "length": length, "processes": how.processes, "causal": how.is_causal,
+        "bytes": forward, "backward_bytes": backward, "collectives": ", ".join(found.forward),
+        "forward": in_words(forward), "backward": in_words(backward),
+    }  # fmt: skip
 
 
 def in_words(count: int) -> str:
@@ -185,39 +131,26 @@ def in_words(count: int) -> str:
 def run(
     length: commands.numbers_option("Tokens of all processes together", "8192,65536") = [],  # noqa: B006
     method: commands.methods_option("those with a form of their own") = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
     processes: commands.option(int, "Processes that share a sequence.", min=1) = 8,
     causal: commands.option(bool, "Causal attention.", "--causal/--bidirectional") = False,
-    batch: commands.option(int, "Batch size.", min=1) = 1,
-    heads: commands.NumHeads = 16,
-    kv_heads: commands.option(int, "Key heads. 0: as many as heads.", min=0) = 0,
-    width: commands.HeadDim = 64,
     csv: commands.Csv = None,
 ) -> None:
     """Count the bytes that a process sends in one layer, in bfloat16."""
-    commands.check_outputs(csv, None)
-    if kv_heads and heads % kv_heads:
-        raise UnsupportedAttentionError(f"--kv-heads {kv_heads} must divide --heads {heads}")
-    how = Setting((batch, heads, kv_heads or heads, width), processes, causal)
+    how = Setting((1, 16, 16, 64), processes, causal)
     names = method or [name for name in available_methods() if get_method(name).sharded is not None]
-    configs = {k: v for k, v in parse_methods(names, setting).items() if not causal or method_info(v.method).causal}
-    rows = []
-    for tokens in parse_lengths(length) or [8192, 65_536]:
-        for label, config in configs.items():
-            given = config if own_form(config, tokens, causal) else None
-            rows.append(row(label if given else f"{label} ({EXCHANGE})", given, tokens, how))
-        rows.append(row(EXCHANGE, None, tokens, how))
-    commands.write(rows, csv)
-    cells = [
-        (f"{r['length']:,}", r["method"], in_words(r["bytes"]), in_words(r["backward_bytes"]), r["collectives"])
-        for r in rows
+    configs = {k: v for k, v in parse_methods(names).items() if not causal or method_info(v.method).causal}
+    rows = [
+        row(label, config, tokens, how)
+        for tokens in parse_lengths(length) or [8192, 65_536]
+        for label, config in {**configs, EXCHANGE: None}.items()
     ]
-    typer.echo(table(("tokens", "attention", "sent forward", "sent backward", "collectives"), cells))
-    kind, groups = "causal" if causal else "bidirectional", kv_heads or heads
-    typer.echo(
-        f"\n{kind}, batch {batch}, {heads} heads of dimension {width} with {groups} key heads, bfloat16, {processes} "
+    columns = {"tokens": "{length:,}", "attention": "{method}", "sent forward": "{forward}"}
+    columns |= {"sent backward": "{backward}", "collectives": "{collectives}"}
+    note = (
+        f"{'causal' if causal else 'bidirectional'}, batch 1, 16 heads of dimension 64, bfloat16, {processes} "
         "processes: bytes that each process gives to the collectives in one layer"
     )
+    commands.report(rows, columns, note, csv=csv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure time and peak memory of a training step of a whole model, relative to exact attention.
 
     python -m recipes.benchmarks.step --length 512,2048,8192
-    python -m recipes.benchmarks.step --model minilm --check          (MiniLM against the goals)
+    python -m recipes.benchmarks.step --model minilm
 
 Duration: about 8 minutes on 2 cores. Expected: the tables of recipes/README.md. Times are paired with exact attention
 (`hf_efficient_attn.evaluation.timing`). A step is a forward pass, a backward pass and an update with AdamW on one
@@ -18,35 +18,30 @@ Memory is the largest that PyTorch holds during two steps besides the model: gra
 """
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import typer
 from tqdm import tqdm
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, table
 from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, peak_of, use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.memory import EXACT
-from recipes.common.speed_goals import STEP_GOALS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 app = commands.new_app()
 METHODS = (
     "nearfar", "kdeformer", "hyperattention", "longformer", "nystromformer", "wildcat", "thinformer", "linear",
     "performer", "linformer", "flurka_linear", "flurka_performer",
 )  # fmt: skip
-SIZES = {"layers": 4, "heads": 4, "head_dim": 64, "vocabulary": 1000}
+VOCABULARY = 1000
+Loss = Callable[[], torch.Tensor]
 
 
 class Model(enum.StrEnum):
@@ -56,52 +51,31 @@ class Model(enum.StrEnum):
     minilm = "minilm"
 
 
-class Case(NamedTuple):
-    """What a step is measured on."""
-
-    length: int
-    model: Model = Model.encoder
-    autocast: bool = False
-    threads: int = 2
-
-
 def make_model(config: MethodConfig | None, length: int) -> PreTrainedModel:
     """A masked language model in training mode with a method, or with exact attention for None."""
-    hidden_size = SIZES["heads"] * SIZES["head_dim"]
     torch.manual_seed(0)
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=SIZES["vocabulary"], hidden_size=hidden_size, num_hidden_layers=SIZES["layers"],
-            num_attention_heads=SIZES["heads"], intermediate_size=4 * hidden_size, max_position_embeddings=length,
-            attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": length, "attention_probs_dropout_prob": 0.0}
+    model = BertForMaskedLM(BertConfig(**sizes))
     return (model if config is None else hea.convert(model, config)).train()
 
 
-def make_step(config: MethodConfig | None, case: Case) -> Callable[[], None]:
-    """A function that does one training step on a sequence of `case.length` tokens."""
-    make_loss = _masked_loss if case.model is Model.encoder else _embedding_loss
-    model, loss = make_loss(config, case.length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+def make_step(config: MethodConfig | None, length: int, model: Model) -> Callable[[], None]:
+    """A function that does one training step on a sequence."""
+    trained, loss = (_masked_loss if model is Model.encoder else _embedding_loss)(config, length)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-5)
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-            value = loss()
-        value.backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-Loss = Callable[[], torch.Tensor]
-
-
 def _masked_loss(config: MethodConfig | None, length: int) -> tuple[PreTrainedModel, Loss]:
     model = make_model(config, length)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(SIZES["vocabulary"], (1, length), generator=generator)
+    tokens = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
     labels = tokens.masked_fill(torch.arange(length) % 8 != 0, -100)
     return model, lambda: model(input_ids=tokens, labels=labels).loss
 
@@ -126,76 +100,39 @@ def _embedding_loss(config: MethodConfig | None, length: int) -> tuple[PreTraine
     return model, loss
 
 
-def draw(rows: Sequence[commands.Row]) -> "Figure":
-    """Plot seconds and memory of a step against length."""
-    from matplotlib.figure import Figure
-
-    keys = [("seconds", "seconds per step"), ("memory_mib", "MiB besides the model")]
-    keys = [(key, what) for key, what in keys if any(row[key] is not None for row in rows)]
-    figure = Figure(figsize=(5.5 * len(keys), 4), layout="constrained")
-    for axes, (key, what) in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
-        commands.lines(axes, rows, "length", key, "attention")
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=what)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
-    return figure
-
-
 @app.command(epilog="Example: python -m recipes.benchmarks.step --length 8192 --method kdeformer")
 def main(
     length: commands.numbers_option("Tokens", "512,2048,8192") = [],  # noqa: B006 (typer copies it)
-    method: commands.methods_option("twelve of them; with --check, those with a goal") = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
+    method: commands.methods_option("twelve of them") = [],  # noqa: B006
     model: commands.option(Model, "The model that is trained.") = Model.encoder,
-    autocast: commands.option(bool, "Train under bfloat16 autocast.", "--autocast") = False,
     rounds: commands.Rounds = 3,
     threads: commands.Threads = 2,
-    memory: commands.Memory = True,
-    check: commands.Check = False,
     csv: commands.Csv = None,
-    plot: commands.Plot = None,
 ) -> None:
     """Measure seconds and peak memory of a training step, and times faster than with exact attention."""
-    if check and (model is not Model.minilm or autocast):
-        raise UnsupportedAttentionError("--check: the goals hold for float32 and MiniLM; give --model minilm alone")
-    commands.check_outputs(csv, plot)
-    lengths = parse_lengths(length) or (list(STEP_GOALS) if check else [512, 2048, 8192])
-    named = list(dict.fromkeys(name for goals in STEP_GOALS.values() for name in goals)) if check else METHODS
-    configs = parse_methods(method or named, setting)
-    rows, unsteady = [], False
-    with use_threads(threads), tqdm(total=len(lengths) * len(configs) * (rounds + memory), disable=None) as bar:
+    lengths, configs = parse_lengths(length) or [512, 2048, 8192], parse_methods(method or METHODS)
+    rows: list[dict[str, Any]] = []
+    unsteady = False
+    with use_threads(threads), tqdm(total=len(lengths) * len(configs) * rounds, disable=None) as bar:
         for tokens in lengths:
-            case = Case(tokens, model, autocast, threads)
-            steps = {label: make_step(config, case) for label, config in configs.items()}
-            exact, timed = paired(make_step(None, case), steps, rounds, bar)
+            steps = {label: make_step(config, tokens, model) for label, config in configs.items()}
+            exact, timed = paired(make_step(None, tokens, model), steps, rounds, bar)
             del steps  # frees the models
             for label, timing in {EXACT: exact, **timed}.items():
-                peak = None
-                if memory:
-                    step = make_step(configs.get(label), case)
-                    peak = peak_of(lambda step=step: [step(), step()])
-                    bar.update(label != EXACT)
+                step = make_step(configs.get(label), tokens, model)
+                peak = peak_of(lambda step=step: [step(), step()])
                 unsteady |= timing.unsteady
-                rows.append(
-                    {
-                        "length": tokens, "attention": label, "seconds": timing.seconds, "ratio": timing.ratio,
-                        "memory_mib": None if peak is None else peak / 2**20,
-                    }
-                )  # fmt: skip
-    commands.write(rows, csv, plot, draw)
+                row = {"length": tokens, "attention": label, "seconds": timing.seconds, "ratio": timing.ratio}
+                rows.append(row | {"memory_mib": peak and peak / 2**20})
+    commands.write(rows, csv)
     lines = []
     for label in (EXACT, *configs):
         own = [row for row in rows if row["attention"] == label]
         cells = [f"{row['seconds']:.3g} s, {row['ratio']:.2g}x" for row in own]
         cells += ["" if row["memory_mib"] is None else f"{row['memory_mib']:.0f}" for row in own]
         lines.append((label, *cells))
-    typer.echo(table(("attention", *map(str, lengths), *(f"MiB, {tokens}" for tokens in lengths)), lines))
-    if unsteady:
-        typer.echo(f"\n{UNSTEADY}")
-    if check:
-        what = "{attention}, {length}: times faster"
-        goals = commands.compared(rows, what, "ratio", lambda r: STEP_GOALS.get(r["length"], {}).get(r["attention"]))
-        commands.conclude(goals)
+    print(table(("attention", *map(str, lengths), *(f"MiB, {tokens}" for tokens in lengths)), lines))
+    print(f"\n{UNSTEADY}" if unsteady else "")
 
 
 if __name__ == "__main__":

@@ -7,30 +7,27 @@
     python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on a photograph of each ImageNet class)
     python -m recipes.benchmarks.tasks classify MODEL PICTURES --layers t2t.0,t2t.1      (any image classifier)
 
-`search` embeds every question and every paragraph of XQuAD (English) with MiniLM, mean-pooled over up to 512 tokens.
-recall@1 is the share of the 1,190 questions whose own paragraph has the highest cosine similarity of all 240. MRR is
-the mean reciprocal rank of the own paragraph. With `--unit article` the texts are the articles, the paragraphs of each
-joined. With `--unit book` they are 18 documents of 8,000 tokens from nine novels, and the questions are 144 passages of
-100 tokens that are cut out of them. With `--chunks`, texts are also divided: the embedding of a text is then the mean
-of those of its chunks, or its similarity that of its best chunk. For `--tokens` above 512 the position table is
-repeated. `states` measures the last hidden states S of novels
-against those of exact attention, E: |S - E| / |E| in the Frobenius norm. `images` measures top-1, the share of
-photographs that are classified correctly. `classify` does the same for other checkpoints, pictures and layers. Its "as
-exact" is the share of pictures with the same class as with exact attention, and "faster" is the time of all pictures
-with exact attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `text/books`,
+`search` embeds questions and texts with MiniLM, mean-pooled over up to `--tokens` tokens; beyond 512 the position table
+is repeated. recall@1 is the share of the questions whose own text has the highest cosine similarity, and MRR the mean
+reciprocal rank of the own text. The texts are XQuAD's paragraphs or joined articles, or (`--unit book`) 18 documents of
+8,000 tokens from nine novels, with 144 passages of 100 tokens of them as questions. With `--chunks`, texts are also
+divided: the embedding of a text is then the mean of those of its chunks, or its similarity that of its best chunk.
+`states` measures |S - E| / |E| in the Frobenius norm for the last hidden states of novels. `images` and `classify`
+measure top-1. "As exact" is the share of pictures with the same class as with exact attention, and "faster" the time of
+all pictures with exact attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `text/books`,
 `models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`. The default is $HEA_DATA or ../shared/data.
 
 Duration: 1.5 minutes on one core for exact attention on the thousand photographs, and more for all methods; six minutes
 for the search with chunks. Expected with exact attention: recall@1 .887 of paragraphs, of articles .839 (.732 if cut at
 256 tokens), and of books what docs/guides/long_documents.md shows; top-1 .783 on the thousand photographs at 224
-pixels, .750 on the hundred at 512. The crop changes top-1 by up to two hundredths: whole squares have .804 at 224
-pixels, whole pictures resized to squares .783.
+pixels, .750 on the hundred at 512.
 """
 
+import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -38,19 +35,12 @@ import typer
 from torch import Tensor
 from torch.utils.benchmark import timer
 from tqdm import tqdm
-from transformers import (
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    BertModel,
-    PreTrainedModel,
-    ViTForImageClassification,
-)
+from transformers import AutoModelForImageClassification, AutoTokenizer, BertModel, PreTrainedModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from hf_efficient_attn.cli import Settings, main_of, parse_layers, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import main_of, parse_layers, parse_lengths, parse_methods, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
@@ -59,7 +49,7 @@ from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, load, pick
 from recipes.common.image_models import for_length
-from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs
+from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs, picture_batches
 from recipes.common.retrieval import books, chunks, embed, long_minilm, ranks, similarities, xquad
 
 app = commands.new_app(no_args_is_help=True)
@@ -70,18 +60,19 @@ METHODS = (*(name for name in commands.METHODS if "draw=" not in name), "longfor
 Budget = commands.numbers_option("Budgets in columns", "64,128,256")
 Method = commands.methods_option("all, both near fields")
 # Pictures (b, 3, P, P) and their classes (b,).
-Batches = Iterable[tuple[Tensor, Tensor]]
+Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 @torch.inference_mode()
-def top_one(model: PreTrainedModel, batches: Batches, bar: tqdm) -> float:
-    """Share of the photographs that are classified correctly."""
-    correct = total = 0
-    for pictures, classes in batches:
-        guessed = model(pixel_values=pictures, interpolate_pos_encoding=True).logits.argmax(1)
-        correct, total = correct + int((guessed == classes).sum()), total + len(classes)
-        bar.update(len(classes))
-    return correct / total
+def guesses(model: PreTrainedModel, batches: Batches, **options: Any) -> Tensor:
+    """The predicted class of every picture (pictures,)."""
+    return torch.cat([model(pixel_values=pictures, **options).logits.argmax(1) for pictures, _ in batches])
+
+
+def top_one(model: PreTrainedModel, batches: Batches) -> float:
+    """Share of the photographs that are classified correctly, at any resolution."""
+    classes = torch.cat([classes for _, classes in batches])
+    return (guesses(model, batches, interpolate_pos_encoding=True) == classes).double().mean().item()
 
 
 class Setting(NamedTuple):
@@ -92,10 +83,10 @@ class Setting(NamedTuple):
     config: MethodConfig | None
 
 
-def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) -> list[Setting]:
+def settings_of(method: list[str], budget: list[str]) -> list[Setting]:
     """Every method at every budget, checked before any work."""
     budgets = parse_lengths(budget) or [64, 128, 256]
-    configs = parse_methods(method or METHODS, setting)
+    configs = parse_methods(method or METHODS)
     return [
         Setting(name, columns, config.with_budget(columns)) for name, config in configs.items() for columns in budgets
     ]
@@ -104,33 +95,17 @@ def settings_of(method: list[str], setting: Sequence[str], budget: list[str]) ->
 def run(
     load: Callable[[], PreTrainedModel],
     settings: Sequence[Setting],
-    total: int,
-    evaluate: Callable[[Any, tqdm], dict[str, float]],
+    evaluate: Callable[[Any], dict[str, float]],
     layers: Sequence[int | str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate a model with exact attention and with every setting.
-
-    Args:
-        load: loads the model.
-        settings: the methods and budgets.
-        total: number of examples, for the progress bar.
-        evaluate: takes a model and the progress bar, and returns named figures.
-        layers: layers to convert; None for all.
-
-    Returns:
-        One row for exact attention and one for every setting.
-    """
+    """Evaluate a model with exact attention and with every setting in some layers or all; one row for each."""
     settings = [Setting("sdpa", "all", None), *settings]
     # A method without a budget has the same config for all of them and runs once.
     figures: dict[MethodConfig | None, dict[str, float]] = dict.fromkeys(config for _, _, config in settings)
-    with tqdm(total=total * len(figures), disable=None, leave=False) as bar:
-        for config in figures:
-            with no_progress_bar():
-                model = load().eval()
-            bar.set_description("sdpa" if config is None else method_label(config))
-            if config is not None:
-                hea.convert(model, config, layers=layers)
-            figures[config] = evaluate(model, bar)
+    for config in tqdm(figures, disable=None, leave=False):
+        with no_progress_bar():
+            model = load().eval()
+        figures[config] = evaluate(model if config is None else hea.convert(model, config, layers=layers))
     return [{"attention": name, "budget": columns, **figures[config]} for name, columns, config in settings]
 
 
@@ -152,7 +127,6 @@ def search(
     data: commands.Data = None,
     budget: Budget = [],  # noqa: B006 (typer copies it)
     method: Method = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
     unit: commands.option(
         str | None,
         "What is searched: paragraph or article of XQuAD, or book. [default: paragraph; book with --chunks]",
@@ -166,14 +140,13 @@ def search(
     csv: commands.Csv = None,
 ) -> None:
     """Measure recall@1 and MRR of MiniLM: finding the text of each question among all, whole or in chunks."""
-    commands.check_outputs(csv, None)
     sizes = parse_lengths(chunk)
     unit = unit or ("book" if sizes else "paragraph")
     commands.check_known("--unit", [unit], ("paragraph", "article", "book"))
     if any(not 3 <= size <= MINILM_TOKENS for size in sizes):
         raise UnsupportedAttentionError(f"--chunks: MiniLM was trained with chunks of 3 to {MINILM_TOKENS} tokens")
     # With chunks, the methods that need no training, with their default budget.
-    wanted = settings_of(method or (["auto,nearfar"] if sizes else []), setting, budget or (["256"] if sizes else []))
+    wanted = settings_of(method or (["auto,nearfar"] if sizes else []), budget or (["256"] if sizes else []))
     folder, tokenizer = commands.data_folder(data), AutoTokenizer.from_pretrained(minilm_folder())
     corpus = books(folder, tokenizer) if unit == "book" else xquad(folder, tokenizer, unit)
     longest, count = tokens or (8192 if unit == "book" else MINILM_TOKENS), len(corpus.texts)
@@ -183,27 +156,26 @@ def search(
         recall, mrr = (found == 1).double().mean().item(), (1 / found).mean().item()
         return {"recall@1": recall, "mrr": mrr, "CPU s": seconds / count}
 
-    def evaluate(model: BertModel, bar: tqdm, cut: int = longest) -> dict[str, float]:
-        asked, start = embed(model, tokenizer, corpus.questions, bar), time.process_time()
-        found = embed(model, tokenizer, corpus.texts, bar, cut)
+    def evaluate(model: BertModel, cut: int = longest) -> dict[str, float]:
+        asked, start = embed(model, tokenizer, corpus.questions), time.process_time()
+        found = embed(model, tokenizer, corpus.texts, cut)
         return figures(asked @ found.t(), time.process_time() - start)
 
     def in_chunks() -> Iterator[dict[str, Any]]:
-        model, bar = long_minilm(MINILM_TOKENS).eval(), tqdm(disable=True)
+        model = long_minilm(MINILM_TOKENS).eval()
         if longest > MINILM_TOKENS:
-            cut = evaluate(model, bar, MINILM_TOKENS)
-            yield {"attention": f"sdpa, cut at {MINILM_TOKENS}", "budget": "all", **cut}
-        asked = embed(model, tokenizer, corpus.questions, bar)
+            yield {"attention": f"sdpa, cut at {MINILM_TOKENS}", "budget": "all", **evaluate(model, MINILM_TOKENS)}
+        asked = embed(model, tokenizer, corpus.questions)
         for size in sizes:
             pieces, own = chunks(tokenizer, corpus.texts, size)
             start = time.process_time()
-            embedded = embed(model, tokenizer, pieces, bar, size)
+            embedded = embed(model, tokenizer, pieces, size)
             seconds = time.process_time() - start
             for name, similar in similarities(asked, embedded, own, count).items():
                 yield {"attention": f"sdpa, {name} chunks of {size}", "budget": "all", **figures(similar, seconds)}
 
     with use_threads(threads):
-        rows = run(lambda: long_minilm(longest), wanted, count + len(corpus.questions), evaluate)
+        rows = run(lambda: long_minilm(longest), wanted, evaluate)
         rows += in_chunks() if sizes else []
     note = f"MiniLM, {len(corpus.questions)} questions, {count} {unit}s, up to {longest} tokens; no training."
     show(rows, csv, f"{note} CPU seconds of a text, all threads together.")
@@ -214,27 +186,22 @@ def states(
     data: commands.Data = None,
     budget: Budget = [],  # noqa: B006 (typer copies it)
     method: Method = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
     tokens: commands.option(int, "Tokens of each book.", min=2) = 8192,
     inputs: commands.option(int, "Number of books.", min=1) = 2,
     csv: commands.Csv = None,
 ) -> None:
     """Measure the error of MiniLM's last hidden states on novels, through all of its layers."""
-    commands.check_outputs(csv, None)
-    wanted = settings_of(method, setting, budget)
+    wanted = settings_of(method, budget)
     texts, exact = book_tokens(commands.data_folder(data), inputs, tokens), list[Tensor]()
 
     @torch.inference_mode()
-    def evaluate(model: BertModel, bar: tqdm) -> dict[str, float]:
-        found = []
-        for ids in texts:
-            found.append(model(input_ids=ids).last_hidden_state.double())
-            bar.update()
+    def evaluate(model: BertModel) -> dict[str, float]:
+        found = [model(input_ids=ids).last_hidden_state.double() for ids in texts]
         exact[:] = exact or found  # exact attention runs first
         errors = [hea.analysis.relative_error(one, truth) for one, truth in zip(found, exact, strict=True)]
         return {"error": statistics.fmean(error.frobenius.item() for error in errors)}
 
-    rows = run(lambda: long_minilm(tokens), wanted, len(texts), evaluate)
+    rows = run(lambda: long_minilm(tokens), wanted, evaluate)
     show(rows, csv, f"MiniLM's last hidden states, {len(texts)} books of {tokens} tokens, Frobenius norm; no training.")
 
 
@@ -246,21 +213,15 @@ def images(
     ) = 224,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
     csv: commands.Csv = None,
 ) -> None:
     """Measure top-1 of DeiT-tiny on photographs."""
-    commands.check_outputs(csv, None)
     tokens, data = (pixels // 16) ** 2 + 1, commands.data_folder(data)
-    wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, setting, budget)]
+    wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, budget)]
     folder, batches = deit(data), list(photographs(data, pixels))
     count = sum(len(classes) for _, classes in batches)
-    rows = run(
-        lambda: ViTForImageClassification.from_pretrained(folder),
-        wanted,
-        count,
-        lambda model, bar: {"top-1": top_one(model, batches, bar)},
-    )
+    load = functools.partial(AutoModelForImageClassification.from_pretrained, folder)
+    rows = run(load, wanted, lambda model: {"top-1": top_one(model, batches)})
     size = f"{pixels} x {pixels} pixels ({tokens} tokens)"
     show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; no training.")
 
@@ -270,15 +231,8 @@ def own_pictures(
 ) -> list[tuple[Tensor, Tensor]]:
     """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say.
 
-    Args:
-        source: folder, zip file or hub id.
-        split: split to use; None for a usual evaluation split.
-        model: the classifier.
-        settings: settings of its preprocessor.
-        count: number of pictures, chosen at random; None for all.
-
-    Raises:
-        ValueError: the split does not exist, or its classes are not the model's.
+    Without a split it is a usual one for evaluation. `count` pictures are chosen at random. Raises ValueError if the
+    split does not exist, or if its classes are not the model's.
     """
     splits = load(source)
     found = splits.get("") or pick(splits, split, EVAL_SPLITS, source)
@@ -290,25 +244,8 @@ def own_pictures(
     if count is not None and count < len(found):
         chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[:count].tolist()
     pixels, edge = model.config.image_size, (settings.get("size") or {}).get("shortest_edge")
-    transform, batches = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0), []
-    for start in tqdm(range(0, len(chosen), 20), desc="reading", disable=None, leave=False):
-        part = chosen[start : start + 20]
-        classes = torch.tensor([indices[found.classes[i]] for i in part])
-        batches.append((torch.stack([transform(found.open(i)) for i in part]), classes))
-    return batches
-
-
-@torch.inference_mode()
-def guesses(model: PreTrainedModel, batches: Batches, bar: tqdm) -> tuple[Tensor, float]:
-    """The predicted class of every picture (pictures,), and the seconds for all of them."""
-    found, seconds = [], 0.0
-    for pictures, classes in batches:
-        start = timer()
-        logits = model(pixel_values=pictures).logits
-        seconds += timer() - start
-        found.append(logits.argmax(1))
-        bar.update(len(classes))
-    return torch.cat(found), seconds
+    transform = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0)
+    return list(picture_batches(found, chosen, indices, transform))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks classify t2t cifar10.zip --layers t2t.0 --budget 64")
@@ -322,12 +259,10 @@ def classify(
     count: commands.option(int | None, "Number of pictures, chosen at random. [default: all]", min=1) = None,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
     csv: commands.Csv = None,
 ) -> None:
     """Measure top-1 of an image classifier at its own resolution, with other attention methods."""
-    commands.check_outputs(csv, None)
-    wanted, chosen = settings_of(method, setting, budget), None if layers is None else parse_layers(layers)
+    wanted, chosen = settings_of(method, budget), None if layers is None else parse_layers(layers)
 
     def load_exact() -> PreTrainedModel:
         # Exact attention even for a converted checkpoint, since all other settings are compared with it.
@@ -346,15 +281,15 @@ def classify(
     truth = torch.cat([classes for _, classes in batches])
     exact: list[tuple[Tensor, float]] = []
 
-    def evaluate(converted: PreTrainedModel, bar: tqdm) -> dict[str, float]:
-        guessed, seconds = guesses(converted, batches, bar)
+    def evaluate(converted: PreTrainedModel) -> dict[str, float]:
+        start = timer()
+        guessed = guesses(converted, batches)
+        seconds = timer() - start
         exact.append((guessed, seconds))
-        same = (guessed == exact[0][0]).double().mean().item()
-        return {
-            "top-1": (guessed == truth).double().mean().item(), "as exact": same, "faster": exact[0][1] / seconds,
-        }  # fmt: skip
+        same, right = ((guessed == other).double().mean().item() for other in (exact[0][0], truth))
+        return {"top-1": right, "as exact": same, "faster": exact[0][1] / seconds}
 
-    rows = run(load_exact, wanted, len(truth), evaluate, chosen)
+    rows = run(load_exact, wanted, evaluate, chosen)
     where = "all layers" if layers is None else f"layers {layers}"
     show(rows, csv, f"{len(truth)} pictures of {first.config.image_size} pixels, {where}; no training.")
 

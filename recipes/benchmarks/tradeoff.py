@@ -1,20 +1,16 @@
 """Draw the error of the methods against their speed at several budgets, on a long text of a real model.
 
     python -m recipes.benchmarks.tradeoff --data DATA --output docs/pictures/tradeoff.png
-    python -m recipes.benchmarks.tradeoff --output docs/pictures/tradeoff.png --resume      (after an interruption)
     python -m recipes.benchmarks.tradeoff --output docs/pictures/tradeoff.png --redraw      (from tradeoff.json)
 
-The inputs are queries, keys and values of MiniLM on a novel. Windows of 512 tokens are concatenated, as in
-`recipes.benchmarks.error`, and a head of every layer becomes a head of one call. The error is |A - E|_op / |E|_op, the
+The inputs are those of MiniLM on a novel (DATA/text/books; windows of 512 tokens are concatenated, as in
+`recipes.benchmarks.error`), and a head of every layer becomes a head of one call. The error is |A - E|_op / |E|_op, the
 mean over these heads, where E is the output of exact attention in float64. The speed is the time of
-`scaled_dot_product_attention` in float32 divided by that of the method, the median over rounds in which the two
-alternate. MiniLM's heads have 32 dimensions. Most models have 64, so the inputs whose time is measured are padded with
-zeros to 64 (`--width`), which changes neither the scores nor the output.
-
-The budget of a method is what it costs in columns (`with_budget`). `auto` has a bound of the error instead. The first
-point is what one can do without a method: exact attention whose products are computed in bfloat16. A row is on the
-frontier if no other row is both faster and more accurate. DATA holds `text/books/*.txt.gz`; the default is $HEA_DATA or
-../shared/data.
+`scaled_dot_product_attention` in float32 divided by that of the method, the median over rounds. MiniLM's heads have 32
+dimensions. Most models have 64, so the inputs whose time is measured are padded with zeros to 64, which changes neither
+the scores nor the output. The budget of a method is what it costs in columns (`with_budget`). `auto` has a bound of the
+error instead. The first point is exact attention whose products are computed in bfloat16, which needs no method. A row
+is on the frontier if no other row is both faster and more accurate.
 
 Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloat16 about twice as fast at an error of
 .001, and `nearfar` on the frontier at every budget.
@@ -22,8 +18,9 @@ Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloa
 
 import dataclasses
 import functools
+import itertools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,16 +30,9 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Settings, main_of, parse_lengths, parse_methods
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import (
-    UNSTEADY,
-    Timing,
-    describe,
-    paired,
-    processor_name,
-    use_threads,
-)
+from hf_efficient_attn.evaluation.timing import Timing, describe, paired, processor_name, use_threads
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig
@@ -60,20 +50,15 @@ BUDGETS = (64, 128, 256, 512, 1024)
 # The bounds of `auto`, which chooses the budgets itself.
 MAX_ERRORS = (0.05, 0.1, 0.2)
 _BFLOAT16 = "exact, bfloat16"
+# The head dimension of the inputs whose time is measured.
+_WIDTH = 64
+# Okabe and Ito's colors, which people with color blindness can tell apart; other methods are grey.
+_COLORS = {
+    _BFLOAT16: "#000000", "nearfar": "#d55e00", "auto": "#cc79a7", "kdeformer": "#0072b2", "nystromformer": "#009e73",
+    "wildcat": "#e69f00",
+}  # fmt: skip
 # Queries of exact attention in bfloat16 that are computed at a time: their scores stay in the cache.
 _CHUNK_QUERIES = 256
-# Methods that are drawn in colours that people with colour blindness can tell apart (Okabe and Ito); others are grey.
-_COLORS = {
-    _BFLOAT16: "#000000",
-    "nearfar": "#d55e00",
-    "auto": "#cc79a7",
-    "kdeformer": "#0072b2",
-    "nystromformer": "#009e73",
-    "wildcat": "#e69f00",
-}
-_MARKERS = "osD^vP*X<>"
-# Smaller errors are drawn here.
-_SMALLEST = 5e-4
 
 
 class Point(NamedTuple):
@@ -97,16 +82,15 @@ def exact_bfloat16(query: Tensor, key: Tensor, value: Tensor, scale: float) -> T
     return out
 
 
-def read_inputs(data: pathlib.Path, tokens: int, heads: int) -> Activation:
-    """Heads of every layer of MiniLM, evenly spaced, as the heads of one call."""
+def read_inputs(data: pathlib.Path, tokens: int) -> Activation:
+    """The first head of every layer of MiniLM, as the heads of one call."""
     found = minilm_activations(data, 1, tokens)
-    _, num_heads, length, dim = found[0].query.shape
+    _, _, length, dim = found[0].query.shape
     if length < tokens:
         raise UnsupportedAttentionError(
             f"the first book in {data} has fewer than {tokens} tokens: give a shorter length"
         )
-    tensors = (torch.cat([one[i][:, :: max(1, num_heads // heads)][:, :heads] for one in found], 1) for i in (1, 2, 3))
-    return Activation(0, *tensors, found[0].scale or dim**-0.5)
+    return Activation(0, *(torch.cat([one[i][:, :1] for one in found], 1) for i in (1, 2, 3)), dim**-0.5)
 
 
 def padded(inputs: Activation, width: int) -> Activation:
@@ -136,24 +120,16 @@ def call(point: Point, inputs: Activation) -> Tensor:
 
 
 @torch.inference_mode()
-def measure(
-    groups: Sequence[Sequence[Point]], inputs: Activation, width: int, rounds: int
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each group, a method at all of its settings, when they are measured."""
-    wide = padded(inputs, width)
-    with tqdm(total=sum(map(len, groups)) * rounds, unit="call", disable=None, leave=False) as bar:
-        bar.set_description("exact")
-        truth = hea.analysis.exact_output(*inputs[1:4], scale=inputs.scale)
-        for group in groups:
-            bar.set_description(group[0].method)
-            errors = [hea.analysis.relative_error(call(point, inputs), truth).operator.mean().item() for point in group]
-            works = {point.setting: functools.partial(call, point, wide) for point in group}
-            exact = functools.partial(scaled_dot_product_attention, *wide[1:4], scale=wide.scale)
-            timings = paired(exact, works, rounds, bar)[1]
-            yield [
-                {"method": point.method, "setting": point.setting, "error": error, **timings[point.setting]._asdict()}
-                for point, error in zip(group, errors, strict=True)
-            ]
+def measure(wanted: Sequence[Point], inputs: Activation, rounds: int) -> list[dict[str, Any]]:
+    """One row for each point."""
+    wide, rows = padded(inputs, _WIDTH), []
+    exact = functools.partial(scaled_dot_product_attention, *wide[1:4], scale=wide.scale)
+    truth = hea.analysis.exact_output(*inputs[1:4], scale=inputs.scale)
+    for point in tqdm(wanted, disable=None, leave=False):
+        error = hea.analysis.relative_error(call(point, inputs), truth).operator.mean().item()
+        timing = paired(exact, {"": functools.partial(call, point, wide)}, rounds)[1][""]
+        rows.append({"method": point.method, "setting": point.setting, "error": error, **timing._asdict()})
+    return rows
 
 
 def frontier(rows: Sequence[commands.Row]) -> list[commands.Row]:
@@ -169,34 +145,24 @@ def draw(result: Mapping[str, Any]) -> "Figure":
     """Error against speed, both logarithmic, with a line for each method and a thick grey line for the frontier."""
     from matplotlib.figure import Figure
 
-    rows, about = result["rows"], result["about"]
+    about, lines = result["about"], {"frontier": frontier(result["rows"])}
+    for row in result["rows"]:
+        lines.setdefault(row["method"], []).append(row)
     figure = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    best = frontier(rows)
-    axes.plot(
-        [row["ratio"] for row in best], _heights(best), color="0.85", linewidth=9, zorder=1,
-        solid_capstyle="round", solid_joinstyle="round", label="frontier",
-    )  # fmt: skip
-    for number, label in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        own = [row for row in rows if row["method"] == label]
-        axes.plot(
-            [row["ratio"] for row in own], _heights(own), color=_COLORS.get(label, "0.55"),
-            marker=_MARKERS[number % len(_MARKERS)], markersize=5, linewidth=2 if label in _COLORS else 0.8,
-            zorder=3 if label in _COLORS else 2, label=label,
-        )  # fmt: skip
+    for (label, own), marker in zip(lines.items(), itertools.cycle("osD^vP*X<>d"), strict=False):
+        style = {"color": _COLORS.get(label, "0.55"), "marker": marker, "markersize": 5}
+        if label == "frontier":
+            style = {"color": "0.85", "linewidth": 9, "solid_capstyle": "round"}
+        axes.plot([row["ratio"] for row in own], [row["error"] for row in own], label=label, **style)
     axes.set(xscale="log", yscale="log", xlabel="times faster than exact attention", ylabel="relative error")
+    axes.set_title(f"Attention on {about['tokens']:,} tokens: to the right and down is better", fontsize=11, loc="left")
     axes.grid(alpha=0.25, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     figure.legend(loc="outside right upper", fontsize=7.5, frameon=False)
-    axes.set_title(f"Attention on {about['tokens']:,} tokens: to the right and down is better", fontsize=11, loc="left")
     figure.supxlabel(f"MiniLM (BERT) on a novel, no training. {_machine(about)}.", fontsize=7.5, color="0.35")
     return figure
-
-
-def _heights(rows: Sequence[commands.Row]) -> list[float]:
-    return [max(row["error"], _SMALLEST) for row in rows]
 
 
 def _machine(about: Mapping[str, Any]) -> str:
@@ -205,87 +171,51 @@ def _machine(about: Mapping[str, Any]) -> str:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the table in Markdown: the methods in their order, each from the smallest budget to the largest."""
-    rows, about = result["rows"], result["about"]
-    best = frontier(rows)
-    words = [
-        {
-            "best": "yes" if row in best else "",
-            "off": f"{row['error']:.2g}" if row["error"] < 0.01 else f"{row['error']:.3f}",
-            **row,
-        }
-        for row in rows
-    ]
+    about, best, rows = result["about"], frontier(result["rows"]), []
+    for row in result["rows"]:
+        off = f"{row['error']:.2g}" if row["error"] < 0.01 else f"{row['error']:.3f}"
+        unsteady = Timing(*(row[name] for name in Timing._fields)).unsteady
+        rows.append({**row, "best": "yes" if row in best else "", "off": off, "unsteady": unsteady})
     columns = {
         "attention": "{method}", "columns or bound": "{setting}", "times faster": "{ratio:.2g}",
         "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{off}", "on the frontier": "{best}",
     }  # fmt: skip
-    commands.show(words, columns)
-    typer.echo(
-        f"\n{about['tokens']:,} tokens, {about['heads']} of the heads of each layer, times with a head dimension of "
-        f"{about['width']}, median of rounds: {about['rounds']}. {_machine(about)}."
-    )
-    if any(Timing(*(row[name] for name in Timing._fields)).unsteady for row in rows):
-        typer.echo(UNSTEADY)
-
-
-def earlier(path: pathlib.Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an interrupted run of the same measurement.
-
-    Raises:
-        UnsupportedAttentionError: the file is of another measurement or of another machine.
-    """
-    if not path.exists():
-        return []
-    result = read_json_object(path)
-    if result["about"] != about:
-        raise UnsupportedAttentionError(
-            f"{path} is of another measurement or machine: leave out --resume to replace it"
-        )
-    return list(result["rows"])
+    commands.report(
+        rows, columns,
+        f"{about['tokens']:,} tokens, a head of each layer, times with a head dimension of {_WIDTH}, median of rounds: "
+        f"{about['rounds']}. {_machine(about)}.",
+    )  # fmt: skip
 
 
 @app.command(
     epilog="Example: python -m recipes.benchmarks.tradeoff --tokens 4096 --method nearfar --output tradeoff.png"
 )
 def tradeoff(
-    output: commands.option(
-        pathlib.Path, "The picture; the measurements go to a .json file beside it.", metavar="FILE"
-    ),
+    output: commands.Picture,
     data: commands.Data = None,
     tokens: commands.option(int, "Tokens of the text.", min=512) = 16384,
     budget: commands.numbers_option("Budgets in columns", "64,128,256,512,1024") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("all, both near fields of kdeformer and hyperattention") = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
-    heads: commands.option(int, "Heads of each layer.", min=1, max=12) = 1,
-    width: commands.option(int, "Head dimension of the inputs whose time is measured.", min=32) = 64,
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 3,
-    resume: commands.option(bool, "Keep what an interrupted run has measured.", "--resume") = False,
-    redraw: commands.option(bool, "Draw the measurements of an earlier run again.", "--redraw") = False,
+    redraw: commands.Redraw = False,
 ) -> None:
     """Measure and draw the error of the methods against their speed on a long text, at several budgets."""
-    measurements = commands.measurements_of(output)
+    path = commands.measurements_of(output)
     if redraw:
-        result = read_json_object(measurements)
+        result = read_json_object(path)
     else:
-        wanted = points(parse_methods(method or METHODS, setting), parse_lengths(budget) or BUDGETS)
-        about = {
-            "tokens": tokens, "heads": heads, "width": width, "threads": threads, "rounds": rounds,
-            "cpu": processor_name(), "torch": torch.__version__,
-        }  # fmt: skip
-        result = {"about": about, "rows": earlier(measurements, about) if resume else []}
-        done = {row["method"] for row in result["rows"]}
-        groups = [[one for one in wanted if one.method == label] for label in dict.fromkeys(p.method for p in wanted)]
-        groups = [group for group in groups if group[0].method not in done]
+        wanted = points(parse_methods(method or METHODS), parse_lengths(budget) or BUDGETS)
+        about = {"tokens": tokens, "threads": threads, "rounds": rounds, "cpu": processor_name()}
         with use_threads(threads):
-            for rows in measure(groups, read_inputs(commands.data_folder(data), tokens, heads), width, rounds):
-                result["rows"] += rows
-                with replacing(measurements) as draft:
-                    write_json(draft, result)
+            rows = measure(wanted, read_inputs(commands.data_folder(data), tokens), rounds)
+        result = {"about": {**about, "torch": torch.__version__}, "rows": rows}
+        with replacing(path) as draft:
+            write_json(draft, result)
     with replacing(output) as draft:
         draw(result).savefig(draft, dpi=200)
     show(result)
-    typer.echo(f"\nWritten: {output}, {measurements}")
+    typer.echo(f"\nWritten: {output}, {path}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
-"""Shared parts of the measuring commands: options, CSV files, pictures, and the comparison with goals."""
+"""Shared parts of the measuring commands: options, tables, CSV files, and the comparison with goals."""
 
 import csv
 import os
 import pathlib
 import string
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 
 from hf_efficient_attn.cli import table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.timing import UNSTEADY
 from hf_efficient_attn.io.writing import check_picture, check_writable, replacing
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # The methods of the benchmarks on real models, with both near fields and the sampling of the papers.
 METHODS = (
@@ -44,9 +42,18 @@ METHODS = (
 _PARSER = string.Formatter()
 Row = Mapping[str, Any]  # one line of a table or CSV file
 
+
+def _writable(path: pathlib.Path | None) -> pathlib.Path | None:
+    if path is not None:
+        check_writable(path)
+    return path
+
+
 Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit with status 1 if one is missed.")]
-Csv = Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write the results to this CSV file.")]
-Plot = Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Plot the results to this file.")]
+# The file is checked before the measurement starts.
+Csv = Annotated[
+    pathlib.Path | None, typer.Option(metavar="FILE", help="Write the results to this CSV file.", callback=_writable)
+]
 Data = Annotated[
     pathlib.Path | None, typer.Option(metavar="FOLDER", help="Data folder. [default: $HEA_DATA or ../shared/data]")
 ]
@@ -57,9 +64,6 @@ AnyThreads = Annotated[
 Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of paired measurements.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
-Scale = Annotated[
-    float | None, typer.Option(metavar="X", help="Factor of the attention scores. [default: 1 / sqrt(head dimension)]")
-]
 NumHeads = Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Number of heads.")]
 HeadDim = Annotated[int, typer.Option("--width", metavar="N", min=1, help="Dimension of a head.")]
 
@@ -79,6 +83,10 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
     usual: dict[str, Any] = {"metavar": _METAVARS[kind]} if kind in _METAVARS else {}
     usual |= {"show_default": False} if kind == list[str] else {}
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
+
+
+Picture = option(pathlib.Path, "The picture; the measurements go to a .json file beside it.", metavar="FILE")
+Redraw = option(bool, "Draw the measurements of an earlier run again.", "--redraw")
 
 
 def methods_option(default: str, *names: str) -> Any:
@@ -157,18 +165,10 @@ def check_outputs(csv_path: pathlib.Path | None, plot: pathlib.Path | None) -> N
         check_writable(csv_path)
 
 
-def write(
-    rows: Sequence[Row],
-    csv_path: pathlib.Path | None,
-    plot: pathlib.Path | None = None,
-    draw: Callable[[Sequence[Row]], "Figure"] | None = None,
-) -> None:
-    """Write the requested files: the rows as CSV, and the figure that `draw` makes of them."""
+def write(rows: Sequence[Row], csv_path: pathlib.Path | None) -> None:
+    """Write the rows as CSV if a file is requested."""
     if csv_path is not None:
         write_csv(csv_path, rows)
-    if plot is not None and draw is not None:
-        with replacing(plot) as draft:
-            draw(rows).savefig(draft, dpi=150)
 
 
 def show(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
@@ -195,48 +195,6 @@ def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
         writer.writerows(rows)
 
 
-def bars(axes: "Axes", names: Sequence[str], pairs: Mapping[str, Sequence[float | None]], title: str) -> None:
-    """Draw two horizontal bars for every name. `pairs` maps a label to the bar lengths; None draws no bar."""
-    for (label, lengths), color, shift in zip(pairs.items(), ("0.6", "C0"), (-0.2, 0.2), strict=True):
-        positions = [i + shift for i in range(len(names))]
-        axes.barh(positions, [length or 0.0 for length in lengths], 0.4, color=color, label=label)
-    axes.set_yticks(range(len(names)), names, fontsize="x-small")
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="0.3", linewidth=1)
-    axes.set_title(title)
-    axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def curves(axes: "Axes", rows: Sequence[Row], key: str, name: str) -> None:
-    """Plot the error, with its deviation over seeds, against row[key], one line for each method.
-
-    The axis of budgets is logarithmic.
-    """
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
-        points = ([row[column] for row in own] for column in (key, "error", "deviation"))
-        axes.errorbar(*points, marker="o", label=method)
-    if key == "budget":
-        ticks = sorted({row["budget"] for row in rows})
-        axes.set_xscale("log")
-        label_ticks(axes, ticks)
-    axes.set(xlabel=name, ylabel="relative error (operator norm)")
-
-
-def lines(axes: "Axes", rows: Sequence[Row], x: str, y: str, label: str) -> None:
-    """Plot row[y] against row[x], one line for each row[label]; rows whose value is None are left out."""
-    for name in dict.fromkeys(row[label] for row in rows):
-        own = [row for row in rows if row[label] == name and row[y] is not None]
-        axes.plot([row[x] for row in own], [row[y] for row in own], marker="o", label=name)
-
-
-def label_ticks(axes: "Axes", ticks: Sequence[int]) -> None:
-    """Label a logarithmic x axis at these values only."""
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-
-
 def conclude(verdicts: Sequence[Verdict]) -> None:
     """Print every goal with its measured value; exit with status 1 if one is missed."""
     if not verdicts:
@@ -248,3 +206,34 @@ def conclude(verdicts: Sequence[Verdict]) -> None:
     typer.echo("\n" + table(("goal", "measured", "wanted", "reached"), rows))
     if not all(v.reached for v in verdicts):
         raise typer.Exit(1)
+
+
+def report(
+    rows: Sequence[dict[str, Any]],
+    columns: Mapping[str, str],
+    note: str = "",
+    *,
+    csv: pathlib.Path | None = None,
+    verdicts: Callable[[Sequence[Row]], list[Verdict]] | None = None,
+) -> None:
+    """Write the rows as CSV, print their table and a note, and compare them with the goals.
+
+    All rows have the same keys. "unsteady" tells that times differ too much between rounds. `columns` has headers and
+    templates, as for `show`; "ms" in place of "seconds" in a key stands for the time in
+    milliseconds. `verdicts` returns the figures that have goals.
+    """
+    if csv is not None:
+        write_csv(csv, rows)
+    times = [{k.replace("seconds", "ms"): 1000 * v for k, v in row.items() if "seconds" in k and v} for row in rows]
+    show([{**row, **time} for row, time in zip(rows, times, strict=True)], columns)
+    if note:
+        typer.echo(f"\n{note}")
+    if any(row.get("unsteady") for row in rows):
+        typer.echo(UNSTEADY)
+    if verdicts is not None:
+        conclude(verdicts(rows))
+
+
+def rounds_note(sizes: object, rounds: int) -> str:
+    """How times were measured."""
+    return f"{sizes}; medians of {rounds} rounds; torch {torch.__version__}"

@@ -46,74 +46,40 @@ class Operations(NamedTuple):
         return sum(self)
 
 
-def _pairs(first: int = 0) -> Formula:
+def _pairs(first: int) -> Formula:
     """One for every query-key pair. Arguments `first` and `first` + 1 are query (..., Nq, D) and key (..., Nk, D)."""
     return lambda *shapes, **_: math.prod(shapes[first][:-1]) * shapes[first + 1][-2]
 
 
-def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """The products of the scores and of the weights with the values (..., Nk, Dv)."""
-    return 2 * _pairs()(query, key) * (query[-1] + value[-1])
+def _attention(first: int, of_query: int, of_value: int) -> Formula:
+    """Products with D and Dv numbers for every pair; query, key and value are the arguments from `first` on."""
+    return lambda *shapes, **_: (
+        2 * _pairs(first)(*shapes) * (of_query * shapes[first][-1] + of_value * shapes[first + 2][-1])
+    )
 
 
-def _attention_backward(first: int) -> Formula:
-    """The scores again, and the four gradients; query, key and value are the arguments from `first` on."""
-
-    def formula(*shapes: Any, **_: Any) -> int:
-        query, key, value = shapes[first : first + 3]
-        return 2 * _pairs()(query, key) * (3 * query[-1] + 2 * value[-1])
-
-    return formula
-
-
-def _added_product(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
-    """baddbmm: (B, N, M) += (B, N, K) (B, K, M)."""
-    return 2 * math.prod(left) * right[-1]
-
-
-def _elements(x: Shape, *_: Any, **__: Any) -> int:
-    return math.prod(x)
-
-
-def _broadcast(x: Shape, y: Shape, *_: Any, **__: Any) -> int:
-    return math.prod(torch.broadcast_shapes(x, y))
-
-
-def _log2(n: int) -> float:
-    return math.log2(n) if n > 1 else 0.0
-
-
-def _sort(x: Shape, dim: int = -1, *_: Any, **__: Any) -> int:
-    """sort(x, dim, descending)."""
-    return math.ceil(math.prod(x) * _log2(x[dim] if x else 1))
-
-
-def _any_sort(x: Shape, *arguments: Any, dim: int = -1, **options: Any) -> int:
-    """sort(x, dim, descending), or the stable form sort(x, stable=, dim=, descending=)."""
-    return _sort(x, dim) if "stable" in options or not arguments else _sort(x, arguments[0])
-
-
-def _topk(x: Shape, _: int, dim: int = -1, *__: Any, **___: Any) -> int:
-    """topk(x, k, dim)."""
-    return _sort(x, dim)
-
-
-def _search(boundaries: Shape, *_: Any, out_shape: Shape = (), **__: Any) -> int:
-    """searchsorted(boundaries, values), where the values may be a number."""
-    return math.ceil(math.prod(out_shape or ()) * math.ceil(_log2(boundaries[-1] + 1)))
-
-
-def _bucketize(_: Any, boundaries: Shape, *__: Any, out_shape: Shape = (), **___: Any) -> int:
-    return _search(boundaries, out_shape=out_shape)
+def _elements(position: int) -> Formula:
+    """One for every element of the argument at this position."""
+    return lambda *shapes, **_: math.prod(shapes[position])
 
 
 def _results(*_: Any, out_shape: Shape, **__: Any) -> int:
     return math.prod(out_shape)
 
 
-def _argument(position: int) -> Formula:
-    """One for every element of the argument at this position."""
-    return lambda *shapes, **_: math.prod(shapes[position])
+def _sort(position: int) -> Formula:
+    """Sorting along a dimension, which is the argument at this position or named `dim`, and by default the last."""
+
+    def formula(x: Shape, *given: Any, dim: int = -1, **_: Any) -> int:
+        size = x[given[position - 1] if len(given) >= position else dim] if x else 1
+        return math.ceil(math.prod(x) * math.log2(max(size, 1)))
+
+    return formula
+
+
+def _search(position: int) -> Formula:
+    """Looking the results up in boundaries, which are the argument at this position."""
+    return lambda *shapes, out_shape, **_: math.prod(out_shape) * math.ceil(math.log2(shapes[position][-1] + 1))
 
 
 def _index_fill(x: Shape, dim: int, index: Shape, *_: Any, **__: Any) -> int:
@@ -128,50 +94,41 @@ def _index_put(x: Shape, indices: Sequence[Shape | None], *_: Any, **__: Any) ->
     return math.prod(torch.broadcast_shapes(*given)) * math.prod(rest)
 
 
-def _operators(formula: Formula, *names: str) -> dict[Any, Formula]:
-    """Maps the named torch operators to a formula. A version of torch may lack some of them."""
-    return {getattr(torch.ops.aten, name): formula for name in names if hasattr(torch.ops.aten, name)}
-
-
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
-_KERNELS = [
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-]
-
-# Products that torch's counter has no formula for. The backward operator takes the gradient of the output before the
-# query.
-FORMULAS = {
-    **_operators(_added_product, "baddbmm_"),
-    **_operators(_attention, _CPU),
-    **_operators(_attention_backward(1), f"{_CPU}_backward"),
+_KERNELS = [f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")]
+# Formulas by the names of operators. Softmax is decomposed into others, except when it writes to a given tensor. The
+# backward operator of attention takes the gradient of the output before the query: it computes the scores again, and
+# four gradients. Products are those that torch's counter has no formula for.
+_NAMED: dict[str, list[tuple[str, Formula]]] = {
+    "products": [
+        ("baddbmm_", lambda _, left, right, **__: 2 * math.prod(left) * right[-1]),
+        (_CPU, _attention(0, 1, 1)),
+        (f"{_CPU}_backward", _attention(1, 3, 2)),
+    ],
+    "exponentials": [
+        ("exp exp_ exp2 exp2_ expm1 expm1_ _softmax _safe_softmax softmax log_softmax _log_softmax", _elements(0)),
+        ("logsumexp logcumsumexp sigmoid sigmoid_ elu elu_", _elements(0)),
+        ("logaddexp logaddexp2", _results),
+        (" ".join([_CPU, *_KERNELS]), _pairs(0)),
+        (" ".join(f"{name}_backward" for name in (_CPU, *_KERNELS)), _pairs(1)),
+    ],
+    "sorting": [
+        ("sort argsort", _sort(1)),
+        ("topk kthvalue", _sort(2)),
+        ("searchsorted", _search(0)),
+        ("bucketize", _search(1)),
+    ],
+    "gathers": [
+        ("gather index_select index embedding take take_along_dim", _results),
+        ("scatter scatter_ scatter_add scatter_add_ scatter_reduce", _elements(2)),
+        ("index_add index_add_ index_copy index_copy_", _elements(3)),
+        ("index_fill index_fill_", _index_fill),
+        ("index_put index_put_ _index_put_impl_", _index_put),
+    ],
 }
 FORMULAS_BY_PART: dict[str, dict[Any, Formula]] = {
-    "products": FORMULAS,
-    "exponentials": {
-        **_operators(_elements, "exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "_softmax", "_safe_softmax"),
-        # These two are decomposed into others, except when they write to a given tensor.
-        **_operators(_elements, "softmax", "log_softmax"),
-        **_operators(_elements, "_log_softmax", "logsumexp", "logcumsumexp", "sigmoid", "sigmoid_", "elu", "elu_"),
-        **_operators(_broadcast, "logaddexp", "logaddexp2"),
-        **_operators(_pairs(), _CPU, *_KERNELS),
-        **_operators(_pairs(1), f"{_CPU}_backward", *(f"{name}_backward" for name in _KERNELS)),
-    },
-    "sorting": {
-        **_operators(_any_sort, "sort", "argsort"),
-        **_operators(_sort, "msort"),
-        **_operators(_topk, "topk", "kthvalue"),
-        **_operators(_search, "searchsorted"),
-        **_operators(_bucketize, "bucketize"),
-    },
-    "gathers": {
-        **_operators(_results, "gather", "index_select", "index", "embedding", "take", "take_along_dim"),
-        **_operators(_argument(2), "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce"),
-        **_operators(_argument(3), "index_add", "index_add_", "index_copy", "index_copy_"),
-        **_operators(_index_fill, "index_fill", "index_fill_"),
-        **_operators(_index_put, "index_put", "index_put_", "_index_put_impl_"),
-    },
+    part: {getattr(torch.ops.aten, name): formula for names, formula in entries for name in names.split()}
+    for part, entries in _NAMED.items()
 }
 
 
@@ -190,10 +147,9 @@ def count(call: Callable[[], Any], *, multiply_adds_as_one: bool = False) -> Ope
         call()
 
     def total(part: str) -> int:
-        known = FORMULAS_BY_PART[part]
+        known = set(FORMULAS_BY_PART[part]) | (set(flop_counter.flop_registry) if part == "products" else set())
         by_operator = counters[part].get_flop_counts().get("Global", {})
-        wanted = flop_counter.flop_registry.keys() | known.keys() if part == "products" else known.keys()
-        return sum(number for operator, number in by_operator.items() if operator in wanted)
+        return sum(number for operator, number in by_operator.items() if operator in known)
 
     found = Operations(*(total(part) for part in Operations._fields))
     return found._replace(products=found.products // 2) if multiply_adds_as_one else found
@@ -204,8 +160,3 @@ def compute(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> Tensor:
     if config is None:
         return torch.nn.functional.scaled_dot_product_attention(*inputs)
     return hea.attention(config, *inputs)
-
-
-def operations(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> int:
-    """Floating-point operations of the matrix products of a call, two for every multiply-add."""
-    return count(lambda: compute(config, inputs)).products

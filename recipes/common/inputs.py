@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer, BertModel
+from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -20,13 +19,14 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.text import read_text
 from recipes.common.commands import existing
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
-from recipes.common.data.images import load
+from recipes.common.data.images import Pictures, load
 
 MINILM_TOKENS = 512  # the sequence length that MiniLM was trained with
 # Characters before the text of a book: title page and contents.
 FRONT_MATTER = 9000
 SOURCES = ("books", "xquad", "photographs", "gpt2")
 _INPUTS, _PATCH = 6, 16
+_ORIGINALS = "imagenet1k-sample-original-100.zip"
 
 # The batches of a source with a number of tokens.
 Load = Callable[[int], Iterator[Mapping[str, Any]]]
@@ -76,12 +76,11 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKE
     run on its own, and the queries, keys and values are concatenated.
     """
     texts, found = book_tokens(data, count, length), []
-    with no_progress_bar():
-        model = BertModel.from_pretrained(minilm_folder()).eval()
+    model, _ = text_model("minilm", data)
     for ids in texts:
         windows = [capture(model, {"input_ids": part}) for part in ids.split(MINILM_TOKENS, 1)]
         for layers in zip(*windows, strict=True):
-            tensors = (torch.cat([getattr(w, name) for w in layers], 2) for name in ("query", "key", "value"))
+            tensors = (torch.cat([window[i] for window in layers], 2) for i in (1, 2, 3))
             found.append(Activation(layers[0].layer, *tensors, layers[0].scale))
     return found
 
@@ -99,21 +98,32 @@ def photographs(
     The central square with `crop` of the shorter side is resized. As in the evaluation of DeiT, the shorter side is by
     default 8/7 of `pixels` (256 for 224).
     """
-    name = "imagenet1k-sample-256px.zip" if pixels == 224 else "imagenet1k-sample-original-100.zip"
+    name = "imagenet1k-sample-256px.zip" if pixels == 224 else _ORIGINALS
     folder, path = deit(data), existing(data / "images" / name, "photographs")
-    # File names begin with WordNet numbers. The class is the rank of the number among the thousand.
-    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
-    pictures = load(str(path))[""]
+    pictures, numbers = load(str(path))[""], imagenet_classes(data)
     transform = Evaluation(pixels, Norm.of(preprocessor_settings(str(folder))), crop)
-    for start in range(0, len(pictures), batch):
-        part = range(start, min(start + batch, len(pictures)))
-        classes = torch.tensor([numbers.index(pictures.classes[i]) for i in part])
-        yield torch.stack([transform(pictures.open(i)) for i in part]), classes
+    yield from picture_batches(pictures, range(len(pictures)), numbers, transform, batch)
+
+
+def imagenet_classes(data: pathlib.Path) -> dict[str, int]:
+    """The classes of WordNet numbers, with which file names begin: their ranks among the thousand of ImageNet."""
+    path = existing(data / "images" / "imagenet1k-sample-256px.zip", "photographs")
+    return {name: index for index, name in enumerate(load(str(path))[""].class_names())}
+
+
+def picture_batches(
+    pictures: Pictures, chosen: Sequence[int], classes: Mapping[str, int], transform: Evaluation, batch: int = 20
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of chosen pictures (b, 3, P, P) and their classes (b,)."""
+    for start in range(0, len(chosen), batch):
+        part = chosen[start : start + batch]
+        numbers = torch.tensor([classes[pictures.classes[i]] for i in part])
+        yield torch.stack([transform(pictures.open(i)) for i in part]), numbers
 
 
 def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[Activation]:
     """Activations of DeiT-tiny on `count` photographs of `pixels` x `pixels`, which have (pixels / 16)^2 + 1 tokens."""
-    folder, path = deit(data), existing(data / "images" / "imagenet1k-sample-original-100.zip", "photographs")
+    folder, path = deit(data), existing(data / "images" / _ORIGINALS, "photographs")
     pictures, norm = load(str(path))[""], Norm.of(preprocessor_settings(str(folder)))
     with no_progress_bar():
         model, found = AutoModelForImageClassification.from_pretrained(folder).eval(), []
@@ -124,12 +134,9 @@ def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[
 
 
 def open_source(source: str, data: pathlib.Path, longest: int) -> tuple[nn.Module, Load]:
-    """The model of a source, and a function that returns its inputs.
+    """The model of a source, and a function that returns its inputs of up to `longest` tokens.
 
-    Args:
-        source: one of `SOURCES`: novels or XQuAD in MiniLM, photographs in DeiT-tiny, or novels in GPT-2.
-        data: the data folder.
-        longest: the largest number of tokens that is asked for.
+    The sources are novels or XQuAD in MiniLM, photographs in DeiT-tiny, and novels in GPT-2.
     """
     if source == "photographs":
 
@@ -144,7 +151,7 @@ def open_source(source: str, data: pathlib.Path, longest: int) -> tuple[nn.Modul
     if source != "gpt2" and longest > MINILM_TOKENS:
         hea.extend_positions(model, longest)
     if source == "xquad":
-        articles = squad_texts(data, "article")
+        articles = [" ".join(part["context"] for part in article) for article in xquad_articles(data)]
         texts = [" ".join(articles[i::_INPUTS]) for i in range(_INPUTS)]
     else:
         texts = [read_text(book)[-8 * longest :] for book in book_paths(data, _INPUTS)]
@@ -167,19 +174,13 @@ def text_model(name: str, data: pathlib.Path) -> tuple[Any, Any]:
 
 def exact_outputs(activations: Sequence[Activation], causal: bool = False) -> list[Tensor]:
     """Outputs of exact attention in float64, (B, H, N, Dv) each."""
-    return [
-        hea.analysis.exact_output(one.query, one.key, one.value, scale=one.scale, is_causal=causal)
-        for one in activations
-    ]
+    return [hea.analysis.exact_output(*one[1:4], scale=one.scale, is_causal=causal) for one in activations]
 
 
 def mean_error(activations: Sequence[Activation], exact: Sequence[Tensor], causal: bool = False) -> float:
     """Error of answering every query with the mean of the values; if causal, of the values up to the query.
 
-    Args:
-        activations: inputs of the layers.
-        exact: outputs of `exact_outputs` for the same inputs.
-        causal: whether attention is causal.
+    `exact` has the outputs of `exact_outputs` for the same inputs.
     """
     found = []
     for one, truth in zip(activations, exact, strict=True):
@@ -190,29 +191,8 @@ def mean_error(activations: Sequence[Activation], exact: Sequence[Tensor], causa
     return statistics.fmean(found)
 
 
-def glove_vectors(data: pathlib.Path, count: int, seed: int | None = None) -> Tensor:
-    """GloVe vectors, (count, 100) float32: the most frequent words, or with a seed a random choice of all words.
-
-    Raises:
-        UnsupportedAttentionError: the file is missing or holds fewer vectors.
-    """
-    path = existing(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
-    vectors = torch.from_numpy(np.load(path)).float()
-    if count > vectors.shape[0]:
-        raise UnsupportedAttentionError(f"{path} holds {vectors.shape[0]} vectors, not {count}; ask for fewer tokens")
-    if seed is None:
-        return vectors[:count]
-    return vectors[torch.randperm(vectors.shape[0], generator=torch.Generator().manual_seed(seed))[:count]]
-
-
 def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:
     """The paragraphs of each article of XQuAD (English), with their questions."""
     path = existing(data / "squad" / "xquad.en.json.gz", "questions and paragraphs")
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return [article["paragraphs"] for article in json.load(file)["data"]]
-
-
-def squad_texts(data: pathlib.Path, unit: str) -> list[str]:
-    """The paragraphs of SQuAD if `unit` is "paragraph", or the joined paragraphs of each article if it is "article"."""
-    found = [[paragraph["context"] for paragraph in article] for article in xquad_articles(data)]
-    return [text for texts in found for text in texts] if unit == "paragraph" else [" ".join(texts) for texts in found]

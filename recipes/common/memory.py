@@ -29,6 +29,7 @@ class Case(NamedTuple):
     seed: int = 0
     device: str = "cpu"
     source: str = "random"
+    budget: int | None = None  # of the methods, in columns; None for their hyperparameters as they are
 
     def __str__(self) -> str:
         """The sizes, without the setting."""

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from tqdm import tqdm
 from transformers import BertModel, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_efficient_attn as hea
@@ -77,11 +76,7 @@ def long_minilm(tokens: int) -> PreTrainedModel:
 
 @torch.inference_mode()
 def embed(
-    model: BertModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[list[int]],
-    bar: tqdm,
-    tokens: int = MINILM_TOKENS,
+    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS
 ) -> Tensor:
     """Normalised mean-pooled embeddings (texts, hidden size) of up to `tokens` tokens of each text."""
     before, after = special_tokens(tokenizer)
@@ -97,7 +92,6 @@ def embed(
         pooled = normalize((states * mask).sum(1) / mask.sum(1), dim=1)
         for i, embedding in zip(part, pooled, strict=True):
             found[i] = embedding
-        bar.update(len(part))
     return torch.stack(found)
 
 
@@ -111,11 +105,7 @@ def chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], size:
 def similarities(questions: Tensor, pieces: Tensor, own: Tensor, count: int) -> dict[str, Tensor]:
     """How similar questions (Q, D) are to texts that consist of pieces (C, D): "mean of" and "best of" -> (Q, `count`).
 
-    Args:
-        questions: embeddings.
-        pieces: embeddings.
-        own: the text of each piece (C,).
-        count: number of texts.
+    `own` (C,) has the index of the text of each piece.
     """
     mean = normalize(pieces.new_zeros(count, pieces.shape[1]).index_add(0, own, pieces), dim=1)
     similar = questions @ pieces.t()

@@ -1,10 +1,8 @@
 """Goals of speed, in times faster than exact attention in the same dtype and causality.
 
-`recipes.benchmarks.attention` compares with all but STEP_GOALS, which are those of `recipes.benchmarks.step`.
-
-All hold for default hyperparameters and a head dimension of 64. GPU_GOALS are estimates by arithmetic for a GPU of the
-class of an H100; they were not measured. HALF_GOALS hold on processors with AMX, whose exact attention is 2.3 to 2.7
-times as fast in bfloat16 as in float32.
+`recipes.benchmarks.attention` compares with them. All hold for default hyperparameters and a head dimension of 64.
+GPU_GOALS are estimates by arithmetic for a GPU of the class of an H100; they were not measured. HALF_GOALS hold on
+processors with AMX, whose exact attention is 2.3 to 2.7 times as fast in bfloat16 as in float32.
 """
 
 # (length, causal, backward) -> {label: goal}
@@ -65,7 +63,3 @@ SHORT_GOALS: dict[tuple[int, int, int], dict[str, float]] = {
     (1024, 1, 128): {"kdeformer": 1.3, "hyperattention": 1.5, "longformer": 2.5, "nystromformer": 4},
     (1024, 8, 128): {"kdeformer": 1.3, "hyperattention": 1.5, "longformer": 2.5, "nystromformer": 4},
 }
-
-# A training step of MiniLM in float32, one sequence: length -> {label: goal}
-_TRAINED = ("nearfar", "longformer", "linear", "nystromformer")
-STEP_GOALS: dict[int, dict[str, float]] = {2048: dict.fromkeys(_TRAINED, 1.5), 8192: dict.fromkeys(_TRAINED, 4.0)}

@@ -10,18 +10,15 @@ attention.
 import copy
 import functools
 import inspect
-import os
 import pathlib
-import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, set_seed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -37,55 +34,34 @@ _NEW_TOKENS = 4
 
 
 class Finding(NamedTuple):
-    """The result of the checks.
+    """The result of the checks."""
 
-    Attributes:
-        status: `WORKS`; `REFUSED` in a sentence; `DIFFERS`, which is silently wrong; `FAILS` with another error;
-            `UNTESTED`, where the model fails with exact attention as well, or has no attention that can be switched.
-        reason: the sentence, the error, or what differs.
-        checks: the names of the checks that were passed.
-    """
-
+    # `WORKS`; `REFUSED` in a sentence; `DIFFERS`, which is silently wrong; `FAILS` with another error; `UNTESTED`,
+    # where the model fails with exact attention as well, or has no attention that can be switched.
     status: str
-    reason: str
-    checks: list[str]
+    reason: str  # the sentence, the error, or what differs
+    checks: list[str]  # the names of the checks that were passed
 
 
 class Change(NamedTuple):
-    """A change of tokens that must have no influence on some outputs.
+    """A change of tokens that must have no influence on some outputs."""
 
-    Attributes:
-        name: "padding" or "future".
-        inputs: with the changed tokens.
-        kept: the positions whose outputs must stay; None for all.
-        names: of the outputs that stay with exact attention.
-    """
-
-    name: str
-    inputs: dict[str, Any]
-    kept: Tensor | None
-    names: list[str]
+    name: str  # "padding" or "future"
+    inputs: dict[str, Any]  # with the changed tokens
+    kept: Tensor | None  # the positions whose outputs must stay; None for all
+    names: list[str]  # of the outputs that stay with exact attention
 
 
-class _DifferenceError(Exception):
-    """An output that is silently wrong."""
-
-
-class _UntestedError(Exception):
-    """Nothing of the method can be checked."""
+class _EndError(Exception):
+    """Ends the checks of a method with a status and a reason."""
 
 
 class Reference:
-    """A model with exact attention, which all methods are compared with.
-
-    Args:
-        case: the model class and its inputs.
-        folder: where the model, with random weights, is saved. It must exist as long as the object is used.
-    """
+    """A model with exact attention and random weights, saved in a folder, which all methods are compared with."""
 
     def __init__(self, case: Case, folder: pathlib.Path) -> None:
         self.case, self.folder = case, folder
-        _seed()
+        set_seed(0)
         case.model_class(copy.deepcopy(case.config)).save_pretrained(folder)
         # By default, `sdpa` in all parts that support it, else `eager`.
         self.model = case.model_class.from_pretrained(folder, dtype=torch.float32).eval()
@@ -103,18 +79,12 @@ class Reference:
     def changes(self) -> list[Change]:
         """Changes of tokens that exact attention ignores somewhere."""
         found = []
-        for name, change in (("padding", _change_padding), ("future", _change_future)):
-            changed = change(self.inputs, self.valid)
-            if changed is None:
-                continue
-            inputs, kept = changed
+        for name, ids, kept in _changed(self.inputs, self.valid):
+            inputs = {**self.inputs, "input_ids": ids}
             same = outputs(self.model, inputs)
             # The others change with exact attention as well: those of bidirectional models, and pooled ones.
-            names = [
-                key for key, value in self.expected.items() if _distance({key: same[key]}, {key: value}, kept) == 0
-            ]
-            if names:
-                found.append(Change(name, inputs, kept, names))
+            names = [key for key, x in self.expected.items() if _distance({key: same[key]}, {key: x}, kept) == 0]
+            found += [Change(name, inputs, kept, names)] if names else []
         return found
 
     @functools.cached_property
@@ -143,17 +113,13 @@ def _check(reference: Reference, method: str) -> Finding:
     passed: list[str] = []
     try:
         passed.extend(_checks(reference, method))
-    except UnsupportedAttentionError as refusal:
-        return Finding(REFUSED, str(refusal), passed)
-    except _DifferenceError as difference:
-        return Finding(DIFFERS, str(difference), passed)
-    except _UntestedError as reason:
-        return Finding(UNTESTED, str(reason), passed)
+    except _EndError as end:
+        return Finding(*end.args, passed)
     except Exception as error:  # noqa: BLE001
         # Transformers turns some errors of loading into its own, with ours as the cause.
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, UnsupportedAttentionError):
-            return Finding(REFUSED, str(cause), passed)
+        for refusal in (error, error.__cause__ or error.__context__):
+            if isinstance(refusal, UnsupportedAttentionError):
+                return Finding(REFUSED, str(refusal), passed)
         return Finding(FAILS, describe(error), passed)
     return Finding(WORKS, "", passed)
 
@@ -165,62 +131,53 @@ def describe(error: BaseException) -> str:
 
 
 def _checks(reference: Reference, method: str) -> Iterator[str]:
-    """Run the checks one after the other and yield the names of those that passed.
-
-    Raises:
-        _DifferenceError: one did not.
-    """
+    """Run the checks one after the other and yield the names of those that passed; raise _EndError if one did not."""
     case, inputs, valid, expected = reference.case, reference.inputs, reference.valid, reference.expected
     load = {"attn_implementation": method, "dtype": torch.float32}
     model = case.model_class.from_pretrained(reference.folder, **load).eval()
-    with _counted(method) as calls:
-        found = outputs(model, inputs)
+    found, calls, longest = _counted(method, model, inputs)
     # Pictures of some testers have more patches than the budget.
-    is_exact = method in EXACT_WITHIN_BUDGET and calls[1] <= make_config(method).exact_length
-    if not calls[0]:
-        raise _UntestedError("the attention of this class is not called, or is not that of Transformers' interface")
+    is_exact = method in EXACT_WITHIN_BUDGET and longest <= make_config(method).exact_length
+    if not calls:
+        raise _EndError(
+            UNTESTED, "the attention of this class is not called, or is not that of Transformers' interface"
+        )
     if found.keys() != expected.keys():
-        raise _DifferenceError(f"outputs {sorted(found)} instead of {sorted(expected)}")
+        raise _EndError(DIFFERS, f"outputs {sorted(found)} instead of {sorted(expected)}")
     if is_exact:
         _compare("forward", found, expected, valid)
     elif not all(_select(tensor, valid).isfinite().all() for tensor in found.values()):
-        raise _DifferenceError("forward: not finite")
+        raise _EndError(DIFFERS, "forward: not finite")
     yield "forward"
 
     for change in reference.changes:
         distance = _distance(outputs(model, change.inputs), {key: found[key] for key in change.names}, change.kept)
         if distance > TOLERANCE:
-            raise _DifferenceError(
-                f"{change.name}: outputs change by {distance:.2g} if tokens change that must have no influence"
-            )
+            what = f"{change.name}: outputs change by {distance:.2g} if tokens change that must have no influence"
+            raise _EndError(DIFFERS, what)
         yield change.name
 
-    again_folder = reference.folder.with_name(method)
-    model.save_pretrained(again_folder)
-    again = case.model_class.from_pretrained(again_folder).eval()
-    with _counted(method) as calls:
-        loaded = outputs(again, inputs)
-    if not calls[0]:
-        raise _DifferenceError("save and load: the loaded model does not use the method")
+    folder = reference.folder.with_name(method)
+    model.save_pretrained(folder)
+    loaded, calls, _ = _counted(method, case.model_class.from_pretrained(folder).eval(), inputs)
+    if not calls:
+        raise _EndError(DIFFERS, "save and load: the loaded model does not use the method")
     _compare("save and load", loaded, found, valid, tolerance=1e-6)
     yield "save and load"
 
-    generated = reference.generated
-    if generated is None or case.generation is None:
+    wanted = reference.generated
+    if wanted is None or case.generation is None:
         return
-    tokens = _generate(model, case.generation)
     if not is_exact:
         # Decoding from a state must agree with computing everything again.
-        generated = _generate(model, {**case.generation, "use_cache": False})
-    if not torch.equal(tokens, generated):
-        raise _DifferenceError(
-            "generate: other tokens " + ("than exact attention" if is_exact else "than without a cache")
-        )
+        wanted = _generate(model, {**case.generation, "use_cache": False})
+    if not torch.equal(_generate(model, case.generation), wanted):
+        raise _EndError(DIFFERS, f"generate: other tokens than {'exact attention' if is_exact else 'without a cache'}")
     yield "generate"
 
 
 def _generate(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    _seed()
+    set_seed(0)
     out = model.generate(
         **copy.deepcopy(dict(inputs)), do_sample=False, num_beams=1, max_new_tokens=_NEW_TOKENS,
         min_new_tokens=_NEW_TOKENS,
@@ -228,36 +185,26 @@ def _generate(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     return out if isinstance(out, Tensor) else out.sequences
 
 
-def _seed() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    numpy.random.seed(0)
+def _counted(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], int, int]:
+    """The outputs, the number of calls of the method's attention function, and the largest number of keys in them."""
+    function, lengths = ALL_ATTENTION_FUNCTIONS[method], list[int]()
 
+    @functools.wraps(function)  # with its attributes, by which models know what it takes
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        lengths.append(args[2].shape[2])
+        return function(*args, **kwargs)
 
-class _counted:  # noqa: N801 (a context manager)
-    """Counts the calls of a method's attention function, and the largest number of keys in them."""
-
-    def __init__(self, method: str) -> None:
-        self.method, self.calls = method, [0, 0]
-
-    def __enter__(self) -> list[int]:
-        self.function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[self.method]
-
-        @functools.wraps(self.function)  # with its attributes, by which models know what it takes
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            self.calls[:] = self.calls[0] + 1, max(self.calls[1], args[2].shape[2])
-            return self.function(*args, **kwargs)
-
-        AttentionInterface.register(self.method, counting)
-        return self.calls
-
-    def __exit__(self, *_: object) -> None:
-        AttentionInterface.register(self.method, self.function)
+    AttentionInterface.register(method, counting)
+    try:
+        found = outputs(model, inputs)
+    finally:
+        AttentionInterface.register(method, function)
+    return found, len(lengths), max(lengths, default=0)
 
 
 def outputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The floating-point tensors of a model's output, by the path to them, without caches."""
-    _seed()
+    set_seed(0)
     with torch.no_grad():
         result = model(**copy.deepcopy(dict(inputs)))
     return dict(_tensors(result, ""))
@@ -267,55 +214,43 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+    elif isinstance(value, (Mapping, tuple, list)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             if "past_key_values" not in str(key) and "cache" not in str(key):
                 yield from _tensors(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _tensors(item, f"{path}.{index}" if path else str(index))
 
 
 def _padded(inputs: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], Tensor | None]:
     """The inputs with the last tokens of the first row as padding, and the mask; None if the model takes no padding."""
     inputs = dict(inputs)
-    ids, mask = inputs.get(getattr(model, "main_input_name", "input_ids")), inputs.get("attention_mask")
-    ids = inputs.get("input_ids", ids)
+    ids = inputs.get("input_ids", inputs.get(getattr(model, "main_input_name", "input_ids")))
+    mask = inputs.get("attention_mask")
     if mask is None and isinstance(ids, Tensor) and "attention_mask" in inspect.signature(model.forward).parameters:
         mask = torch.ones(ids.shape, dtype=torch.long)
     if not isinstance(mask, Tensor) or mask.ndim != 2 or not isinstance(ids, Tensor) or mask.shape != ids.shape:
         return inputs, None
     mask = mask.clone()
     mask[0, -max(1, mask.shape[1] // 4) :] = 0
-    inputs["attention_mask"] = mask
-    return inputs, mask.bool()
+    return {**inputs, "attention_mask": mask}, mask.bool()
 
 
-def _text_only(inputs: Mapping[str, Any]) -> bool:
-    """Whether changing a token changes nothing else: no pictures or sounds whose tokens are counted."""
-    others = {"attention_mask", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask"}
-    return isinstance(inputs.get("input_ids"), Tensor) and not any(
-        isinstance(value, Tensor) and value.is_floating_point() for key, value in inputs.items() if key not in others
-    )
-
-
-def _change_padding(inputs: Mapping[str, Any], valid: Tensor | None) -> tuple[dict[str, Any], Tensor | None] | None:
-    """Other tokens in the padding, and the positions whose outputs must stay."""
-    if valid is None or valid.all() or not _text_only(inputs):
-        return None
-    ids = inputs["input_ids"]
-    return {**inputs, "input_ids": torch.where(valid, ids, ids.roll(1, 1))}, valid
-
-
-def _change_future(inputs: Mapping[str, Any], valid: Tensor | None) -> tuple[dict[str, Any], Tensor | None] | None:
-    """Another last token, and the positions before it."""
-    if not _text_only(inputs) or inputs["input_ids"].ndim != 2 or inputs["input_ids"].shape[1] < 3:
-        return None
-    ids = inputs["input_ids"].clone()
-    ids[:, -1] = ids[:, 0]
-    kept = torch.ones(ids.shape, dtype=torch.bool) if valid is None else valid.clone()
-    kept[:, -1] = False
-    return {**inputs, "input_ids": ids}, kept
+def _changed(inputs: Mapping[str, Any], valid: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The name of each change of tokens, the changed tokens, and the positions whose outputs must stay."""
+    ids, others = inputs.get("input_ids"), {"attention_mask", "token_type_ids", "position_ids"}
+    others |= {"decoder_input_ids", "decoder_attention_mask"}
+    counted = [
+        key for key, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point() and key not in others
+    ]
+    if not isinstance(ids, Tensor) or counted:  # the tokens of pictures or sounds are counted
+        return
+    if valid is not None and not valid.all():
+        yield "padding", torch.where(valid, ids, ids.roll(1, 1)), valid
+    if ids.ndim == 2 and ids.shape[1] >= 3:
+        changed = ids.clone()
+        changed[:, -1] = ids[:, 0]
+        kept = torch.ones(ids.shape, dtype=torch.bool) if valid is None else valid.clone()
+        kept[:, -1] = False
+        yield "future", changed, kept
 
 
 def _select(tensor: Tensor, valid: Tensor | None) -> Tensor:
@@ -349,7 +284,4 @@ def _compare(
 ) -> None:
     distance = _distance(found, expected, valid)
     if distance > tolerance:
-        raise _DifferenceError(f"{what}: outputs differ by {distance:.2g}")
-
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        raise _EndError(DIFFERS, f"{what}: outputs differ by {distance:.2g}")

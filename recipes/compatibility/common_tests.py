@@ -5,12 +5,9 @@
         tests/models/bert/test_modeling_bert.py tests/models/gpt2/test_modeling_gpt2.py ...
 
 CHECKOUT is a checkout of Transformers' repository at the tag of the installed version, and ROOT one of this package. A
-default applies wherever a test names no implementation: in `from_pretrained`, `from_config` and constructors. Tests
-that ask for `sdpa` or `eager` get that. Only models that support `sdpa` get the default, as with `sdpa` itself. Tests
-of implementations and of graphs are left out.
-
-The last lines are a table of the tests that passed, that failed because the method refuses what they ask for, and
-others, for each model, and the sentences of the refusals. With `--attention-method sdpa` it is that of exact attention.
+default applies wherever a test names no implementation, to models that support `sdpa`. Tests of implementations and of
+graphs are left out. The last lines are a table of the tests that passed, that failed because the method refuses what
+they ask for, and others, for each model, and the sentences of the refusals.
 
 Duration: about two minutes for a model. Expected: the tables of docs/compatibility.md.
 """

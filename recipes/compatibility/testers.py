@@ -6,7 +6,6 @@ They are in the tests of its repository (tests/models/*/test_modeling_*.py), not
 import importlib
 import pathlib
 import re
-import sys
 import unittest
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,39 +18,24 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 # made of other models, such as LLaVA.
 _INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS|\bAuto\w+\.from_config\(")
 
-
 # Names of classes, such as BertSelfAttention, and of methods.
 _CLASS = re.compile(r"\b[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*[A-Z][A-Za-z0-9]*\b")
 _METHOD = re.compile(r"(?<=attn_implementation=')(?!eager|sdpa)\w+|^\w+(?=: )")
 
 
 class Case(NamedTuple):
-    """A model class and what its tester knows about it.
+    """A model class and what its tester knows about it."""
 
-    Attributes:
-        name: of the model class.
-        model_class: the class itself.
-        config: a tiny one.
-        inputs: arguments of the model's forward.
-        generation: arguments of `generate`, without which some models fail; None if the model does not generate.
-    """
-
-    name: str
-    model_class: type[nn.Module]
-    config: Any
-    inputs: dict[str, Any]
+    name: str  # of the model class
+    model_class: type[nn.Module]  # the class itself
+    config: Any  # a tiny one
+    inputs: dict[str, Any]  # arguments of the model's forward
+    # Arguments of `generate`, without which some models fail; None if the model does not generate.
     generation: dict[str, Any] | None
 
 
 def test_files(source: pathlib.Path) -> list[str]:
-    """The test files of the models that use Transformers' attention interface, as "bert/test_modeling_bert".
-
-    Args:
-        source: a checkout of Transformers' repository.
-
-    Raises:
-        UnsupportedAttentionError: there are no such files.
-    """
+    """The test files of the models that use Transformers' attention interface, as "bert/test_modeling_bert"."""
     models = source / "src" / "transformers" / "models"
     uses = {
         file.parent.name
@@ -68,16 +52,11 @@ def test_files(source: pathlib.Path) -> list[str]:
     return found
 
 
-def cases(source: pathlib.Path, name: str, every_class: bool) -> Iterator[Case]:
-    """Yield the cases of a test file.
+def cases(name: str) -> Iterator[Case]:
+    """Yield the first class of each tester of a test file, and its first class that generates.
 
-    Args:
-        source: the checkout.
-        name: of the test file, as `test_files` returns it.
-        every_class: all model classes; otherwise the first class of each tester and its first class that generates.
+    `name` is one of those that `test_files` returns for the checkout, whose folder is in the search path of modules.
     """
-    if str(source) not in sys.path:
-        sys.path.insert(0, str(source))
     module = importlib.import_module("tests.models." + name.replace("/", "."))
     seen = set()
     for test in vars(module).values():
@@ -88,10 +67,8 @@ def cases(source: pathlib.Path, name: str, every_class: bool) -> Iterator[Case]:
         instance.setUp()
         if not all(hasattr(instance, name) for name in ("_prepare_for_class", "model_tester")):
             continue  # tests of a part, such as a backbone, which others test as well
-        classes = tuple(instance.all_model_classes or ())
         generating = tuple(getattr(instance, "all_generative_model_classes", ()) or ())
-        chosen = classes if every_class else dict.fromkeys((*classes[:1], *generating[:1]))
-        for model_class in chosen:
+        for model_class in (*tuple(instance.all_model_classes or ())[:1], *generating[:1]):
             if model_class in seen:
                 continue
             seen.add(model_class)

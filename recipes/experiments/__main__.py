@@ -19,21 +19,20 @@ import json
 import os
 import pathlib
 import shlex
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, table
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from recipes.common.commands import Csv, Data, data_folder, new_app, option, write
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from recipes.common.commands import Data, data_folder, new_app, option
 from recipes.common.memory import ROOT
-from recipes.common.reporting import mean_and_range
-from recipes.experiments.groups import GROUPS, Group, folder_of, group_of, slug
+from recipes.common.reporting import METRICS, mean_and_range
+from recipes.experiments.groups import GROUPS, Group, folder_of, group_of
 
 app = new_app(no_args_is_help=True)
 
@@ -67,29 +66,17 @@ def run(
     threads: option(int, "Threads of each run.", min=1) = 1,
     seeds: option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
     only: option(str, "Only lines or tasks that contain this text.", metavar="TEXT") = "",
-    line: option(list[str], "Only this line, repeated. [default: all]") = [],  # noqa: B006 (typer copies it)
     extra: option(str, "Further options of the recipes, in quotes.", metavar="OPTIONS") = "",
-    csv: Csv = None,
 ) -> None:
     """Run the missing experiments of some groups, and print their tables."""
-    for name in groups:
-        if name not in GROUPS:
-            raise UnsupportedAttentionError(unknown_name("group of experiments", name, GROUPS))
-    source = data_folder(data)
-    chosen = {name: group_of(name, source) for name in groups}
-    known = [row for group in chosen.values() for row in group.attention]
-    for name in line:
-        if name not in known:
-            raise UnsupportedAttentionError(unknown_name("line", name, known))
+    chosen = {name: group_of(name, data_folder(data)) for name in groups}
     waiting = []
     for name, group in chosen.items():
-        for seed in range(seeds):
-            for row, task in group.pairs():
-                folder = folder_of(output / name, row, task, seed)
-                wanted = only.lower() in f"{row} {task}".lower() and row in (line or group.attention)
-                if wanted and not (folder / "metrics.json").is_file():
-                    module = [*group.tasks[task], *group.attention[row], "--seed", str(seed), *shlex.split(extra)]
-                    waiting.append((module, folder))
+        for seed, (row, task) in ((seed, pair) for seed in range(seeds) for pair in group.pairs()):
+            folder = folder_of(output / name, row, task, seed)
+            if only.lower() in f"{row} {task}".lower() and not (folder / METRICS).is_file():
+                module = [*group.tasks[task], *group.attention[row], "--seed", str(seed), *shlex.split(extra)]
+                waiting.append((module, folder))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool, tqdm(total=len(waiting), disable=None) as bar:
         started = {pool.submit(run_one, module, folder, threads): folder for module, folder in waiting}
         for future in concurrent.futures.as_completed(started):
@@ -97,50 +84,43 @@ def run(
             if future.result() is not None:
                 tqdm.write(f"failed: {started[future]}: {future.result()}", file=sys.stderr)
     for name, group in chosen.items():
-        show_group(name, group, output / name, csv)
+        show_group(name, group, output / name)
 
 
 @app.command(epilog="Example: python -m recipes.experiments show runs/glue")
 def show(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
-    data: Data = None,
-    csv: Csv = None,
 ) -> None:
     """Print the table of existing runs."""
-    if folder.name not in GROUPS or not folder.is_dir():
-        raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(GROUPS)}")
-    show_group(folder.name, group_of(folder.name, data_folder(data)), folder, csv)
+    if not folder.is_dir():
+        raise UnsupportedAttentionError(f"{folder} holds no runs: make them with the command run")
+    show_group(folder.name, group_of(folder.name, data_folder(None)), folder)
 
 
 def reports_of(folder: pathlib.Path, line: str, task: str) -> list[dict[str, Any]]:
     """The reports of all seeds."""
-    found = sorted((folder / slug(task)).glob(f"{slug(line)}-[0-9]*/metrics.json"))
-    found = [path for path in found if path.parent.name.removeprefix(f"{slug(line)}-").isdecimal()]
-    return [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    runs = folder_of(folder, line, task, "[0-9]*")
+    found = [path for path in sorted(runs.parent.glob(runs.name)) if path.name.rpartition("-")[2].isdecimal()]
+    return [json.loads((path / METRICS).read_text(encoding="utf-8")) for path in found if (path / METRICS).is_file()]
 
 
-def figures_of(reports: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """A figure of all reports that have it."""
-    values = (report["metrics"].get(key, report.get(key)) for report in reports)
-    return [value for value in values if value is not None]
-
-
-def show_group(name: str, group: Group, folder: pathlib.Path, csv: pathlib.Path | None) -> None:
+def show_group(name: str, group: Group, folder: pathlib.Path) -> None:
     """Print a table with a line for each attention that has run, and a column for each figure."""
-    lines, rows, seeds = [], [], 1
-    for name_of_line in group.attention:
-        reports = {task: reports_of(folder, name_of_line, task) for task in group.tasks}
+    lines, seeds = [], 1
+    for line in group.attention:
+        reports = {task: reports_of(folder, line, task) for task in group.tasks}
         if not any(reports.values()):
             continue
-        found = {column: figures_of(reports[task], key) for column, (task, key) in group.figures.items()}
-        seeds = max(seeds, *map(len, found.values()))
-        lines.append((name_of_line, *(mean_and_range(values, 0 if ", MiB" in c else 3) for c, values in found.items())))
-        rows.append({"attention": name_of_line} | {c: statistics.fmean(v) if v else None for c, v in found.items()})
+        cells = []
+        for column, (task, key) in group.figures.items():
+            values = [report["metrics"].get(key, report.get(key)) for report in reports[task]]
+            values = [value for value in values if value is not None]
+            seeds = max(seeds, len(values))
+            cells.append(mean_and_range(values, 0 if ", MiB" in column else 3))
+        lines.append((line, *cells))
     typer.echo(table((name, *group.figures), lines))
     several = f"With ±: the mean and half the range of {seeds} seeds; otherwise one seed."
     typer.echo(f"\n{group.note} " + (several if seeds > 1 else "One seed."))
-    if rows:
-        write(rows, csv)
 
 
 if __name__ == "__main__":

@@ -4,42 +4,38 @@
     python -m recipes.experiments.arms show RUNS/glue                       (prints the table again)
 
 A model that is good at a task with exact attention is converted to `linear` with a learned feature map. Then each arm
-spends the same time of the processor:
-
-- nothing: the method is switched in, without training;
-- task: all parameters are trained on the task's labels;
-- map by the task: only the learned parameters of attention are;
-- distillation: half of the cost for layer-wise distillation, half for fine-tuning on the exact model's hidden states;
-  no labels;
-- both: half of the cost for layer-wise distillation, half for training on the task.
+spends the same time of the processor: on nothing; on training all parameters on the task's labels ("task"), or the
+learned parameters of attention alone ("map by the task"); half on layer-wise distillation and half on fine-tuning on
+the exact model's hidden states, without labels ("distillation"); or half on layer-wise distillation and half on the
+task ("both"). Costs of the steps are measured first, and an arm has as many as its share of the cost of `--steps` steps
+of task training.
 
 For glue the exact model is MiniLM, fine-tuned for one epoch and kept in RUNS for all seeds, and its task is STS-B, MRPC
-or CoLA. For pictures it is DeiT-tiny, as it was trained on ImageNet. Its task is Imagenette, ten classes of
-ImageNet: 80 pictures of each class for the training, 20 for the measurement. A second figure shows what is left of
-the other classes: top-1 on a thousand photographs, one of each class.
-
-Steps differ in cost. Their costs are measured first, in time of one processor, and an arm has as many steps as its
-share of the cost of `--steps` steps of task training.
+or CoLA. For pictures it is DeiT-tiny. Its task is Imagenette, ten classes of ImageNet: 80 pictures of each class for
+the training, 20 for the measurement. A second figure shows what is left of the other classes: top-1 on a thousand
+photographs, one of each class.
 
 Duration: on one core 5 to 20 minutes for each task and seed. Expected: the table of docs/training_results.md.
 """
 
 import copy
+import itertools
 import json
 import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+import timeit
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 import typer
-from torch import Tensor, nn
-from tqdm import tqdm
-from transformers import PreTrainedModel, ViTForImageClassification, get_linear_schedule_with_warmup
+from torch import nn
+from transformers import DataCollatorWithPadding, PreTrainedModel, ViTForImageClassification
+from transformers.optimization import get_linear_schedule_with_warmup
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -54,13 +50,13 @@ from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.wrappers import learned_parameters
-from recipes.benchmarks.distilled import Crops
+from recipes.benchmarks.distilled import Crops, train
 from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
-from recipes.common.data.image_tensors import Evaluation, Norm, Training, preprocessor_settings
+from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import load
-from recipes.common.inputs import deit, photographs
+from recipes.common.inputs import deit, imagenet_classes, photographs, picture_batches
 from recipes.common.reporting import mean_and_range
 from recipes.glue import load_model, tokenize
 
@@ -69,90 +65,51 @@ app = commands.new_app(no_args_is_help=True)
 ARMS = ("nothing", "task", "map by the task", "distillation", "both")
 METHOD = make_config("linear", feature_map="hedgehog")
 GLUE_TASKS = ("stsb", "mrpc", "cola")
-# Steps whose cost is measured, after one that is not.
-_MEASURED = 3
-
-Evaluate = Callable[[nn.Module], dict[str, float]]
 
 
 class Setup(NamedTuple):
-    """One task and seed.
+    """One task and seed."""
 
-    Attributes:
-        model: the model with exact attention, good at the task.
-        batches: the training data, with labels.
-        evaluate: returns named figures of a model.
-        learning_rate: for training on the task.
-    """
-
-    model: PreTrainedModel
-    batches: Sequence[Batch]
-    evaluate: Evaluate
-    learning_rate: float
+    model: PreTrainedModel  # the model with exact attention, good at the task
+    batches: Sequence[Batch]  # the training data, with labels
+    evaluate: Callable[[nn.Module], dict[str, float]]  # returns named figures of a model
+    learning_rate: float  # for training on the task
 
 
 class TaskTraining:
-    """Trains a model on the labels of its batches, in training mode.
-
-    Args:
-        model: the model.
-        parameters: those that are trained.
-        learning_rate: of AdamW, after warmup; then it falls to 0 linearly.
-        num_steps: the number of steps.
-    """
+    """Trains parameters of a model on the labels of its batches, with AdamW, warmup and linear decay to 0."""
 
     def __init__(
-        self, model: PreTrainedModel, parameters: Sequence[nn.Parameter], learning_rate: float, num_steps: int
+        self, model: PreTrainedModel, parameters: Iterable[nn.Parameter], learning_rate: float, num_steps: int
     ) -> None:
-        self.model = model
-        self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+        self.model, self._parameters = model, list(parameters)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=learning_rate, weight_decay=0.0)
         self._schedule = get_linear_schedule_with_warmup(self._optimizer, max(1, num_steps // 10), max(2, num_steps))
 
-    def step(self, batch: Batch) -> float:
-        """Train on one batch and return its loss."""
-        assert not isinstance(batch, Tensor)
+    def step(self, batch: Batch) -> None:
+        """Train on one batch."""
         self.model.train()
-        loss: Tensor = self.model(**batch).loss
         self._optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for group in self._optimizer.param_groups for p in group["params"]], 1.0)
+        self.model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._schedule.step()
         self.model.eval()
-        return loss.item()
-
-
-def train(step: Callable[[Batch], Any], batches: Iterator[Batch], num_steps: int, name: str) -> None:
-    """Take steps on batches, with a progress bar."""
-    for batch in tqdm(islice(batches, num_steps), total=num_steps, desc=name, disable=None, leave=False):
-        step(batch)
 
 
 def seconds_of(step: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
-    """Median processor time of a step."""
-    step(batches[0])
-    found = []
-    for i in range(_MEASURED):
-        start = time.process_time()
-        step(batches[(i + 1) % len(batches)])
-        found.append(time.process_time() - start)
-    return statistics.median(found)
-
-
-def converted(model: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
-    """A converted copy of a model."""
-    copied = copy.deepcopy(model)
-    hea.convert(copied, method)
-    return copied
+    """Median processor time of three steps, after one that is not measured."""
+    stream = itertools.cycle(batches[i] for i in range(min(4, len(batches))))
+    times = timeit.repeat(lambda: step(next(stream)), timer=time.process_time, number=1, repeat=4)
+    return statistics.median(times[1:])
 
 
 def costs_of(setup: Setup, method: MethodConfig) -> dict[str, float]:
     """Seconds of a step of each kind of training."""
-    model = converted(setup.model, method)
-    learned = list(learned_parameters(model).values())
+    model = hea.convert(copy.deepcopy(setup.model), method)
     steps: dict[str, Callable[[Batch], Any]] = {
-        "task": TaskTraining(model, list(model.parameters()), 1e-6, 10).step,
-        "map": TaskTraining(model, learned, 1e-6, 10).step,
+        "task": TaskTraining(model, model.parameters(), 1e-6, 10).step,
+        "map": TaskTraining(model, learned_parameters(model).values(), 1e-6, 10).step,
         "distillation": Distillation(model, 10).step,
         "fine-tuning": Finetuning(model, setup.model, FinetuningOptions(steps=10)).step,
     }
@@ -162,15 +119,10 @@ def costs_of(setup: Setup, method: MethodConfig) -> dict[str, float]:
 def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int], seed: int) -> dict[str, float]:
     """Convert a copy of the model, train it as the arm says, and return its figures.
 
-    Args:
-        arm: one of `ARMS`.
-        setup: the task.
-        method: the method.
-        steps: number of steps that each kind of training could take with the whole cost.
-        seed: of the order of the batches and of dropout.
+    `steps` are those that each kind of training could take with the whole cost.
     """
     torch.manual_seed(seed)
-    model = converted(setup.model, method)
+    model = hea.convert(copy.deepcopy(setup.model), method)
     stream = batch_stream(setup.batches, seed, 1)
     if arm in ("distillation", "both"):
         count = max(1, steps["distillation"] // 2)
@@ -184,23 +136,23 @@ def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int],
         train(finetuning.step, stream, count, arm)
         finetuning.finish()
     elif arm == "map by the task":
-        learned = list(learned_parameters(model).values())
+        learned = learned_parameters(model).values()
         train(TaskTraining(model, learned, 1e-2, steps["map"]).step, stream, steps["map"], arm)
     elif arm in ("task", "both"):
         count = steps["task"] if arm == "task" else max(1, steps["task"] // 2)
-        train(TaskTraining(model, list(model.parameters()), setup.learning_rate, count).step, stream, count, arm)
+        train(TaskTraining(model, model.parameters(), setup.learning_rate, count).step, stream, count, arm)
     return setup.evaluate(model.eval())
 
 
-def run_all(setup: Setup, method: MethodConfig, num_steps: int, seed: int) -> dict[str, Any]:
+def run_all(setup: Setup, num_steps: int, seed: int) -> dict[str, Any]:
     """All arms of one task and seed: figures, costs and numbers of steps."""
-    costs = costs_of(setup, method)
+    costs = costs_of(setup, METHOD)
     steps = {name: max(1, round(num_steps * costs["task"] / cost)) for name, cost in costs.items()}
     figures = {"exact": setup.evaluate(setup.model.eval())}
     for arm in ARMS:
-        figures[arm] = run_arm(arm, setup, method, steps, seed)
+        figures[arm] = run_arm(arm, setup, METHOD, steps, seed)
         typer.echo(f"{arm}: {figures[arm]}")
-    return {"seconds_per_step": costs, "steps": steps, "figures": figures, "method": method.to_dict()}
+    return {"seconds_per_step": costs, "steps": steps, "figures": figures, "method": METHOD.to_dict()}
 
 
 def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -> Setup:
@@ -212,13 +164,8 @@ def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -
     splits = tokenize(glue.load(name, str(commands.existing(data / "glue", "GLUE"))), tokenizer, 64)
 
     def batches_of(split: str, size: int, order: Sequence[int]) -> list[Batch]:
-        rows = [splits[split][i] for i in order]
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return [
-            {**tokenizer.pad({k: [row[k] for row in part] for k in part[0] if k != "label"}, return_tensors="pt"),
-             "labels": torch.tensor([row["label"] for row in part])}
-            for part in parts
-        ]  # fmt: skip
+        rows, collate = [splits[split][i] for i in order], DataCollatorWithPadding(tokenizer)
+        return [dict(collate(rows[start : start + size])) for start in range(0, len(rows), size)]
 
     def training_batches(seed: int) -> list[Batch]:
         order = list(range(len(splits["train"])))
@@ -228,7 +175,7 @@ def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -
     tests = batches_of("validation", 64, range(len(splits["validation"])))
     if not exact.is_dir():
         batches = training_batches(-1)
-        training = TaskTraining(model, list(model.parameters()), 1e-4, len(batches))
+        training = TaskTraining(model, model.parameters(), 1e-4, len(batches))
         train(training.step, iter(batches), len(batches), f"{name}, exact")
         draft = exact.with_name(f".{exact.name}")  # an interrupted run leaves no half-written model
         with no_progress_bar():
@@ -249,31 +196,23 @@ def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path
     """DeiT-tiny with Imagenette as its task; it was trained on ImageNet, so that it is good at it already."""
     source = deit(data)
     path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
-    numbers = load(str(path.with_name("imagenet1k-sample-256px.zip")))[""].class_names()
+    numbers = imagenet_classes(data)
     norm = Norm.of(preprocessor_settings(str(source)))
     pictures, transform = load(str(path))[""], Evaluation(224, norm, 224 / 256)
     order = list(range(len(pictures)))
     random.Random(seed).shuffle(order)
-    counts: dict[str, int] = {}
-    tested, trained = [], []
+    counts, tested, trained = Counter[str](), list[int](), list[int]()
     for i in order:
-        counts[pictures.classes[i]] = counts.get(pictures.classes[i], 0) + 1
+        counts[pictures.classes[i]] += 1
         (tested if counts[pictures.classes[i]] <= 20 else trained).append(i)
-    own = [
-        (torch.stack([transform(pictures.open(i)) for i in part]),
-         torch.tensor([numbers.index(pictures.classes[i]) for i in part]))
-        for part in (tested[start : start + 20] for start in range(0, len(tested), 20))
-    ]  # fmt: skip
-    thousand = list(photographs(data, 224))
+    own, thousand = list(picture_batches(pictures, tested, numbers, transform)), list(photographs(data, 224))
     with no_progress_bar():
         model = ViTForImageClassification.from_pretrained(source).eval()
 
     def evaluate(model: Any) -> dict[str, float]:
-        bar = tqdm(disable=True)
-        return {"Imagenette": top_one(model, own, bar), "thousand classes": top_one(model, thousand, bar)}
+        return {"Imagenette": top_one(model, own), "thousand classes": top_one(model, thousand)}
 
-    crops = Crops(path, Training(224, norm, scale=(0.35, 1.0)), 8, 1000, seed, trained, numbers)
-    return Setup(model, crops, evaluate, 5e-5)
+    return Setup(model, Crops(path, norm, 1000, seed, trained, numbers), evaluate, 5e-5)
 
 
 SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int, pathlib.Path], Setup]]] = {
@@ -289,7 +228,6 @@ def run(
     data: commands.Data = None,
     steps: commands.option(int, "Steps of task training that an arm may cost.", min=4) = 100,
     seeds: commands.option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
-    only: commands.option(str, "Only tasks that contain this text.", metavar="TEXT") = "",
 ) -> None:
     """Run the missing tasks and seeds, and print the table. A task and seed with a result is not repeated."""
     if group not in SETUPS:
@@ -298,12 +236,12 @@ def run(
     for seed in range(seeds):
         for task in tasks:
             path = output / group / f"{task}-{seed}.json"
-            if only in task and not path.is_file():
+            if not path.is_file():
                 typer.echo(f"{task}, seed {seed}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 setup = setup_of(task, commands.data_folder(data), seed, path.parent)
-                result = run_all(setup, METHOD, steps, seed)
-                write_json(path, {"task": task, "seed": seed, "cost_in_task_steps": steps, **result})
+                about = {"task": task, "seed": seed, "cost_in_task_steps": steps}
+                write_json(path, about | run_all(setup, steps, seed))
     show(output / group)
 
 
@@ -313,20 +251,19 @@ def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-*.json"))]
     if not results:
         raise UnsupportedAttentionError(f"{folder} holds no results: make them with the command run")
-    tasks = list(dict.fromkeys(result["task"] for result in results))
-    columns = [(task, figure) for task in tasks for figure in
-               next(r for r in results if r["task"] == task)["figures"]["exact"]]  # fmt: skip
+    columns = list(dict.fromkeys((r["task"], figure) for r in results for figure in r["figures"]["exact"]))
     lines = []
     for arm in ("exact", *ARMS):
         values = ([r["figures"][arm][name] for r in results if r["task"] == task] for task, name in columns)
         lines.append((arm, *map(mean_and_range, values)))
     typer.echo(table(("arm", *(f"{task}, {name}" for task, name in columns)), lines))
-    costs = {name: statistics.median(r["seconds_per_step"][name] for r in results) for name in
-             results[0]["seconds_per_step"]}  # fmt: skip
-    seeds = len({result["seed"] for result in results})
+    costs = [
+        f"{name} {statistics.median(r['seconds_per_step'][name] for r in results):.2f}"
+        for name in results[0]["seconds_per_step"]
+    ]
     typer.echo(
         f"\nEvery arm costs as much as {results[0]['cost_in_task_steps']} steps of task training. Seconds per step: "
-        f"{', '.join(f'{name} {value:.2f}' for name, value in costs.items())}. {seeds} seeds: mean and half the range."
+        f"{', '.join(costs)}. {len({r['seed'] for r in results})} seeds: mean and half the range."
     )
 
 

@@ -373,9 +373,9 @@ def test_gpt2_books_decodes_nearly_the_same_tokens(data):
 
 
 @pytest.mark.exhaustive
-def test_the_recipe_compares_caches(data, tmp_path, capsys):
+def test_the_recipe_compares_caches(data, tmp_path):
     file = tmp_path / "caches.csv"
-    arguments = ("--data", data, "--budget", "256", "--inputs", "1", "--csv", file, "--check")
+    arguments = ("--data", data, "--budget", "256", "--inputs", "1", "--csv", file)
     assert cli.run(recipe.app, list(map(str, arguments)), "cache") == 0
     with file.open() as opened:
         exact, ours, window, _ = csv.DictReader(opened)
@@ -384,6 +384,4 @@ def test_the_recipe_compares_caches(data, tmp_path, capsys):
     assert float(exact["repeated"]) < float(ours["repeated"])
     assert abs(float(ours["numel"]) / float(window["numel"]) - 1) < 0.01
     assert float(ours["nats"]) + 0.1 < float(window["nats"])
-    out = capsys.readouterr().out
-    assert "share of equal next tokens" in out
-    assert " NO" not in out
+    assert float(ours["nats"]) < float(exact["nats"]) + 0.05 and float(ours["same"]) > 0.75

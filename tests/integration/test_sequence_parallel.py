@@ -23,7 +23,7 @@ from transformers import (
 import hf_efficient_attn as hea
 import processes
 from processes import refused
-from recipes.benchmarks.sequence_parallel import counted_traffic
+from recipes.benchmarks.sequence_parallel import Traffic
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
 LENGTH = 61
@@ -153,9 +153,9 @@ def traffic_and_refusals():
     group, (ids, mask), own, rank = dist.group.WORLD, batch("right"), own_tokens(), dist.get_rank()
     ids, mask, found = ids[:, own], mask[:, own], {}
     model = hea.sequence_parallel(make("llama", "linear"), group)
-    with torch.no_grad(), counted_traffic() as (traffic, _):
+    with torch.no_grad(), Traffic() as traffic:
         model(ids)
-    found["bytes"] = traffic.sent
+    found["bytes"] = dict(traffic.forward)
     found["labels"] = refused(lambda: model(ids, labels=ids))
     found["one process"] = refused(lambda: model(ids[: 1 + rank]))
     found["cache"] = refused(lambda: model(ids, use_cache=rank == 1))

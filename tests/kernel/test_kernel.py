@@ -360,7 +360,7 @@ def test_exponent_of_growth():
 
 
 def test_recipe_prints_its_table(capsys, tmp_path):
-    arguments = ["--length", "256,640", "--eps", "0.8", "--csv", str(tmp_path / "k.csv")]
+    arguments = ["--length", "256,2048", "--csv", str(tmp_path / "k.csv")]
     assert cli.run(recipe.app, arguments, "kernel") == 0
     printed = capsys.readouterr().out
     assert "exponent of evaluations and projections, all lengths: 1." in printed

@@ -11,10 +11,10 @@ from recipes.benchmarks import sequence_parallel
 HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
 
 
-@pytest.mark.parametrize("length", [8192, 65_536])
+@pytest.mark.parametrize("length", [4096, 8192])
 def test_summaries_do_not_grow_with_the_length(length):
     sent = {
-        name: sequence_parallel.traffic(hea.method_info(name).config_class(), length, HOW)[0].total
+        name: sequence_parallel.traffic(hea.method_info(name).config_class(), length, HOW).forward.total()
         for name in ("linear", "performer", "linformer", "nystromformer", "longformer")
     }
     assert sent == {
@@ -29,10 +29,10 @@ def test_summaries_do_not_grow_with_the_length(length):
 @pytest.mark.parametrize("kv_heads", [16, 8, 4, 1])
 def test_tokens_for_heads(kv_heads):
     how = HOW._replace(shape=(1, 16, kv_heads, 64))
-    forward, backward = sequence_parallel.traffic(None, 65_536, how)
+    found = sequence_parallel.traffic(None, 65_536, how)
     # Fewer key heads than processes are sent in copies, one for each process.
-    assert forward.total == backward.total == 65_536 // 8 * (2 * 16 + 2 * max(8, kv_heads)) * 64 * 2
-    assert forward.calls == 2
+    assert found.forward.total() == found.backward.total() == 65_536 // 8 * (2 * 16 + 2 * max(8, kv_heads)) * 64 * 2
+    assert found.calls == 2
 
 
 def test_commands(tmp_path):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration import masks
 from recipes.compatibility import __main__ as compatibility
-from recipes.compatibility import checks, report, testers
+from recipes.compatibility import checks, testers
 from recipes.compatibility.testers import Case
 from tiny_models import tiny_batch, tiny_class, tiny_config
 
@@ -52,24 +52,21 @@ def checkout(tmp_path):
 
 
 def test_run_writes_a_table(checkout, tmp_path):
+    """Of a model that works, and of a file that cannot be run. The tests of a model without attention are not run."""
+    for path in ("src/transformers/models/bad/modeling_bad.py", "tests/models/bad/test_modeling_bad.py"):
+        (checkout / path).parent.mkdir(parents=True)
+        (checkout / path).write_text("import a_package_that_is_missing  # ALL_ATTENTION_FUNCTIONS")
     command = ["run", "--transformers-source", str(checkout), "--output", str(tmp_path / "out"), "--methods", "linear"]
-    done = runner.invoke(compatibility.app, command)
+    done = runner.invoke(compatibility.app, [*command, "--workers", "2"])
     assert done.exit_code == 0, done.output
-    assert "1 model types in 1 test files" in done.output
-    (path,) = (tmp_path / "out").glob("*.json")
-    (row,) = json.loads(path.read_text())["rows"]
+    assert "1 model types in 2 test files" in done.output
+    assert "no result: bad/test_modeling_bad: ModuleNotFoundError" in done.output
+    (row,) = json.loads((tmp_path / "out" / "bert-test_modeling_bert.json").read_text())["rows"]
     expected = {"class": "BertModel", "type": "bert", "method": "linear", "status": "works", "reason": ""}
     assert row == {**expected, "checks": ["forward", "padding", "save and load"]}
     table = tmp_path / "table.md"
     assert runner.invoke(compatibility.app, ["show", str(tmp_path / "out"), "--markdown", str(table)]).exit_code == 0
     assert "| `bert` | works |" in table.read_text()
-
-
-def test_a_file_that_cannot_be_run_is_in_the_table(checkout, tmp_path):
-    (checkout / "tests" / "models" / "bert" / "test_modeling_bert.py").write_text("import a_package_that_is_missing")
-    command = ["run", "--transformers-source", str(checkout), "--output", str(tmp_path / "out")]
-    done = runner.invoke(compatibility.app, command)
-    assert "no result: bert/test_modeling_bert: ModuleNotFoundError" in done.output
 
 
 def test_a_folder_without_tests_is_refused(tmp_path):
@@ -112,5 +109,8 @@ def test_errors_and_models_without_attention(monkeypatch):
 
 
 def test_the_status_of_a_type_is_the_worst():
-    rows = [{"status": status, "reason": "", "class": "A", "type": "a", "method": "linear"} for status in report.ORDER]
-    assert [report.worst(rows[: i + 1])["status"] for i in range(len(rows))] == list(report.ORDER)
+    rows = [
+        {"status": status, "reason": "", "class": "A", "type": "a", "method": "linear"}
+        for status in compatibility.ORDER
+    ]
+    assert [compatibility.worst(rows[: i + 1])["status"] for i in range(len(rows))] == list(compatibility.ORDER)

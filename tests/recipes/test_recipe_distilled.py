@@ -1,6 +1,7 @@
 """recipes.benchmarks.distilled and recipes.experiments.arms, with tiny models that show what is trained."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import BertForSequenceClassification
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
+from hf_efficient_attn import cli
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training.wrappers import learned_parameters
 from recipes.benchmarks import distilled
@@ -15,43 +17,31 @@ from recipes.experiments import arms
 from tiny_models import output, tiny_batch, tiny_config, tiny_model
 
 runner = CliRunner()
-PLAN = distilled.Plan(steps=20, finetune_steps=4, loss="output", target="hidden_states", learning_rate=1e-4)
+PLAN = distilled.Plan(steps=20, finetune_steps=4, target="hidden_states", learning_rate=1e-4)
 LINEAR = make_config("linear", feature_map="hedgehog", num_features=16)
 
 
-def task_of(batches) -> distilled.Task:
-    """A tiny BERT; the figure is the error of its hidden states."""
+def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
+    """On a tiny BERT; the figure is the error of its hidden states."""
     inputs = tiny_batch("bert", seed=1)
     wanted = output(tiny_model("bert"), inputs)
 
     def evaluate(model) -> float:
         return ((output(model, inputs) - wanted).norm() / wanted.norm()).item()
 
-    return distilled.Task("error", lambda: tiny_model("bert"), batches, evaluate, "A tiny BERT.")
-
-
-def test_a_method_is_measured_before_and_after():
-    task = task_of(lambda seed: [tiny_batch("bert", seed=seed + i) for i in (2, 3, 4)])
-    figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), PLAN, 0)
+    batches = [tiny_batch("bert", seed=seed) for seed in (2, 3, 4)]
+    task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate, "A tiny BERT.")
+    figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), PLAN)
     assert list(figures) == ["switched", "distilled", "fine-tuned", "without its window"]
     assert figures["distilled"] < figures["switched"] and figures["fine-tuned"] < figures["without its window"]
     assert figures["fine-tuned"] != figures["distilled"]
-
-
-def test_results_are_kept_for_each_method_seed_and_plan(tmp_path):
-    asked = []
-
-    def batches(seed):
-        asked.append(seed)
-        return [tiny_batch("bert", seed=seed), tiny_batch("bert", seed=seed + 2)]
-
-    task, plan = task_of(batches), PLAN._replace(finetune_steps=0)
-    first = distilled.kept_figures(task, LINEAR, plan, 0, tmp_path)
-    assert distilled.kept_figures(task, LINEAR, plan, 0, tmp_path) == first and asked == [0]
-    distilled.kept_figures(task, LINEAR, plan, 1, tmp_path)
-    distilled.kept_figures(task, make_config(LINEAR, num_features=8), plan, 0, tmp_path)
-    distilled.kept_figures(task, LINEAR, plan._replace(steps=2), 0, tmp_path)
-    assert asked == [0, 1, 0, 0]
+    monkeypatch.setitem(distilled.TASKS, "states", lambda data, plan: task)
+    methods = "linear:num_features=16:window_size=8,nystromformer:num_landmarks=4"
+    call = ["states", "--method", methods, "--steps", "20", "--finetune-steps", "4", "--learning-rate", "1e-4"]
+    assert cli.run(distilled.app, call, "distilled") == 0
+    out = capsys.readouterr().out
+    assert " | ".join(f"{figures[name]:.3f}" for name in ("switched", "distilled")) in re.sub(" +", " ", out)
+    assert re.search(r"\| nystromformer[^|]*\| 0.000 +\| \d.\d+ +\| \d.\d+ +\| \d.\d+ +\| +\|", out)
 
 
 def test_every_method_has_something_to_learn():

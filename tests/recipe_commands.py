@@ -1,0 +1,15 @@
+"""Running the command of a measuring recipe in this process, and reading its CSV file."""
+
+import csv
+
+from hf_efficient_attn import cli
+
+
+def run(recipe, *arguments):
+    """The exit status of a recipe's module."""
+    return cli.run(recipe.app, list(map(str, arguments)), recipe.__name__.rpartition(".")[2])
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

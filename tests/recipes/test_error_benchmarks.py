@@ -1,0 +1,192 @@
+"""The benchmarks of errors on real inputs, and of error against speed."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+import hf_efficient_attn as hea
+from hf_efficient_attn import cli
+from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
+from recipe_commands import read_csv, run
+from recipes.benchmarks import error, error_bound, tradeoff
+from recipes.common import inputs as real_inputs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "message"),
+    [
+        (error, ["--model", "gpt5"], "minilm, deit, random"),
+        (error, ["--check"], "goals are those of half precision"),
+        (error, ["--data", "no/such/folder"], "HEA_DATA"),
+        (error, ["--data", "no/such/folder", "--model", "deit"], "HEA_DATA"),
+        (error, ["--method", "longformer:global_tokens=200"], "budget of 128"),
+        (error, ["--defaults", "--budget", "8"], "leave out --budget and --half"),
+        (error_bound, ["--auto", "--source", "gpt2"], "not one of books, xquad, photographs"),
+        (error_bound, ["--auto", "--budget", "64"], "leave out --rows, --budget and --method"),
+    ],
+)
+def test_refusals_before_measuring(recipe, arguments, message, capsys):
+    assert run(recipe, *arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+@pytest.fixture
+def activations(monkeypatch):
+    """Those of a tiny model, which are what `error` measures in place of MiniLM's; with the outputs of its layers."""
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50)
+    model, ids = BertModel(config), torch.randint(0, 50, (1, 48))
+    outputs = []
+    for layer in model.encoder.layer:
+        layer.attention.self.register_forward_hook(lambda *call: outputs.append(call[2][0]))
+    found = real_inputs.capture(model.eval(), {"input_ids": ids})
+    monkeypatch.setattr(error, "minilm_activations", lambda *_, length: found)
+    return found, outputs
+
+
+def test_errors_of_the_inputs_of_attention_fall_with_the_budget(activations):
+    found, outputs = activations
+    for _, exact, out in zip(found, real_inputs.exact_outputs(found), outputs, strict=True):
+        assert torch.allclose(exact.transpose(1, 2).flatten(2).float(), out, atol=1e-6)
+    configs = list(cli.parse_methods(["longformer", "hyperattention"]).values())
+    rows = error.measure(configs, found, budgets=[8, 200], seeds=3)
+    assert [(row["method"], row["budget"], row["seeds"]) for row in rows] == [
+        ("longformer", 8, 2), ("hyperattention", 8, 3), ("longformer", 200, 2), ("hyperattention", 200, 2)
+    ]  # fmt: skip
+    window, sampled, *whole = rows
+    assert window["deviation"] == 0 < sampled["deviation"]
+    assert all(row["error"] > 0.01 for row in (window, sampled)) and all(row["error"] < 1e-5 for row in whole)
+    assert window["error"] == pytest.approx((window["layer_0"] + window["layer_1"]) / 2)
+
+
+@pytest.fixture
+def book(tmp_path, minilm):
+    """A data folder with one book."""
+    folder = tmp_path / "text" / "books"
+    folder.mkdir(parents=True)
+    words = "It was the best of times, it was the worst of times, it was the age of wisdom and of foolishness. " * 600
+    with gzip.open(folder / "book.txt.gz", "wt", encoding="utf-8") as file:
+        file.write(words)
+    return tmp_path
+
+
+def test_error_command_on_minilm(book, capsys):
+    arguments = ["--data", book, "--method", "longformer", "--budget", "64,128", "--seeds", "1", "--threads", "1"]
+    assert run(error, *arguments, "--csv", book / "error.csv") == 0
+    out = capsys.readouterr().out
+    better, worse = sorted(read_csv(book / "error.csv"), key=lambda row: float(row["error"]))
+    assert (better["budget"], worse["budget"]) == ("128", "64")
+    assert "minilm: 512 tokens, 6 layers, 12 heads of 32, 1 inputs" in out
+    assert "| attention  | 64" in out and "± deviation" in out
+
+
+def test_longer_text_is_concatenated_windows(book):
+    short, longer = real_inputs.minilm_activations(book, 1), real_inputs.minilm_activations(book, 1, length=700)
+    assert [one.query.shape[2] for one in longer] == [700] * 6
+    # The last token of the short text is [SEP].
+    assert torch.allclose(longer[0].key[:, :, :511], short[0].key[:, :, :511], atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_mean_error_is_zero_for_uniform_attention(causal):
+    one = real_inputs.Activation(0, torch.zeros(1, 2, 30, 4), torch.randn(1, 2, 30, 4), torch.randn(1, 2, 30, 5), None)
+    assert real_inputs.mean_error([one], real_inputs.exact_outputs([one], causal), causal) < 1e-6
+    other = one._replace(query=torch.randn(1, 2, 30, 4) * 5)
+    assert real_inputs.mean_error([other], real_inputs.exact_outputs([other], causal), causal) > 0.3
+
+
+def test_errors_of_default_hyperparameters(activations, capsys, tmp_path):
+    arguments = ["--method", "longformer:window_size=3,longformer", "--seeds", "1", "--csv", tmp_path / "errors.csv"]
+    assert run(error, *arguments, "--defaults") == 0
+    assert "| attention " in (out := capsys.readouterr().out) and "| default |" in out and "budgets" not in out
+    narrow, usual = read_csv(tmp_path / "errors.csv")
+    # The default window is wider than the 48 tokens.
+    assert float(narrow["error"]) > 0.01 > float(usual["error"])
+
+
+def test_causal_errors_omit_methods_without_causal_form(activations, monkeypatch, capsys):
+    methods = ("linear", "kdeformer", "kdeformer:near_field=window", "nystromformer")
+    monkeypatch.setattr(error, "METHODS", methods)
+    # The causal form has a single near field.
+    for causal, counts in (([], [1, 2, 1]), (["--causal"], [1, 1, 0])):
+        assert run(error, "--budget", "8", "--seeds", "1", *causal) == 0
+        out = capsys.readouterr().out
+        assert [out.count(f"\n| {name} ") for name in ("linear", "kdeformer", "nystromformer")] == counts
+        assert ("mean of the values so far" in out) == bool(causal) and " * |" in out
+
+
+# --- auto's bound ---
+
+
+def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, capsys):
+    """A model of one layer with four heads: one exact, two within the bound of .1, one above it."""
+    errors = torch.tensor([[1e-6, 0.04, 0.1, 0.2]], dtype=torch.float64)
+    layer = LayerError(0, "layer", "auto", 60, errors, errors)
+    monkeypatch.setattr(error_bound, "open_source", lambda *_: (torch.nn.Identity(), lambda tokens: iter([{}])))
+    monkeypatch.setattr(hea, "convert", lambda model, config: model)
+    monkeypatch.setattr(hea, "attention_error", lambda model, batch, *, num_rows: ModelError((layer,), num_rows))
+    monkeypatch.setattr(error_bound, "cost_of", lambda tokens, head_dim: (0.01, 0.01))
+    arguments = ["--auto", "--data", tmp_path, "--source", "books", "--tokens", "60", "--check"]
+    assert run(error_bound, *arguments, "--csv", tmp_path / "heads.csv") == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "| books | 60 | 4 | 75 % | 1 | 33.33 % |" in out and "2.0 %" in out
+    (row,) = read_csv(tmp_path / "heads.csv")
+    assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
+    errors[0, 3] = 0.1
+    assert run(error_bound, *arguments) == 0
+
+
+def test_the_cost_of_auto_is_measured():
+    assert all(0.0 < cost < 10.0 for cost in error_bound.cost_of(1024, 32))
+
+
+# --- error against speed ---
+
+
+def test_exact_attention_in_bfloat16_and_padded_heads():
+    """It is that of PyTorch up to the rounding of bfloat16, which has eight bits, and is computed in chunks."""
+    generator = torch.Generator().manual_seed(0)
+    given = real_inputs.Activation(0, *(torch.randn(1, 2, 300, 32, generator=generator) for _ in range(3)), 0.2)
+    assert given.query.shape[2] > tradeoff._CHUNK_QUERIES
+    exact = hea.analysis.exact_output(*given[1:4], scale=given.scale)
+    out = tradeoff.exact_bfloat16(*given[1:])
+    assert out.dtype == torch.float32 and out.shape == exact.shape
+    off = hea.analysis.relative_error(out, exact).operator
+    assert off.min() > 1e-5 and off.max() < 0.01
+    wide = tradeoff.padded(given, 48)
+    out = torch.nn.functional.scaled_dot_product_attention(*wide[1:4], scale=wide.scale)
+    torch.testing.assert_close(out[..., :32].double(), exact, rtol=1e-4, atol=1e-5)
+    assert out.shape[3] == 48 and not out[..., 32:].any()
+
+
+def test_the_frontier_and_the_points_of_methods():
+    rows = [
+        {"method": name, "ratio": ratio, "error": error}
+        for name, ratio, error in (("a", 2, 0.1), ("b", 4, 0.3), ("c", 3, 0.3), ("d", 8, 0.5), ("e", 2, 0.2))
+    ]
+    assert [row["method"] for row in tradeoff.frontier(rows)] == ["d", "b", "a"]
+    configs = {name: hea.method_info(name).config_class() for name in ("auto", "nearfar", "linear")}
+    found = [(one.method, one.setting) for one in tradeoff.points(configs, (64, 128))]
+    bounds = (("auto", f"bound {bound:g}") for bound in tradeoff.MAX_ERRORS)
+    # linear has no budget
+    assert found == [("exact, bfloat16", ""), *bounds, ("nearfar", "64"), ("nearfar", "128"), ("linear", "")]
+
+
+def test_tradeoff_measures_writes_and_draws_again(book, tmp_path, capsys):
+    picture = tmp_path / "tradeoff.png"
+    few = ["--data", book, "--tokens", 512, "--threads", 1, "--rounds", 1, "--output", picture]
+    assert run(tradeoff, *few, "--method", "longformer", "--budget", "64,256") == 0
+    rows = json.loads(picture.with_suffix(".json").read_text())["rows"]
+    assert [(row["method"], row["setting"]) for row in rows] == [
+        ("exact, bfloat16", ""), ("longformer", "64"), ("longformer", "256")
+    ]  # fmt: skip
+    assert rows[0]["error"] < 0.05 < rows[2]["error"] < rows[1]["error"] and all(row["seconds"] > 0 for row in rows)
+    printed = capsys.readouterr().out
+    assert "on the frontier" in printed and "512 tokens" in printed
+    picture.unlink()
+    assert run(tradeoff, "--redraw", "--output", picture) == 0
+    assert picture.stat().st_size > 10_000 and capsys.readouterr().out == printed

