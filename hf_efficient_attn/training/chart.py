@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_efficient_attn.io.writing import replacing
 
-_BEFORE, _AFTER = "#d55e00", "#0072b2"
+_COLORS = {"before": "#d55e00", "after": "#0072b2"}
 
 
 def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -18,22 +18,19 @@ def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
     """
     from matplotlib.figure import Figure  # an optional dependency
 
-    history = [row for row in result["history"] if row["stage"] == "layers" and row["held_out"] is not None]
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
     bars, curve = figure.subplots(1, 2, width_ratios=(3, 2))
-    layers = result["layers"]
-    names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in layers]
-    for offset, key, color in ((-0.2, "before", _BEFORE), (0.2, "after", _AFTER)):
-        points = [(i + offset, entry[key]) for i, entry in enumerate(layers) if entry[key] is not None]
-        bars.bar([x for x, _ in points], [y for _, y in points], width=0.4, color=color, label=key)
-    bars.set_xticks(range(len(names)), names, rotation=0 if max(map(len, names), default=0) < 4 else 60)
+    names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in result["layers"]]
+    for offset, (key, color) in zip((-0.2, 0.2), _COLORS.items(), strict=True):
+        errors = [float("nan") if entry[key] is None else entry[key] for entry in result["layers"]]
+        bars.bar([i + offset for i in range(len(names))], errors, width=0.4, color=color, label=key)
+    bars.set_xticks(range(len(names)), names, rotation=60 if any(len(name) > 3 for name in names) else 0)
     bars.set_title("Error of each layer on held-out data: lower is better", loc="left", fontsize="medium")
     bars.set(xlabel="layer", ylabel="relative error of the output")
     bars.legend(frameon=False)
-    steps, errors = [row["step"] for row in history], [row["held_out"] for row in history]
-    if result["error_before"] is not None:
-        steps, errors = [0, *steps], [result["error_before"], *errors]
-    curve.plot(steps, errors, color=_AFTER, marker="o", markersize=4)
+    points = [(0, result["error_before"])]
+    points += [(row["step"], row["held_out"]) for row in result["history"] if row["stage"] == "layers"]
+    curve.plot(*zip(*(p for p in points if p[1] is not None), strict=True), color=_COLORS["after"], marker="o")
     curve.set_title("Mean over the layers", loc="left", fontsize="medium")
     curve.set(xlabel="step")
     for axes in (bars, curve):

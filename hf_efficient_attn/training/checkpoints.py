@@ -4,9 +4,7 @@ import itertools
 import json
 import pathlib
 import zipfile
-from typing import Any
 
-import safetensors
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
@@ -39,8 +37,8 @@ def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
 def why_incomplete(checkpoint: pathlib.Path) -> str | None:
     """What is missing in a checkpoint of Trainer; None if it is complete.
 
-    Trainer writes `trainer_state.json` last. With `UptrainingCallback` it lists the names and sizes of all other files;
-    otherwise the files in the folder are checked for truncation.
+    Trainer writes `trainer_state.json` last, but other processes may still be writing their random states. With
+    `UptrainingCallback` it lists the names and sizes of all other files.
     """
     try:
         recorded = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
@@ -48,33 +46,13 @@ def why_incomplete(checkpoint: pathlib.Path) -> str | None:
         return f"no {TRAINER_STATE}"
     except ValueError:
         return f"{TRAINER_STATE} is truncated"
-    for name, size in _recorded_files(recorded).items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"no {name}"
-        if path.stat().st_size != size:
-            return f"{name} is truncated"
-    weights = sorted(checkpoint.glob("*.safetensors"))
-    others = sorted(path for ending in ("pt", "pth", "bin") for path in checkpoint.glob(f"*.{ending}"))
-    truncated = [path for path in weights if not _is_safetensors(path)]
-    truncated += [path for path in others if not zipfile.is_zipfile(path)]
-    return f"{truncated[0].name} is truncated" if truncated else None
-
-
-def _recorded_files(recorded: dict[str, Any]) -> dict[str, int]:
-    """Names and sizes of the files of a checkpoint, as `UptrainingCallback.state` recorded them."""
     for states in (recorded.get("stateful_callbacks") or {}).values():
         for state in states if isinstance(states, list) else [states]:
-            files = state.get("attributes", {}).get("files") if isinstance(state, dict) else None
-            if files:
-                return dict(files)
-    return {}
-
-
-def _is_safetensors(path: pathlib.Path) -> bool:
-    """Whether the file has the length that its header states."""
-    try:
-        with safetensors.safe_open(path, framework="pt"):
-            return True
-    except (OSError, safetensors.SafetensorError):
-        return False
+            for name, size in (state.get("attributes", {}).get("files") or {}).items():
+                path = checkpoint / name
+                if not path.is_file():
+                    return f"no {name}"
+                if path.stat().st_size != size:
+                    return f"{name} is truncated"
+    truncated = [path for path in sorted(checkpoint.glob("rng_state*.pth")) if not zipfile.is_zipfile(path)]
+    return f"{truncated[0].name} is truncated" if truncated else None

@@ -9,8 +9,7 @@ layer end at its inputs, so that the activations of only one layer are in memory
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any
 
@@ -20,19 +19,29 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown
-from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import attention_modules, snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.attention_loss import backward, check_loss, squared_error
-from hf_efficient_attn.training.batches import batch_stream
-from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, check_rate, make_teacher
-from hf_efficient_attn.training.steps import DivergedError, Groups, LayerLoss, OnStep, Reduce, Training
-from hf_efficient_attn.training.teachability import refuse_converted, refuse_nothing_to_learn
-
-Capture = Callable[[nn.Module, Callable[[Call], None]], AbstractContextManager[None]]
+from hf_efficient_attn.training.data import batch_stream
+from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
+from hf_efficient_attn.training.steps import (
+    DivergedError,
+    Groups,
+    LayerLoss,
+    OnStep,
+    Reduce,
+    Training,
+    check_count,
+    check_rate,
+    mean_over_processes,
+    process_rank,
+    world_size,
+)
+from hf_efficient_attn.training.teachability import refuse_converted, why_nothing_to_learn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,13 @@ class DistillationOptions(KnownFields):
         for name in ("on_step", "reduce"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UnsupportedAttentionError(f"{name} must be a function or None, not {shown(getattr(self, name))}")
+
+    def over_processes(self) -> "DistillationOptions":
+        """The options for all processes: averages over them unless `reduce` is given, and the progress of one."""
+        if world_size() == 1:
+            return self
+        is_shown = self.show_progress and process_rank() == 0
+        return replace(self, reduce=self.reduce or mean_over_processes, show_progress=is_shown)
 
 
 def distill(
@@ -117,43 +133,35 @@ def distill(
         >>> hea.distill(model, "linear", batches, steps=300, feature_map="hedgehog")
         >>> model.save_pretrained("converted")
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise UnsupportedAttentionError(f"steps={steps!r} must be an integer of 1 or more")
+    check_count("steps", steps)
     check_loss(loss)
-    options = _check_options(options, hyperparameters)
+    if not isinstance(options, (DistillationOptions, NoneType)):
+        raise UnsupportedAttentionError(
+            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
+        )
+    for name in hyperparameters.keys() & {spec.name for spec in fields(DistillationOptions) if spec.name != "seed"}:
+        raise UnsupportedAttentionError(
+            f"{name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({name}=...)"
+        )
+    options = options or DistillationOptions()
     refuse_converted(model)
     stream = batch_stream(batches, options.seed, steps)
     before = snapshot(transformers_models(model))
     teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
     try:
         convert(model, method_or_config, layers=layers, **hyperparameters)
-        refuse_nothing_to_learn(model)
-        distillation = Distillation(model, steps, loss, options)
+        training: Training = Distillation(model, steps, loss, options)
         with partial_result(lambda: model):
-            distillation.run(stream, options.on_step, show_progress=options.show_progress)
+            training.run(stream, options.on_step, show_progress=options.show_progress)
             if options.finetuning is not None:
-                finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
-                finetuning.run(stream, options.on_step, show_progress=options.show_progress)
+                training = Finetuning(model, teacher, options.finetuning, options.reduce)
+                training.run(stream, options.on_step, show_progress=options.show_progress)
     except (DivergedError, KeyboardInterrupt):
         raise
     except BaseException:
         before.restore()
         raise
     return model
-
-
-def _check_options(options: object, hyperparameters: Mapping[str, Any]) -> DistillationOptions:
-    """The options, after a check that they are not given as a dictionary or among the hyperparameters."""
-    if not isinstance(options, (DistillationOptions, NoneType)):
-        raise UnsupportedAttentionError(
-            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
-        )
-    for spec in fields(DistillationOptions):
-        if spec.name in hyperparameters and spec.name != "seed":  # methods have a seed of their own
-            raise UnsupportedAttentionError(
-                f"{spec.name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({spec.name}=...)"
-            )
-    return options or DistillationOptions()
 
 
 class Distillation(Training):
@@ -166,12 +174,11 @@ class Distillation(Training):
         num_steps: the number of steps of the whole training.
         loss: one of `attention_loss.LOSSES`.
         options: the learning rate and others.
-        capture: passes the calls of all layers to a function, with the output to imitate as `exact`; that of exact
-            attention by default.
+        teacher: computes the output to imitate, for the inputs of a call.
         fixed: learned parameters that stay as they are.
 
     Raises:
-        UnsupportedAttentionError: the loss is unknown, or no layer has learned parameters to train.
+        UnsupportedAttentionError: no layer has learned parameters to train.
     """
 
     title = "distillation"
@@ -182,25 +189,29 @@ class Distillation(Training):
         num_steps: int,
         loss: str = "output",
         options: DistillationOptions | None = None,
-        capture: Capture = capture_attention,
+        teacher: Callable[[Call], Tensor] = exact_output,
         fixed: Collection[Tensor] = (),
     ) -> None:
-        check_loss(loss)
-        self.model, self.loss, self._capture, self.options = model, loss, capture, options or DistillationOptions()
-        ids = {id(p) for p in fixed}
+        self.model, self.loss, self.options = model, loss, options or DistillationOptions()
+        self._teacher, ids = teacher, {id(p) for p in fixed}
         # What holds learned parameters, of one layer or of several that share them, and the names of the groups.
         self._names: dict[LearnedParameters, str] = {}
         groups: Groups = {}
-        for root in transformers_models(model):
-            for module, location, *_ in attention_modules(root):
-                learned = learned_of(module)
-                if learned is None or learned.holder in self._names:
-                    continue
-                trained = {name: _copy(p) for name, p in learned.tensors().items() if id(p) not in ids}
-                if trained:
-                    self._names[learned.holder], groups[location.name] = location.name, trained
+        modules = [one for root in transformers_models(model) for one in attention_modules(root)]
+        for module, location, *_ in modules:
+            learned = learned_of(module)
+            if learned is None or learned.holder in self._names:
+                continue
+            trained = {name: p for name, p in learned.tensors().items() if id(p) not in ids}
+            if trained:
+                self._names[learned.holder] = location.name
+                groups[location.name] = {
+                    name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
+                    for name, p in trained.items()
+                }
         if not groups:
-            raise UnsupportedAttentionError("no layer of the model has learned parameters to distill")
+            reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
+            raise UnsupportedAttentionError(reason or "no layer of the model has learned parameters to distill")
         rate = self.options.learning_rate
         settings = [{"params": [p], "lr": rate * _share(p)} for group in groups.values() for p in group.values()]
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
@@ -238,13 +249,13 @@ class Distillation(Training):
         self._visit(batch, visit)
         return errors
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Write the trained parameters into the model."""
         for holder, name in self._names.items():
             tensors = holder.tensors()
-            with torch.no_grad():
-                for key, p in self.groups[name].items():
-                    tensors[key].copy_(p)
+            for key, p in self.groups[name].items():
+                tensors[key].copy_(p)
 
     def why_idle(self) -> str:
         """Why the batches so far trained nothing, for the longest of them."""
@@ -266,8 +277,12 @@ class Distillation(Training):
                 parameters = {key: trained.get(key, p.detach()).to(p.dtype) for key, p in learned.tensors().items()}
             visit(call, name, learned.method, parameters)
 
-        with self._capture(self.model, visit_call):
-            forward(self.model, _without_head(batch, self.model))
+        # What only the loss of a task needs is left out. Encoder-decoder models make inputs of their labels.
+        has_decoder = any(root.config.is_encoder_decoder for root in transformers_models(self.model))
+        if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
+            batch = {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
+        with capture_attention(self.model, visit_call, self._teacher):
+            forward(self.model, batch)
 
     def _is_exact(self, call: Call, method: MethodConfig) -> bool:
         """Whether the converted model computes a call exactly."""
@@ -289,12 +304,6 @@ class Distillation(Training):
         return DivergedError(what, self.options.learning_rate)
 
 
-def _copy(parameter: Tensor) -> Tensor:
-    """A copy to train, in float32 or float64."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().to(wide, copy=True).requires_grad_()
-
-
 def _share(parameter: Tensor) -> float:
     """Learning rate of a parameter as a share of the option, for its start values.
 
@@ -302,11 +311,3 @@ def _share(parameter: Tensor) -> float:
     map of a head with 32 dimensions the share is 1, for averages of two tokens out of 512 it is .16.
     """
     return min(1.0, max(0.1, 5.0 * parameter.detach().square().mean().sqrt().item()))
-
-
-def _without_head(batch: Batch, model: nn.Module) -> Batch:
-    """A batch without what only the loss of a task needs. Encoder-decoder models make inputs of their labels."""
-    has_decoder = any(root.config.is_encoder_decoder for root in transformers_models(model))
-    if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
-        return {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
-    return batch

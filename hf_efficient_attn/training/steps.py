@@ -8,14 +8,16 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.integration.learned import LearnedParameters
 
 # Steps whose mean loss decides which parameters are the best so far.
 WINDOW = 20
@@ -24,7 +26,7 @@ _PATIENCE = 8
 
 
 class DivergedError(UnsupportedAttentionError):
-    """A loss was not finite. The model has the best parameters that were found until then.
+    """A loss was not finite. The model has the best parameters until then.
 
     Attributes:
         what: which loss, and in which step.
@@ -65,6 +67,7 @@ class Training(abc.ABC):
         title: what the progress bar says.
         max_norm: the largest norm of the gradients.
         groups: the parameters.
+        trained: the parameters in a list.
         num_steps: the number of steps of the whole training.
         step_number: the number of steps so far.
     """
@@ -76,17 +79,18 @@ class Training(abc.ABC):
         self, groups: Groups, optimizer: Optimizer, schedule: LRScheduler, num_steps: int, reduce: Reduce | None
     ) -> None:
         self.groups, self.num_steps, self.step_number = groups, num_steps, 0
+        self.trained = [p for group in groups.values() for p in group.values()]
         self._optimizer, self._schedule, self._reduce = optimizer, schedule, reduce
         # For every group the sum of the losses in the present window, the smallest sum, and the values at its end.
         self._sums, self._least = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, math.inf)
-        self._best = {name: _copies(group) for name, group in groups.items()}
+        self._best = _copies(groups)
 
     @abc.abstractmethod
     def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
         """Add gradients.
 
         Returns:
-            The losses to report, and the losses (groups * n) of which the mean of every n is that of a group.
+            The losses to report, and the losses (groups * n) of which the mean of every n is the loss of a group.
         """
 
     @abc.abstractmethod
@@ -103,11 +107,6 @@ class Training(abc.ABC):
     def why_idle(self) -> str:
         """Why the batches so far trained nothing."""
         return "the batches trained nothing"
-
-    @property
-    def trained(self) -> list[Tensor]:
-        """The parameters that are trained."""
-        return [p for group in self.groups.values() for p in group.values()]
 
     def step(self, batch: Batch) -> list[LayerLoss]:
         """Train on one batch.
@@ -140,9 +139,9 @@ class Training(abc.ABC):
         for name, loss in zip(self.groups, means.view(len(self.groups), -1).mean(1).tolist(), strict=True):
             self._sums[name] += loss
         if self.step_number % WINDOW == 0:
-            for name, loss in self._sums.items():
-                if loss < self._least[name]:
-                    self._least[name], self._best[name] = loss, _copies(self.groups[name])
+            better = {name: self.groups[name] for name, loss in self._sums.items() if loss < self._least[name]}
+            self._least |= {name: self._sums[name] for name in better}
+            self._best |= _copies(better)
             self._sums = dict.fromkeys(self.groups, 0.0)
         return losses
 
@@ -186,23 +185,14 @@ class Training(abc.ABC):
         """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
         return {
             "step": self.step_number,
-            "trained": {name: _copies(group) for name, group in self.groups.items()},
+            "trained": _copies(self.groups),
             "windows": (self._sums, self._least, self._best),
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict` of a training of the same model with the same arguments.
-
-        Raises:
-            UnsupportedAttentionError: the state belongs to other layers or parameters.
-        """
-        if _shapes(self.groups) != _shapes(state["trained"]):
-            raise UnsupportedAttentionError(
-                "the saved state belongs to a distillation with other layers or learned parameters: continue it with "
-                "the model and the arguments that it began with, or start again elsewhere"
-            )
+        """Continue from the result of `state_dict` of a training of the same model with the same arguments."""
         self._set(state["trained"])
         self.step_number = state["step"]
         self._sums, self._least, self._best = (dict(values) for values in state["windows"])
@@ -216,18 +206,49 @@ class Training(abc.ABC):
                 p.copy_(values[name][key])
 
 
-def _copies(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in group.items()}
+def _copies(groups: Groups) -> Groups:
+    return {name: {key: p.detach().clone() for key, p in group.items()} for name, group in groups.items()}
 
 
-def _shapes(groups: Groups) -> dict[str, dict[str, torch.Size]]:
-    return {name: {key: p.shape for key, p in group.items()} for name, group in groups.items()}
+def check_rate(name: str, value: object) -> None:
+    """Refuse a learning rate that is not a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UnsupportedAttentionError(f"{name}={shown(value)} must be a number above 0")
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse a number of something that is not an integer of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedAttentionError(f"{name}={shown(value)} must be 1 or more, an integer")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and `torch.compile`."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the attention methods of a model learn, each once, by name."""
+    inner = unwrap(model)
+    ours = {id(p) for module in inner.modules() if isinstance(module, LearnedParameters) for p in module.parameters()}
+    return {name: p for name, p in inner.named_parameters() if id(p) in ours}
 
 
 def world_size() -> int:
     """The number of processes of a distributed training."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def process_rank() -> int:
+    """The number of this process, of which 0 writes all files."""
+    return torch.distributed.get_rank() if world_size() > 1 else 0
 
 
 def mean_over_processes(x: Tensor) -> Tensor:

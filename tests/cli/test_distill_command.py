@@ -9,6 +9,7 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from test_benchmark_command import command, made, photographs, run_json, text  # noqa: F401 (fixtures)
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
@@ -16,11 +17,10 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.capture import forward
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.hub import write_card
-from hf_efficient_attn.training import distill_checkpoint, distillation, saved_state
+from hf_efficient_attn.training import distill_checkpoint, distillation
+from hf_efficient_attn.training.data import TrainingData
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning
-from hf_efficient_attn.training.training_data import BatchSize, TrainingData
-from test_benchmark_command import command, made, photographs, run_json, text  # noqa: F401 (fixtures)
 from tiny_models import tiny_class
 
 HEDGEHOG = ("--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16")
@@ -80,7 +80,7 @@ def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys): 
     assert done["parameters"]["dropped"] == [] and len(done["parameters"]["new"]) == 4
 
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, BatchSize(40, 2), 6)
+    data = TrainingData(model, made("bert"), text, 40, 2, 6)
     hea.distill(model, "linear", [data.batch(i) for i in data.train], steps=6, feature_map="hedgehog", num_features=16)
     written = transformers.BertModel.from_pretrained(tmp_path / "out").eval()
     assert written.config.efficient_attention["feature_map"] == "hedgehog"
@@ -100,18 +100,18 @@ def test_what_is_printed(base, tmp_path, capsys):
 
 def test_held_out_inputs_are_not_learned_from(made, text):  # noqa: F811
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, BatchSize(30, 2), 100)
+    data = TrainingData(model, made("bert"), text, 30, 2, 100)
     numbers = [*data.train, *data.held_out]
     assert len(set(numbers)) == len(numbers) == 50 and len(data.held_out) == 2
     skipped, whole = (data.stream(data.train, seed=3, skip=skip) for skip in (5, 0))
     assert torch.equal(next(skipped)["input_ids"], [next(whole) for _ in range(6)][5]["input_ids"])
-    assert len(TrainingData(model, made("bert"), text, BatchSize(30, 2), 4).train) == 4
+    assert len(TrainingData(model, made("bert"), text, 30, 2, 4).train) == 4
 
 
 def test_no_token_is_masked(made, text):  # noqa: F811
     source = made("bert", True)
     model = transformers.BertForMaskedLM.from_pretrained(source).eval()
-    data = TrainingData(model, source, text, BatchSize(40, 2), 4)
+    data = TrainingData(model, source, text, 40, 2, 4)
     masked = ModelData(model, source, text, longest=40, rows=2).inputs(40, 0, 2)
     ids = data.batch(0)["input_ids"]
     assert (masked.values["input_ids"] == 4).any() and not (ids == 4).any()
@@ -303,22 +303,6 @@ def test_a_damaged_state_is_refused(base, tmp_path, capsys):
     (tmp_path / "out.partial" / "mine.txt").write_text("mine")
     assert command(*base, "--restart", "-o", tmp_path / "out") == 0
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["mine.txt"]
-
-
-def test_a_state_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    state = saved_state.SavedState(tmp_path / "out", {"steps": 3})
-    assert state.load() is None and not state.exists
-    state.save({"step": 1})
-
-    def fail(values, file):
-        file.write(b"half")
-        raise OSError("disk")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="disk"):
-        state.save({"step": 2})
-    assert state.load() == {"step": 1}
-    assert [path.name for path in state.folder.iterdir()] == ["state.pt"]
 
 
 def test_divergence(base, tmp_path, capsys, monkeypatch):
