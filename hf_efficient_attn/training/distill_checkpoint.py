@@ -32,10 +32,9 @@ from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training.attention_loss import check_loss
 from hf_efficient_attn.training.chart import draw
 from hf_efficient_attn.training.data import TrainingData, update
-from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, refuse_converted
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss, process_rank, world_size
-from hf_efficient_attn.training.teachability import refuse_converted
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss, over_processes, process_rank, world_size
 
 FORMAT = 1
 # A state of another format cannot be continued.
@@ -149,7 +148,7 @@ class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
     def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
-        self._plan, self._execution, self._options = plan, execution, plan.options.over_processes()
+        self._plan, self._execution, self._options = plan, execution, over_processes(plan.options)
         attention = method_label(make_config(plan.method, **plan.hyperparameters))
         self._conversion = conversion = Conversion(
             source.name,
@@ -161,7 +160,7 @@ class _CheckpointRun:
         )
         self.model = model = conversion.model
         advice = "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
-        refuse_converted(model, str(source.name), advice)
+        refuse_converted(model, advice)
         conversion.extend()
         total, folder = world_size(), conversion.checked.folder
         data = TrainingData(model, folder, file, plan.length, plan.batch_size, plan.num_batches * total)

@@ -13,7 +13,7 @@ those of knowledge distillation, so that unlabelled inputs suffice.
 
 import copy
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unk
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
 from hf_efficient_attn.training.steps import (
-    DivergedError,
     LayerLoss,
     Reduce,
     Training,
@@ -102,6 +101,7 @@ class Finetuning(Training):
         self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions, reduce: Reduce | None = None
     ) -> None:
         self.model, self.teacher, self.options = model, teacher, options
+        self.learning_rate, self.reduce = options.learning_rate, reduce
         self._required = {p: p.requires_grad for p in model.parameters()}
         self._adapted = None if teacher is not None else _adapted(model, options.lora_rank or 1)
         learned = learned_parameters(model)
@@ -117,7 +117,7 @@ class Finetuning(Training):
         from transformers.optimization import get_cosine_schedule_with_warmup
 
         schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(_WARMUP * options.steps)), options.steps)
-        super().__init__({"model": {**others, **learned}}, optimizer, schedule, options.steps, reduce)
+        super().__init__({"model": {**others, **learned}}, optimizer, schedule, options.steps)
 
     def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
         """Backpropagate. Returns the mean loss as the report shows it, and the losses before the mean."""
@@ -132,12 +132,8 @@ class Finetuning(Training):
         """The loss on a batch, without training."""
         return [LayerLoss(None, self.options.target, self._losses(batch).mean().item())]
 
-    def _diverged(self, losses: Sequence[LayerLoss], finite: Tensor) -> DivergedError:
-        where = "the logits"
-        if self.options.target == "hidden_states":
-            where = f"the hidden states after layer {finite.tolist().index(False)}"
-        what = f"the loss of {where} is not finite in step {self.step_number + 1} of the fine-tuning"
-        return DivergedError(what, self.options.learning_rate)
+    def _name_of_loss(self, index: int) -> str:
+        return "the logits" if self.options.target == "logits" else f"the hidden states after layer {index}"
 
     def abandon(self) -> None:
         """Restore the parameters that the model had before the fine-tuning, except learned parameters of attention."""

@@ -13,7 +13,7 @@ from hf_efficient_attn.conversion.convert import choice_of
 from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import available_methods, method_info
-from hf_efficient_attn.training.teachability import why_nothing_to_learn
+from hf_efficient_attn.training.distillation import why_nothing_to_learn
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.data import batch_stream
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.steps import WINDOW
+from hf_efficient_attn.training.steps import WINDOW, over_processes
 
 logger = logging.get_logger(__name__)
 
@@ -105,7 +105,7 @@ class StageDistillation:
                 parameters.
             DivergedError: a loss was not finite.
         """
-        options = self.options.over_processes()
+        options = over_processes(self.options)
         with _own_random_state(options.seed):
             stream = batch_stream(self.batches, options.seed, stage.distill)
             distillation = Distillation(model, stage.distill, "output", options, former.compute, former.fixed)

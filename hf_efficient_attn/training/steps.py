@@ -1,11 +1,12 @@
 """Training one batch at a time: what both stages of a distillation have in common."""
 
 import abc
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import LearnedParameters
 
+# Of type DistillationOptions, which is defined later.
+OptionsT = TypeVar("OptionsT", bound=Any)
 # Steps whose mean loss decides which parameters are the best so far.
 WINDOW = 20
 # Steps after which a training is refused whose batches trained nothing.
@@ -41,13 +44,7 @@ class DivergedError(UnsupportedAttentionError):
 
 
 class LayerLoss(NamedTuple):
-    """The loss of one layer in one step.
-
-    Attributes:
-        layer: the layer's number or name.
-        name: the name of its attention module in the model.
-        loss: the loss before the step.
-    """
+    """The loss of one layer in one step: its number or name, the name of its attention module, and the loss before."""
 
     layer: Layer | None
     name: str
@@ -70,17 +67,19 @@ class Training(abc.ABC):
         trained: the parameters in a list.
         num_steps: the number of steps of the whole training.
         step_number: the number of steps so far.
+        learning_rate: the user's, for messages.
+        reduce: averages a tensor over all processes; None for one.
     """
 
     title: str
     max_norm = math.inf
+    learning_rate: float
+    reduce: Reduce | None
 
-    def __init__(
-        self, groups: Groups, optimizer: Optimizer, schedule: LRScheduler, num_steps: int, reduce: Reduce | None
-    ) -> None:
+    def __init__(self, groups: Groups, optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
         self.groups, self.num_steps, self.step_number = groups, num_steps, 0
         self.trained = [p for group in groups.values() for p in group.values()]
-        self._optimizer, self._schedule, self._reduce = optimizer, schedule, reduce
+        self._optimizer, self._schedule = optimizer, schedule
         # For every group the sum of the losses in the present window, the smallest sum, and the values at its end.
         self._sums, self._least = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, math.inf)
         self._best = _copies(groups)
@@ -94,8 +93,8 @@ class Training(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _diverged(self, losses: Sequence[LayerLoss], finite: Tensor) -> DivergedError:
-        """The error to raise; `finite` says which of the losses of `_backward` are finite in all processes."""
+    def _name_of_loss(self, index: int) -> str:
+        """What one of the losses (groups * n) is the loss of, for messages."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -119,18 +118,18 @@ class Training(abc.ABC):
         """
         self._optimizer.zero_grad()
         losses, means = self._backward(batch)
-        if self._reduce is not None:
-            # All processes stop in the same step, and choose the same best parameters.
-            means = self._reduce(means)
-        finite = means.isfinite()
-        if not finite.all():
+        if self.reduce is not None:
+            # All processes stop in the same step, and choose the same best parameters. Every process must take part,
+            # also if its batch trained nothing.
+            means = self.reduce(means)
+            for p in self.trained:
+                p.grad = self.reduce(torch.zeros_like(p) if p.grad is None else p.grad)
+        finite = means.isfinite().tolist()
+        if not all(finite):
             self._set(self._best)
             self.finish()
-            raise self._diverged(losses, finite)
-        if self._reduce is not None:
-            # Every process must take part, also if its batch trained nothing.
-            for p in self.trained:
-                p.grad = self._reduce(torch.zeros_like(p) if p.grad is None else p.grad)
+            what = f"{self._name_of_loss(finite.index(False))} is not finite in step {self.step_number + 1}"
+            raise DivergedError(f"the loss of {what} of the {self.title}", self.learning_rate)
         if self.max_norm < math.inf:
             torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
         self._optimizer.step()
@@ -157,9 +156,9 @@ class Training(abc.ABC):
             KeyboardInterrupt: the user interrupted the training. The model has the parameters of the last step.
         """
         means: list[float] = []
-        first, disable = self.step_number, None if show_progress else True
+        first = self.step_number
         try:
-            with tqdm(total=self.num_steps, initial=first, desc=self.title, disable=disable) as bar:
+            with tqdm(None, self.title, self.num_steps, initial=first, disable=None if show_progress else True) as bar:
                 for number, batch in enumerate(islice(stream, self.num_steps - first), start=first + 1):
                     losses = self.step(batch)
                     if losses:
@@ -208,6 +207,14 @@ class Training(abc.ABC):
 
 def _copies(groups: Groups) -> Groups:
     return {name: {key: p.detach().clone() for key, p in group.items()} for name, group in groups.items()}
+
+
+def over_processes(options: OptionsT) -> OptionsT:
+    """Options of a distillation that average over all processes unless `reduce` is given; one shows its progress."""
+    if world_size() == 1:
+        return options
+    is_shown = options.show_progress and process_rank() == 0
+    return dataclasses.replace(options, reduce=options.reduce or mean_over_processes, show_progress=is_shown)
 
 
 def check_rate(name: str, value: object) -> None:

@@ -229,7 +229,7 @@ def second_stage(reduce=None):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (first_stage, r"layer\.1\..*step 25\..*smaller learning rate"),
+        (first_stage, r"layer\.1\..*step 25 of the distillation\..*smaller learning rate"),
         (second_stage, r"hidden states after layer 1.*step 25 of the fine-tuning"),
     ],
 )
