@@ -1,5 +1,7 @@
 """A Trainer callback that follows an up-training schedule, also after a resumption."""
 
+import itertools
+import json
 import os
 import pathlib
 import re
@@ -14,13 +16,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
-from hf_efficient_attn.training.checkpoints import TRAINER_STATE, rename_incomplete_checkpoints
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
 from hf_efficient_attn.training.stage_distillation import StageDistillation, log_entries, training_batches
@@ -35,6 +37,7 @@ from hf_efficient_attn.training.switch import (
 
 logger = logging.get_logger(__name__)
 
+TRAINER_STATE = "trainer_state.json"
 # Seconds to wait for the random states that other processes write. They never appear if the processes share no folder.
 _PATIENCE = 60.0
 
@@ -169,8 +172,8 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         self._random_states = _random_states(args)
         self.schedule.ends(state.max_steps)
         self._check_recorded_stages(state)
-        # Trainer updates only the callback states that the checkpoint has, and fails for others.
-        _recorded_states(state).setdefault(type(self).__name__, self.state())
+        # Trainer updates only the callback states that the checkpoint has, and fails for others. It stores a dictionary.
+        cast("dict[str, Any]", state.stateful_callbacks).setdefault(type(self).__name__, self.state())
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         check_stages(model, self.schedule.stages)
         if self.schedule.still_distilled(state.global_step):
@@ -199,7 +202,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
 
     def _check_recorded_stages(self, state: TrainerState) -> None:
         """Refuse a checkpoint that was trained with other stages up to its step."""
-        recorded = _recorded_states(state).get(type(self).__name__)
+        recorded = cast("dict[str, Any]", state.stateful_callbacks).get(type(self).__name__)
         recorded = recorded[-1] if isinstance(recorded, list) else recorded
         if not state.global_step or not recorded or not (total := recorded["attributes"].get("total_steps")):
             return
@@ -237,11 +240,6 @@ class UptrainingCallback(TrainerCallback, ExportableState):
             self.schedule.advance(kwargs["model"], None, int(best[1]) - 1)
 
 
-def _recorded_states(state: TrainerState) -> dict[str, Any]:
-    """The states of callbacks by class name. Trainer annotates them as a list, but always stores a dictionary."""
-    return cast("dict[str, Any]", state.stateful_callbacks)
-
-
 def _random_states(args: TrainingArguments) -> list[str]:
     """Names of the files of random states that all processes write to the folder of this process."""
     if args.world_size <= 1 or args.save_only_model:
@@ -265,3 +263,48 @@ def _use_own_names(module: PreTrainedModel, own: set[str], state_dict: dict[str,
     if len(names) == len(renamed) and len(names & own) > sum(key.removeprefix(prefix) in own for key in renamed):
         for old, new in renamed.items():
             state_dict[prefix + new] = state_dict.pop(old)
+
+
+def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
+    """Rename incomplete checkpoints at the end of a Trainer's output folder to `incomplete-checkpoint-*`.
+
+    A process that is killed while it saves or deletes a checkpoint leaves a folder with missing or truncated files.
+    Trainer resumes from the checkpoint with the highest number without looking at its files. This function renames the
+    latest checkpoints until it finds a complete one. Nothing is deleted.
+    """
+    while folder.is_dir() and (last := get_last_checkpoint(str(folder))) is not None:
+        path = pathlib.Path(last)
+        reason = why_incomplete(path)
+        if reason is None:
+            return
+        target = path.with_name(f"incomplete-{path.name}")
+        for number in itertools.count(2):
+            if not target.exists():
+                break
+            target = path.with_name(f"incomplete-{path.name}-{number}")
+        path.rename(target)
+        logger.warning(f"{path.name} is incomplete ({reason}). It was renamed to {target.name}")
+
+
+def why_incomplete(checkpoint: pathlib.Path) -> str | None:
+    """What is missing in a checkpoint of Trainer; None if it is complete.
+
+    Trainer writes `trainer_state.json` last, but other processes may still be writing their random states. With
+    `UptrainingCallback` it lists the names and sizes of all other files.
+    """
+    try:
+        recorded = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"no {TRAINER_STATE}"
+    except ValueError:
+        return f"{TRAINER_STATE} is truncated"
+    for states in (recorded.get("stateful_callbacks") or {}).values():
+        for state in states if isinstance(states, list) else [states]:
+            for name, size in (state.get("attributes", {}).get("files") or {}).items():
+                path = checkpoint / name
+                if not path.is_file():
+                    return f"no {name}"
+                if path.stat().st_size != size:
+                    return f"{name} is truncated"
+    truncated = [path for path in sorted(checkpoint.glob("rng_state*.pth")) if not zipfile.is_zipfile(path)]
+    return f"{truncated[0].name} is truncated" if truncated else None

@@ -14,6 +14,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, takes_pictures
 from hf_efficient_attn.evaluation.data import ModelData, max_positions
 from hf_efficient_attn.evaluation.speech import takes_speech
+from hf_efficient_attn.training.steps import process_rank, world_size
 
 ItemT = TypeVar("ItemT")
 
@@ -21,8 +22,6 @@ ItemT = TypeVar("ItemT")
 _DEFAULT_LENGTH = 2048
 # One of this many batches is held out, but not more than a number that measures the error well.
 _HELD_OUT_INTERVAL, _MOST_HELD_OUT = 20, 8
-# Two batches to learn from, and one that is held out.
-_FEWEST = 3
 
 
 def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
@@ -123,14 +122,15 @@ class TrainingData:
         data.check_length(longest)
         self._length, self._count = longest, batch_size
         self.name, self.tokens = data.name, data.tokens_for(longest)
-        found = data.rows // batch_size
-        if found < _FEWEST:
+        # Two batches to learn from for every process, and one that is held out.
+        found, fewest = data.rows // batch_size, 2 * world_size() + 1
+        if found < fewest:
             inputs = "pictures" if is_image else f"windows of {self.tokens} tokens"
             number = {0: "not one batch", 1: "a single batch"}.get(found, f"{found} batches")
             raise UnsupportedAttentionError(
                 f"{self.name} has {data.rows} {inputs}, which are {number} of {batch_size}. Distillation needs "
-                f"{_FEWEST} or more, two to learn from and one to measure the error on: give more data, or a smaller "
-                f"--batch-size{'' if is_image else ' or --length'}"
+                f"{fewest} or more, two for each process to learn from and one to measure the error on: give more "
+                f"data, or a smaller --batch-size{'' if is_image else ' or --length'}"
             )
         held_out = min(_MOST_HELD_OUT, max(1, found // _HELD_OUT_INTERVAL))
         self.train, self.held_out = range(min(found - held_out, num_batches)), range(found - held_out, found)
@@ -143,23 +143,26 @@ class TrainingData:
             values["input_ids"] = values["input_ids"].masked_scatter(inputs.masked, inputs.targets)
         return values
 
-    def stream(self, numbers: Sequence[int], seed: int, skip: int = 0) -> Iterator[dict[str, Any]]:
-        """The batches with some numbers in a random order, epoch after epoch, without the first `skip`."""
+    def stream(self, seed: int, skip: int = 0) -> Iterator[dict[str, Any]]:
+        """The batches to learn from of this process in a random order, epoch after epoch, without the first `skip`."""
+        numbers = self.train[process_rank() :: world_size()]
         return map(self.batch, islice(shuffled(numbers, seed), skip, None))
 
     def digest(self) -> str:
         """A number that other data hardly have: of all tokens, or of all names and some pixels."""
-        found = hashlib.sha256(repr((self.name, self._length, self._count, self._data.rows)).encode())
-        if self._data.is_image:
-            found.update("\n".join(name for name, _ in self._data.pictures).encode("utf-8", "backslashreplace"))
-            update(found, self.batch(self.held_out[0])["pixel_values"])
+        names = "".join(name for name, _ in self._data.pictures).encode("utf-8", "backslashreplace")
+        is_image = self._data.is_image
+        tensor = self.batch(self.held_out[0])["pixel_values"] if is_image else self._data.token_ids
+        return digest((repr((self.name, self._length, self._count, self._data.rows)).encode() + names, tensor))
+
+
+def digest(parts: Iterable[bytes | Tensor]) -> str:
+    """A hash of texts and tensors."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.update(repr((tuple(part.shape), part.dtype)).encode())
+            found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         else:
-            update(found, self._data.token_ids)
-        return found.hexdigest()
-
-
-def update(found: Any, tensor: Tensor) -> None:
-    """Add the bytes of a tensor to a hash of `hashlib`."""
-    found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-    for part in tensor.detach().cpu().reshape(-1).split(1 << 24):
-        found.update(part.contiguous().view(torch.uint8).numpy().data)
+            found.update(part)
+    return found.hexdigest()

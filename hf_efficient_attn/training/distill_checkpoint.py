@@ -1,7 +1,6 @@
 """Distillation of a checkpoint folder into another folder, which can be interrupted and continued."""
 
 import contextlib
-import hashlib
 import math
 import pathlib
 import signal
@@ -31,22 +30,22 @@ from hf_efficient_attn.io.writing import check_drawing, replacing
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training.attention_loss import check_loss
 from hf_efficient_attn.training.chart import draw
-from hf_efficient_attn.training.data import TrainingData, update
-from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, refuse_converted
+from hf_efficient_attn.training.data import TrainingData, digest
+from hf_efficient_attn.training.distillation import (
+    Distillation,
+    DistillationOptions,
+    refuse_converted,
+    stages_of,
+    why_nothing_to_learn,
+)
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
 from hf_efficient_attn.training.steps import DivergedError, LayerLoss, over_processes, process_rank, world_size
 
 FORMAT = 1
 # A state of another format cannot be continued.
 FORMAT_OF_STATE = 2
-# How a message describes a difference that is not in the value of an option.
-_DIFFERENT = {
-    "source": "of another model",
-    "data": "on other data",
-    "settings": "of another method, or other layers",
-    "processes": "in another number of processes",
-    "version": "by another version of this package",
-}
+# The names of the stages in the saved state.
+_STAGES = ("distillation", "finetuning")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,27 +148,19 @@ class _CheckpointRun:
 
     def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
         self._plan, self._execution, self._options = plan, execution, over_processes(plan.options)
-        attention = method_label(make_config(plan.method, **plan.hyperparameters))
-        self._conversion = conversion = Conversion(
-            source.name,
-            plan.output,
-            max_length=plan.max_length,
-            base_model=plan.base_model,
-            force=plan.force,
-            allow_pickle=source.allow_pickle,
-        )
+        config = make_config(plan.method, **plan.hyperparameters)
+        if (reason := why_nothing_to_learn([config])) is not None:
+            raise UnsupportedAttentionError(reason)
+        given = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
+        self._conversion = conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **given)
         self.model = model = conversion.model
-        advice = "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
-        refuse_converted(model, advice)
+        refuse_converted(
+            model,
+            "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one",
+        )
         conversion.extend()
-        total, folder = world_size(), conversion.checked.folder
-        data = TrainingData(model, folder, file, plan.length, plan.batch_size, plan.num_batches * total)
-        if len(data.train) < 2 * total:
-            raise UnsupportedAttentionError(
-                f"{data.name} has {len(data.train)} batches to learn from, but each of {total} processes needs two: "
-                "give more data, fewer processes or smaller batches"
-            )
-        self._data = data
+        total, folder = plan.num_batches * world_size(), conversion.checked.folder
+        self._data = data = TrainingData(model, folder, file, plan.length, plan.batch_size, total)
         nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
         second = plan.options.finetuning
@@ -180,22 +171,24 @@ class _CheckpointRun:
                 outputs_of(self._trained, data.batch(data.held_out[0]), second.target)
             self._teacher = make_teacher(self._trained, second, "give --lora-rank N, which trains adapters in float32")
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
-        self._distillation = Distillation(self._trained, plan.steps, plan.loss, self._options)
-        self._stages: list[Distillation | Finetuning] = [self._distillation]  # those that have begun
+        # The stages that have begun, and their names in the saved state.
+        self._stages: dict[str, Distillation | Finetuning] = {}
         # What is saved beside the states of the stages: errors by layer, losses of the second stage, rows, and the
         # losses since the last row.
         self._record: dict[str, Any] = {"before": None, "after": None, "outputs": None, "history": [], "recent": []}
-        # The steps that the saved state contains.
-        self._saved_at: int | None = None
-        self._folder = plan.output.with_name(f"{conversion.place.path.name}.partial")
+        self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
         self._state, self._request = self._folder / "state.pt", self._make_request()
-        self._load()
+        self._saved = self._load()
+        if self._saved:
+            self._record = self._saved["record"]
+        # The steps that the saved state contains.
+        self._saved_at = sum(self._saved[name]["step"] for name in _STAGES if self._saved.get(name)) or None
         self._interruption, self._is_over = threading.Event(), False
         rows, held_out = (plan.batch_size * len(numbers) for numbers in (data.train, data.held_out))
         self._about = {
             "format": FORMAT,
             "source": name_of(conversion.checked),
-            "attention": attention,
+            "attention": method_label(config),
             "machine": machine(model),
             "data": {"name": data.name, "rows": rows, "held_out": held_out},
             "tokens": data.tokens,
@@ -207,13 +200,12 @@ class _CheckpointRun:
     def _make_request(self) -> dict[str, Any]:
         """Plain values, by the names of options, that must be equal when the work is continued."""
         checked = self._conversion.checked
-        source = hashlib.sha256(repr(sorted(checked.config.items(), key=str)).encode())
-        for name, tensor in checked.weights.all_tensors():
-            source.update(name.encode("utf-8", "backslashreplace"))
-            update(source, tensor)
+        weights = (
+            x for name, p in checked.weights.all_tensors() for x in (name.encode("utf-8", "backslashreplace"), p)
+        )
         return {
             "version": FORMAT_OF_STATE,
-            "source": source.hexdigest(),
+            "source": digest((repr(sorted(checked.config.items(), key=str)).encode(), *weights)),
             "data": self._data.digest(),
             "settings": repr(dict(self.model.config.efficient_attention or {})),
             **self._plan.to_dict(),
@@ -221,49 +213,43 @@ class _CheckpointRun:
             "processes": world_size(),
         }
 
-    def _load(self) -> None:
-        """Continue from the saved state, if there is one.
+    def _load(self) -> dict[str, Any]:
+        """The saved state; empty if there is none.
 
         Raises:
             UnsupportedAttentionError: it cannot be read or belongs to another request, or `write_now` needs one.
         """
         if self._plan.restart:
-            if process_rank() == 0:
-                self._remove_state()
-            _wait()
+            self._remove_state()
         if not self._state.is_file():
             if self._plan.write_now:
                 raise UnsupportedAttentionError(
                     f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
                 )
-            return
+            return {}
         again = "--restart discards it and starts again"
         with refusing(f"the state in {self._folder} cannot be read: {again}"):
             saved = torch.load(self._state, map_location="cpu", weights_only=True)
-            request, values = saved["request"], saved["values"]
-        different = [
-            _DIFFERENT.get(key) or f"with --{key.replace('_', '-')} {request.get(key)}"
-            for key, value in self._request.items()
-            if request.get(key) != value
-        ]
+            request, values = saved["request"], dict(saved["values"])
+        different = [key for key, value in self._request.items() if request.get(key) != value]
         if different:
+            options = self._plan.to_dict()
+            names = [
+                f"--{key.replace('_', '-')} {request.get(key)}" if key in options else f"other {key}"
+                for key in different
+            ]
             raise UnsupportedAttentionError(
-                f"{self._folder} holds the state of a distillation {', '.join(different)}: repeat the command that it "
+                f"{self._folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
                 f"began with, and it continues; {again}"
             )
-        self._distillation.load_state_dict(values["distillation"])
-        if values["finetuning"] is not None:
-            self._distillation.finish()
-            self._begin_finetuning()
-            self._stages[-1].load_state_dict(values["finetuning"])
-        self._record, self._saved_at = values["record"], self._steps_done
+        return values
 
     def _save(self) -> None:
         """Replace the saved state as a whole."""
         if process_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            states = [stage.state_dict() for stage in self._stages]
-            values = {"distillation": states[0], "finetuning": (*states[1:], None)[0], "record": self._record}
+            states = {name: stage.state_dict() for name, stage in self._stages.items()}
+            values = {**dict.fromkeys(_STAGES), **states, "record": self._record}
             with replacing(self._state) as draft, draft.open("wb") as file:
                 torch.save({"request": self._request, "values": values}, file)
         _wait()
@@ -271,30 +257,36 @@ class _CheckpointRun:
 
     def _remove_state(self) -> None:
         """Remove the saved state, and its folder unless that holds anything else."""
-        self._state.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
+        if process_rank() == 0:
+            self._state.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+        _wait()
 
     @property
     def _steps_done(self) -> int:
-        return sum(stage.step_number for stage in self._stages)
-
-    def _begin_finetuning(self) -> None:
-        options = self._options
-        assert options.finetuning is not None
-        torch.manual_seed(options.seed)  # of LoRA's adapters
-        self._stages.append(Finetuning(self._trained, self._teacher, options.finetuning, options.reduce))
+        return sum(stage.step_number for stage in self._stages.values())
 
     def train(self) -> None:
         """Train what remains of both stages, and measure the errors before and after."""
+        plan, options = self._plan, self._options
         try:
-            if self._record["before"] is None:
-                self._record["before"] = self._measure()
-            if self._plan.write_now:
-                self._note_errors()
-                self._stages[-1].finish()
-            else:
-                self._train()
+            with _noting_interruption() as self._interruption:
+                stages = stages_of(self._trained, self._teacher, plan.steps, plan.loss, options)
+                # With `write_now` only those that have begun.
+                count = sum(bool(self._saved.get(name)) for name in _STAGES) if plan.write_now else len(_STAGES)
+                for name, self._training in zip(_STAGES[:count], stages, strict=False):
+                    self._stages[name] = self._training
+                    if self._saved.get(name):
+                        self._training.load_state_dict(self._saved[name])
+                    else:
+                        self._note_errors("before")
+                    if plan.write_now:
+                        self._note_errors("after")
+                        self._training.finish()
+                        continue
+                    stream = self._data.stream(options.seed, self._steps_done)
+                    self._training.run(stream, self._after_step, show_progress=options.show_progress)
         except DivergedError as error:
             option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
             advice = f"use a smaller {option} than {error.learning_rate:g}"
@@ -306,81 +298,69 @@ class _CheckpointRun:
         except KeyboardInterrupt:
             if self._saved_at is None:
                 raise KeyboardInterrupt from None
-            known = {"steps_done": self._saved_at, "steps": self._plan.num_batches, "folder": str(self._folder)}
+            known = {"steps_done": self._saved_at, "steps": plan.num_batches, "folder": str(self._folder)}
             raise Interrupted({**known, "is_over": self._is_over}) from None
-
-    def _train(self) -> None:
-        numbers = self._data.train[process_rank() :: world_size()]
-        stream, is_shown = self._data.stream(numbers, self._options.seed, self._steps_done), self._options.show_progress
-        with _noting_interruption() as self._interruption:
-            if len(self._stages) == 1:
-                self._distillation.run(stream, self._after_step, show_progress=is_shown)
-                if self._options.finetuning is None:
-                    return
-                self._begin_finetuning()
-                self._record["outputs"] = {"before": _mean_error(self._measure()), "after": None}
-            self._stages[-1].run(stream, self._after_step, show_progress=is_shown)
 
     def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
         record = self._record
         if losses:
             record["recent"].append(statistics.fmean(one.loss for one in losses))
-        is_row = step % self._plan.save_steps == 0 or step == self._stages[-1].num_steps
+        is_row = step % self._plan.save_steps == 0 or step == self._training.num_steps
         if is_row:
             stage = "layers" if len(self._stages) == 1 else "outputs"
-            row = {"stage": stage, "step": step, "loss": _mean(record["recent"]), "held_out": self._note_errors()}
+            row = {
+                "stage": stage,
+                "step": step,
+                "loss": _mean(record["recent"]),
+                "held_out": self._note_errors("after"),
+            }
             record["history"].append(row)
             record["recent"] = []
             self._execution.on_row(row)
-        is_interrupted = self._is_interrupted()
-        if is_row or is_interrupted:
+        # In a distributed training one process stops all.
+        is_last = self._steps_done == self._plan.num_batches
+        flags = [self._interruption.is_set(), not is_last and self._execution.seconds_left() <= 0]
+        if self._options.reduce is not None:
+            numbers = torch.tensor(flags, dtype=torch.float32, device=self.model.device)
+            flags = (self._options.reduce(numbers) > 0).tolist()
+        if is_row or any(flags):
             self._save()
-        if is_interrupted:
+        if any(flags):
+            self._is_over = flags[1]
             raise KeyboardInterrupt
 
-    def _is_interrupted(self) -> bool:
-        """Whether Ctrl-C was pressed or the time is over; in a distributed training, in any of the processes."""
-        is_last = self._steps_done == self._plan.num_batches
-        is_over = not is_last and self._execution.seconds_left() <= 0
-        flags, reduce = [self._interruption.is_set(), is_over], self._options.reduce
-        if reduce is not None:
-            flags = (reduce(torch.tensor(flags, dtype=torch.float32, device=self.model.device)) > 0).tolist()
-        self._is_over = flags[1]
-        return any(flags)
-
-    def _note_errors(self) -> float | None:
-        """Measure what the present stage improves, and return its mean."""
-        errors = self._measure()
-        if len(self._stages) == 1:
-            self._record["after"] = errors
-        else:
-            self._record["outputs"]["after"] = _mean_error(errors)
-        return _mean_error(errors)
-
-    def _measure(self) -> list[dict[str, Any]]:
-        """The error of each layer, or of the outputs, as a mean over the batches that are held out."""
+    def _note_errors(self, when: str) -> float | None:
+        """Measure the errors of the layers, or of the outputs, on the held-out data, and return their mean."""
         found: dict[tuple[Layer | None, str], list[float]] = defaultdict(list)
         for number in self._data.held_out:
-            for one in self._stages[-1].measure(self._data.batch(number)):
+            for one in self._training.measure(self._data.batch(number)):
                 found[one.layer, one.name].append(one.loss)
         if not found:
-            raise UnsupportedAttentionError(self._stages[-1].why_idle())
-        return [{"layer": layer, "name": name, "error": _mean(errors)} for (layer, name), errors in found.items()]
+            raise UnsupportedAttentionError(self._training.why_idle())
+        errors: list[dict[str, Any]] = [
+            {"layer": layer, "name": name, "error": _mean(values)} for (layer, name), values in found.items()
+        ]
+        if len(self._stages) == 1:
+            self._record[when] = errors
+        else:
+            outputs = self._record["outputs"] or {"before": None, "after": None}
+            self._record["outputs"] = {**outputs, when: errors[0]["error"]}
+        return _mean([entry["error"] for entry in errors])
 
     def write(self) -> dict[str, Any]:
         """Write the checkpoint, and remove the state if the training is complete."""
-        before, after = self._record["before"], self._record["after"]
-        result = {
+        pairs: list[tuple[Any, Any]] = list(zip(self._record["before"], self._record["after"], strict=True))
+        result: dict[str, Any] = {
             **self._about,
             "steps_done": self._steps_done,
             "complete": self._steps_done == self._plan.num_batches,
             "layers": [
                 {"layer": old["layer"], "name": old["name"], "before": old["error"], "after": new["error"]}
-                for old, new in zip(before, after, strict=True)
+                for old, new in pairs
             ],
-            "error_before": _mean_error(before),
-            "error_after": _mean_error(after),
+            "error_before": _mean([old["error"] for old, _ in pairs]),
+            "error_after": _mean([new["error"] for _, new in pairs]),
             "outputs": self._record["outputs"],
             "history": self._record["history"],
         }
@@ -389,13 +369,12 @@ class _CheckpointRun:
             draw(result, folder / "distillation.png")
             write_json(folder / "distillation.json", result)
 
-        report = {"distillation": result}
+        report: dict[str, Any] = {"distillation": result}
         if process_rank() == 0:
             nn.Module.to(self.model, "cpu")
             report |= self._conversion.write(is_trained=len(self._stages) > 1, add_files=add_files)
-            if result["complete"]:
-                self._remove_state()
-        _wait()
+        if result["complete"]:
+            self._remove_state()
         return report
 
 
@@ -405,14 +384,10 @@ def _wait() -> None:
         torch.distributed.barrier()
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    """The mean of some numbers; None if it is not finite, or if there are none."""
-    value = torch.tensor(values, dtype=torch.float64).mean().item()
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean of some numbers; None if there are none, or if one is not finite."""
+    value = statistics.fmean(math.nan if x is None else x for x in values or [math.nan])
     return value if math.isfinite(value) else None
-
-
-def _mean_error(errors: Sequence[Mapping[str, Any]]) -> float | None:
-    return _mean([math.nan if entry["error"] is None else entry["error"] for entry in errors])
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ layer end at its inputs, so that the activations of only one layer are in memory
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
@@ -135,11 +135,8 @@ def distill(
     teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
     try:
         convert(model, method_or_config, layers=layers, **hyperparameters)
-        training: Training = Distillation(model, steps, loss, options)
         with partial_result(lambda: model):
-            training.run(stream, options.on_step, show_progress=options.show_progress)
-            if options.finetuning is not None:
-                training = Finetuning(model, teacher, options.finetuning, options.reduce)
+            for training in stages_of(model, teacher, steps, loss, options):
                 training.run(stream, options.on_step, show_progress=options.show_progress)
     except (DivergedError, KeyboardInterrupt):
         raise
@@ -267,6 +264,21 @@ class Distillation(Training):
 
     def _name_of_loss(self, index: int) -> str:
         return list(self.groups)[index]
+
+
+def stages_of(
+    model: nn.Module, teacher: nn.Module | None, steps: int, loss: str, options: DistillationOptions
+) -> Iterator["Distillation | Finetuning"]:
+    """The stages of the distillation of a converted model. The second is made when the first is done.
+
+    `teacher` is what `make_teacher` made of the model before it was converted.
+    """
+    yield Distillation(model, steps, loss, options)
+    if options.finetuning is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(options.seed)  # of LoRA's adapters
+            finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
+        yield finetuning
 
 
 def _share(parameter: Tensor) -> float:

@@ -25,14 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.steps import (
-    LayerLoss,
-    Reduce,
-    Training,
-    check_count,
-    check_rate,
-    learned_parameters,
-)
+from hf_efficient_attn.training.steps import LayerLoss, Reduce, Training, check_count, check_rate, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.

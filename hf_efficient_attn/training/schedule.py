@@ -76,7 +76,8 @@ class UptrainingSchedule:
         if total_steps is not None and (isinstance(total_steps, bool) or not isinstance(total_steps, int)):
             raise UnsupportedAttentionError(f"total_steps must be an integer, not {total_steps!r}")
         self.total_steps = total_steps
-        self._checked: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        # The bare models and the optimizers whose models are checked.
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         # The records of switches to a first stage that is still to be distilled, and the attention before them.
         self._waiting: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], FormerAttention]]
         self._waiting = weakref.WeakKeyDictionary()
@@ -184,10 +185,10 @@ class UptrainingSchedule:
                     "them with schedule.step(model, optimizer, step, batches=...), in every call"
                 )
         # Once for the bare model, and once for its wrappers, which exist when training begins.
-        when = "before" if optimizer is None else "in training"
-        if when not in self._checked.setdefault(model, set()):
+        checked = model if optimizer is None else optimizer
+        if checked not in self._checked:
             check_stages(model, self.stages)
-            self._checked[model].add(when)
+            self._checked.add(checked)
         distillation = None
         if batches is not None and self.starts(step) and self.stages[index].distill:
             distillation = StageDistillation(batches, options or DistillationOptions())
@@ -227,13 +228,8 @@ class UptrainingSchedule:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UptrainingSchedule) and self.stages == other.stages
 
-    __hash__ = None  # type: ignore[assignment]  # Python's way to make a class unhashable
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": None, "_waiting": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _checked=weakref.WeakKeyDictionary(), _waiting=weakref.WeakKeyDictionary())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UptrainingSchedule, (self.stages, self.total_steps)
 
     def __repr__(self) -> str:
         stages = ", ".join(f"({stage.attention!r}, {stage.end!r})" for stage in self.stages)

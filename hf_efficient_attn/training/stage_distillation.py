@@ -134,11 +134,7 @@ def _own_random_state(seed: int) -> Iterator[None]:
 
 
 def training_batches(
-    dataset: Any,
-    collate: Callable[[list[Any]], Batch],
-    batch_size: int,
-    process_index: int = 0,
-    num_processes: int = 1,
+    dataset: Any, collate: Callable[[list[Any]], Batch], batch_size: int, process_index: int = 0, num_processes: int = 1
 ) -> Iterable[Batch]:
     """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
 

@@ -6,6 +6,7 @@ groups, data-parallel wrappers and compiled graphs are updated.
 
 import gc
 import inspect
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
-from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import logging
 
 from hf_efficient_attn.conversion import convert
@@ -34,20 +33,28 @@ logger = logging.get_logger(__name__)
 # Names and shapes of learned parameters.
 Layout = dict[str, tuple[int, ...]]
 
-# Patterns of names of parameters without weight decay, as in Trainer. Normalization layers are excluded by class.
-_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-
 
 def _target(model: nn.Module, stage: Stage) -> nn.Module:
-    """What the stage switches: the model or a submodule of it."""
+    """What the stage switches: the model or a submodule of it, whose config must not control other parts."""
     inner = unwrap(model)
-    try:
-        return inner if stage.part is None else inner.get_submodule(stage.part)
-    except AttributeError:
+    if stage.part is None:
+        return inner
+    parts: dict[str, nn.Module] = dict(inner.named_modules())
+    if stage.part not in parts:
         names = ", ".join(name for name, _ in inner.named_children())
         raise UnsupportedAttentionError(
             f"{type(inner).__name__} has no submodule {stage.part!r} to up-train; it has {names}"
-        ) from None
+        )
+    part = parts[stage.part]
+    inside = set(part.modules())
+    configs = {id(config) for root in transformers_models(part) for config in configs_of(root)}
+    for module in parts.values():
+        if isinstance(module, PreTrainedModel) and module not in inside and id(module.config) in configs:
+            raise UnsupportedAttentionError(
+                f"{stage.part!r} of {type(inner).__name__} shares its config with {type(module).__name__}, which would "
+                "be switched too: the part needs its own config, like the encoder of an EncoderDecoderModel"
+            )
+    return part
 
 
 def is_in_stage(model: nn.Module, stage: Stage) -> bool:
@@ -77,8 +84,6 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None 
     Raises:
         UnsupportedAttentionError: the model cannot take a stage, or its wrappers cannot follow a change of parameters.
     """
-    for stage in stages:
-        _check_part(model, stage)
     layouts = stage_layouts(model, stages)
     _check_peft(model, stages, layouts)
     refusal = refusal or _why_parameters_are_fixed(model)
@@ -101,21 +106,6 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None 
         )
 
 
-def _check_part(model: nn.Module, stage: Stage) -> None:
-    """Refuse a part whose config also controls other parts of the model."""
-    inner, part = unwrap(model), _target(model, stage)
-    if part is inner:
-        return
-    inside = {id(module) for module in part.modules()}
-    configs = {id(config) for root in transformers_models(part) for config in configs_of(root)}
-    for module in inner.modules():
-        if isinstance(module, PreTrainedModel) and id(module) not in inside and id(module.config) in configs:
-            raise UnsupportedAttentionError(
-                f"{stage.part!r} of {type(inner).__name__} shares its config with {type(module).__name__}, which would "
-                "be switched too: the part needs its own config, like the encoder of an EncoderDecoderModel"
-            )
-
-
 def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Layout]) -> None:
     """Refuse learned parameters that PEFT would not save: it saves only adapters and `modules_to_save`."""
     inner = unwrap(model)
@@ -134,16 +124,11 @@ def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Lay
 
 def _why_parameters_are_fixed(model: nn.Module) -> str | None:
     """Why the set of parameters cannot change during training; None if it can."""
-    modules = list(model.modules())
-    kinds = {type(module).__name__ for module in modules}
-    if "FullyShardedDataParallel" in kinds or any(hasattr(module, "_get_fsdp_state") for module in modules):
-        return "FSDP shards the parameters that exist at the start"
-    if "DeepSpeedEngine" in kinds:
-        return "DeepSpeed partitions the parameters that exist at the start"
-    if "DataParallel" in kinds:
-        return "a change of the parameters is not tested with DataParallel"
-    if any(getattr(wrapper, "_comm_hooks", None) for wrapper in data_parallel_wrappers(unwrap(model))):
-        return "DistributedDataParallel has a communication hook, which is lost when a stage adds parameters"
+    kinds = {type(module).__name__ for module in model.modules()}
+    if kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"} or any(
+        hasattr(module, "_get_fsdp_state") for module in model.modules()
+    ):
+        return "FSDP, DeepSpeed and DataParallel keep the parameters that exist at the start"
     return None
 
 
@@ -224,11 +209,7 @@ def switch_stage(
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
-    carried, started, dropped = (len(record[key]) for key in ("carried", "started", "dropped"))
-    logger.info(
-        f"step {step}: attention switched from {name} to {stage.attention}; learned parameters: {carried} carried "
-        f"over, {started} new, {dropped} dropped"
-    )
+    logger.info(f"step {step}: attention switched from {name} to {stage.attention}")
     return record, former
 
 
@@ -283,18 +264,19 @@ def _update_optimizer(
     saved optimizer state fits both.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    decays = set(get_parameter_names(inner, list(ALL_LAYERNORM_LAYERS), _NO_DECAY))
     old, position = {id(p) for p in before.values()}, {id(p): i for i, p in enumerate(after.values())}
     group_of: dict[int, dict[str, Any]] = {}
     names: dict[int, str] = {}
     for group in optimizer.param_groups:
         group_of |= {id(p): group for p in group["params"]}
         names |= dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+    # Trainer gives matrices and learned parameters weight decay, but no biases and norms.
+    trained = [name for name, p in after.items() if id(p) in group_of]
+    alike = [name for name in trained if after[name].ndim > 1] or trained
     for name, p in after.items():
         if id(p) not in old and p.requires_grad:
-            alike = [x for x, q in after.items() if (x in decays) == (name in decays) and id(q) in group_of]
-            # Without any, only parameters with the other weight decay are trained, which is possible with adapters.
-            nearest = _nearest(name, alike or [x for x, q in after.items() if id(q) in group_of])
+            # The nearest one is in the attention module, or else in the smallest enclosing module that has any.
+            nearest = max(alike, key=lambda other: _num_shared(name, other))
             group_of[id(after[nearest])]["params"].append(p)
             names[id(p)] = name
     for group in optimizer.param_groups:
@@ -306,14 +288,10 @@ def _update_optimizer(
         del optimizer.state[gone]
 
 
-def _nearest(name: str, others: Sequence[str]) -> str:
-    """The first of the names in the smallest enclosing module of a name that has any of them."""
-    scope = name
-    while scope := scope.rpartition(".")[0]:
-        for other in others:
-            if other.startswith(f"{scope}."):
-                return other
-    return others[0]
+def _num_shared(name: str, other: str) -> int:
+    """How many of the first parts of two names of parameters are the same."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def data_parallel_wrappers(inner: nn.Module) -> list[DistributedDataParallel]:
@@ -338,11 +316,11 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     if "forward_sync_buffers" in names:  # the newer name of the other
         names.remove("broadcast_buffers")
     options = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
-    if not getattr(wrapper, "bucket_bytes_cap_default", True):
-        options["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1024 * 1024)
-    module, training = wrapper.module, wrapper.training
+    module, training, hooks = wrapper.module, wrapper.training, list(wrapper._comm_hooks)
     # The old reducer removes its hooks from the parameters when it is deleted.
     wrapper.__dict__.pop("logger", None)
     wrapper.__dict__.pop("reducer", None)
     DistributedDataParallel.__init__(wrapper, module, **options)
     wrapper.train(training)
+    for hook, state in hooks:
+        wrapper.register_comm_hook(state, hook)

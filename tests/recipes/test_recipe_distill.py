@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.training import DistillationOptions
-from hf_efficient_attn.training.data import TrainingData
+from hf_efficient_attn.training.data import TrainingData, shuffled
 from hf_efficient_attn.training.distillation import Distillation
 from recipes import distill as recipe
 
@@ -87,7 +87,7 @@ def test_two_processes_average_their_gradients(given, made, text, tmp_path):  # 
 
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
     data = TrainingData(model, made("bert"), text, 40, 2, 12)
-    streams = [data.stream(data.train[rank::2], 0) for rank in range(2)]
+    streams = [map(data.batch, shuffled(data.train[rank::2], 0)) for rank in range(2)]
     hea.convert(model, "linear", feature_map="hedgehog", num_features=16)
     gradients = []
 

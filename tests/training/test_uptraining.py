@@ -14,10 +14,7 @@ from hf_efficient_attn.training.steps import learned_parameters
 from hf_efficient_attn.training.switch import is_in_stage, switch_stage
 from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
 
-TWO = [
-    ("linformer", 0.25, {"projection_dim": 8, "share": "none"}),
-    ("flurka_performer", 1.0, {"num_features": 16}),
-]
+TWO = [("linformer", 0.25, {"projection_dim": 8, "share": "none"}), ("flurka_performer", 1.0, {"num_features": 16})]
 PLAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 

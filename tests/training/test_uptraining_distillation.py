@@ -15,11 +15,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.training import DistillationOptions
 from hf_efficient_attn.training.distillation import Distillation
-from hf_efficient_attn.training.stage_distillation import (
-    FormerAttention,
-    StageDistillation,
-    training_batches,
-)
+from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation, training_batches
 from hf_efficient_attn.training.steps import learned_parameters
 from hf_efficient_attn.training.switch import is_in_stage, switch_stage
 from tiny_models import METHODS, SMALL, tiny_batch, tiny_model

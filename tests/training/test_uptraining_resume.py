@@ -394,8 +394,7 @@ def test_best_model_is_in_its_own_stage(trainings, case, best, every, expected, 
 
 
 @pytest.mark.parametrize(
-    ("kill", "at"),
-    [("forward@7", 6), ("deleted:trainer_state.json@10", 4), ("deleted:optimizer.pt@10", 4)],
+    ("kill", "at"), [("forward@7", 6), ("deleted:trainer_state.json@10", 4), ("deleted:optimizer.pt@10", 4)]
 )
 def test_best_model_after_a_kill(trainings, tmp_path, kill, at):
     """Only the best and the last checkpoint are kept, and the best model is loaded at the end."""
@@ -418,12 +417,7 @@ def test_other_stages_are_refused_with_the_reason(trainings, tmp_path):
             "now they are linformer to step 12, .* total number",
         ),
         (shared, [f"{first}:4", "performer:end"], (), "learned_parameters.* none of the stages linformer, performer l"),
-        (
-            shared,
-            [f"{first}6:4", f"{second}:end"],
-            (),
-            r"of shape \(8, 64\), which none of the stages linformer, f",
-        ),
+        (shared, [f"{first}6:4", f"{second}:end"], (), r"of shape \(8, 64\), which none of the stages linformer, f"),
         (tmp_path / "same", ["linear:5", "performer:end"], (), "performer to step 5, .* now they are linear to step 5"),
         (tmp_path / "same", ["performer,num_features=4:5", "linear:end"], (), "linear to step 10 with other hyperpar"),
     ]:
