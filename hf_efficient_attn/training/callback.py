@@ -172,7 +172,7 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         self._random_states = _random_states(args)
         self.schedule.ends(state.max_steps)
         self._check_recorded_stages(state)
-        # Trainer updates only the callback states that the checkpoint has, and fails for others. It stores a dictionary.
+        # Trainer updates only the callback states that the checkpoint has, and fails for others.
         cast("dict[str, Any]", state.stateful_callbacks).setdefault(type(self).__name__, self.state())
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         check_stages(model, self.schedule.stages)

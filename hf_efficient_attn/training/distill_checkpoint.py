@@ -81,9 +81,6 @@ class Plan:
     save_steps: int = 50
     options: DistillationOptions = field(default_factory=DistillationOptions)
 
-    def __post_init__(self) -> None:
-        check_loss(self.loss)
-
     @property
     def num_batches(self) -> int:
         """The number of steps of both stages."""
@@ -148,22 +145,21 @@ class _CheckpointRun:
 
     def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
         self._plan, self._execution, self._options = plan, execution, over_processes(plan.options)
+        check_loss(plan.loss)
         config = make_config(plan.method, **plan.hyperparameters)
         if (reason := why_nothing_to_learn([config])) is not None:
             raise UnsupportedAttentionError(reason)
-        given = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
-        self._conversion = conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **given)
-        self.model = model = conversion.model
-        refuse_converted(
-            model,
-            "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one",
-        )
+        options = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
+        conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **options)
+        self._conversion, self.model = conversion, conversion.model
+        model, second = conversion.model, plan.options.finetuning
+        advice = "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
+        refuse_converted(model, advice)
         conversion.extend()
         total, folder = plan.num_batches * world_size(), conversion.checked.folder
         self._data = data = TrainingData(model, folder, file, plan.length, plan.batch_size, total)
         nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
-        second = plan.options.finetuning
         self._trained: nn.Module = model if second and second.target == "logits" else model.base_model
         self._teacher: nn.Module | None = None
         if second is not None:
@@ -179,8 +175,7 @@ class _CheckpointRun:
         self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
         self._state, self._request = self._folder / "state.pt", self._make_request()
         self._saved = self._load()
-        if self._saved:
-            self._record = self._saved["record"]
+        self._record = self._saved.get("record", self._record)
         # The steps that the saved state contains.
         self._saved_at = sum(self._saved[name]["step"] for name in _STAGES if self._saved.get(name)) or None
         self._interruption, self._is_over = threading.Event(), False
@@ -231,13 +226,12 @@ class _CheckpointRun:
         with refusing(f"the state in {self._folder} cannot be read: {again}"):
             saved = torch.load(self._state, map_location="cpu", weights_only=True)
             request, values = saved["request"], dict(saved["values"])
-        different = [key for key, value in self._request.items() if request.get(key) != value]
-        if different:
-            options = self._plan.to_dict()
-            names = [
-                f"--{key.replace('_', '-')} {request.get(key)}" if key in options else f"other {key}"
-                for key in different
-            ]
+        names = [
+            f"--{key.replace('_', '-')} {request.get(key)}" if key in self._plan.to_dict() else f"other {key}"
+            for key, value in self._request.items()
+            if request.get(key) != value
+        ]
+        if names:
             raise UnsupportedAttentionError(
                 f"{self._folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
                 f"began with, and it continues; {again}"
