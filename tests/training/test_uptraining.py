@@ -127,13 +127,6 @@ def test_bad_schedules_are_refused(stages, sentence):
         hea.UptrainingSchedule(stages)
 
 
-def test_a_stage_without_a_step_is_refused():
-    with pytest.raises(hea.UnsupportedAttentionError, match="'linformer' would have none"):
-        hea.UptrainingSchedule([("linformer", 0.01), ("linear", 1.0)], total_steps=10)
-    with pytest.raises(hea.UnsupportedAttentionError, match="'performer' would have none"):
-        hea.UptrainingSchedule([("linear", 20), ("performer", None)]).ends(20)
-
-
 def test_schedules_from_strings():
     given = hea.UptrainingSchedule.parse(
         ["linformer,projection_dim=8,share=none:0.25", "flurka_performer,num_features=16:1.0"]
@@ -153,18 +146,20 @@ def test_schedules_survive_json_and_copies():
     assert schedule.stages[2].settings.layers == (1,)
 
 
+PRESETS = [
+    ("nmt", "flurka_performer", [("linformer", 0.8), ("flurka_performer", 1.0)]),
+    ("nmt", "flurka_eva", [("linformer", 0.8), ("flurka_eva", 1.0)]),
+    ("nmt", "flurka_linear", [("linear", 0.64), ("flurka_linear", 1.0)]),
+    ("imagenet", "flurka_eva", [("linformer", 0.167), ("flurka_eva", 1.0)]),
+    ("imagenet", "flurka_linear", [("linear", 0.333), ("flurka_linear", 1.0)]),
+    ("glue", "flurka_performer", [("flurka_performer", 1.0)]),
+]
+
+
 def test_presets_have_the_shares_of_the_paper():
     """Gupta et al. 2023, appendix A.4."""
-
-    def shares(task, variant):
-        return [(s.attention, s.end) for s in hea.uptraining_preset(task, variant).stages]
-
-    assert shares("nmt", "flurka_performer") == [("linformer", 0.8), ("flurka_performer", 1.0)]
-    assert shares("nmt", "flurka_eva") == [("linformer", 0.8), ("flurka_eva", 1.0)]
-    assert shares("nmt", "flurka_linear") == [("linear", 0.64), ("flurka_linear", 1.0)]
-    assert shares("imagenet", "flurka_eva") == [("linformer", 0.167), ("flurka_eva", 1.0)]
-    assert shares("imagenet", "flurka_linear") == [("linear", 0.333), ("flurka_linear", 1.0)]
-    assert shares("glue", "flurka_performer") == [("flurka_performer", 1.0)]
+    for task, variant, shares in PRESETS:
+        assert [(s.attention, s.end) for s in hea.uptraining_preset(task, variant).stages] == shares
     narrow = hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)
     assert narrow.stages[1].settings.entries[0].config.projection_dim == 16
     for task, variant, options in (("nmtt", "flurka_eva", {}), ("nmt", "linear", {}), ("nmt", "flurka_eva", {"x": 1})):
@@ -201,11 +196,14 @@ def test_learned_parameters_of_the_base_are_carried_over(family):
     [
         ("kv", stage("flurka_linear", projection_dim=8, share="none")),
         ("layers", stage("linformer", projection_dim=8, share="kv")),
+        # Of another size: nothing is carried over.
+        ("none", stage("flurka_linear", projection_dim=16)),
     ],
 )
 def test_a_shared_projection_becomes_several(share, after):
     """Keys and values, or all layers, share it. The first keeps the parameter, and the others start from a copy."""
     model = hea.convert(tiny_model("bert"), "linformer", projection_dim=8, share=share)
+    fresh = learned_parameters(hea.convert(tiny_model("bert"), after.settings))
     before = list(learned_parameters(model).values())
     with torch.no_grad():
         for projection in before:
@@ -213,19 +211,14 @@ def test_a_shared_projection_becomes_several(share, after):
     record, _ = switch_stage(model, None, after, 0)
     learned = learned_parameters(model)
     kept = [p for p in learned.values() if any(p is old for old in before)]
-    new = [p for p in learned.values() if not any(p is old for old in before)]
-    assert len(kept) == len(before) == len(record["carried"]) and len(new) == len(before) == len(record["started"])
-    assert all(torch.equal(p, old) for p, old in zip(new, before, strict=True))
-
-
-def test_parameters_of_another_size_start_as_in_a_conversion():
-    model, fresh = tiny_model("bert"), tiny_model("bert")
-    hea.convert(model, "linformer", projection_dim=8, share="none")
-    record, _ = switch_stage(model, None, stage("flurka_linear", projection_dim=16), 0)
-    hea.convert(fresh, "flurka_linear", projection_dim=16)
-    assert len(record["started"]) == len(record["dropped"]) == 4 and not record["carried"]
-    for name, projection in learned_parameters(fresh).items():
-        assert torch.equal(projection, learned_parameters(model)[name])
+    new = {name: p for name, p in learned.items() if not any(p is old for old in before)}
+    assert len(kept) == len(record["carried"]) and list(new) == record["started"]
+    if share == "none":
+        assert not kept and len(record["dropped"]) == 4
+        assert all(torch.equal(p, fresh[name]) for name, p in new.items())
+    else:
+        assert len(kept) == len(before) == len(new) and not record["dropped"]
+        assert all(torch.equal(p, old) for p, old in zip(new.values(), before, strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -304,14 +297,6 @@ def test_custom_training_loop():
     assert int(optimizer.state[learned_parameters(model)[made[4]["carried"][0]]]["step"]) == 4
 
 
-def test_impossible_later_stage_is_refused_at_the_start():
-    schedule = hea.UptrainingSchedule([("linear", 0.5), ("linformer", 1.0)], total_steps=10)
-    model = tiny_model("gpt2", head=True)
-    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-        schedule.step(model, None, 0)
-    assert model.config._attn_implementation == "sdpa"
-
-
 # The callback
 
 
@@ -342,16 +327,6 @@ def test_one_stage_is_plain_training(tmp_path):
     staged = trainer_of(tmp_path / "b", [("linformer", 1.0, {"projection_dim": 8})])
     staged.train()
     assert losses(plain) == losses(staged)
-
-
-def test_new_parameters_are_trained(tmp_path):
-    model = classifier()
-    trainer = trainer_of(tmp_path, [("linear", 0.25), ("flurka_linear", 1.0, {"projection_dim": 8})], model)
-    fresh = hea.convert(classifier(), "flurka_linear", projection_dim=8)
-    start = {name: p.clone() for name, p in learned_parameters(fresh).items()}
-    trainer.train()
-    after = learned_parameters(model)
-    assert set(after) == set(start) and all(not torch.equal(after[name], start[name]) for name in start)
 
 
 @pytest.mark.parametrize(
@@ -411,15 +386,6 @@ def test_peft_lora_with_saved_learned_parameters(tmp_path):
     assert all(torch.equal(p, trained[name]) for name, p in again.model.named_parameters())
 
 
-def test_peft_lora_without_learned_parameters(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"]))
-    trainer = trainer_of(tmp_path, [("sdpa", 2), ("performer", 4), ("kdeformer", None)], model)
-    trainer.train()
-    assert [to for *_, to in switches(trainer)] == ["performer", "kdeformer"]
-    assert all("lora" in name or "classifier" in name for name, p in model.named_parameters() if p.requires_grad)
-
-
 def test_weights_under_older_names_can_be_resumed(tmp_path):
     """Transformers saves ViT under its names from before version 5, which Trainer cannot load."""
     generator = torch.Generator().manual_seed(1)
@@ -429,15 +395,14 @@ def test_weights_under_older_names_can_be_resumed(tmp_path):
         torch.manual_seed(0)
         model = tiny_class("vit", head=True)(tiny_config("vit"))
         stages = [("linformer", 3, {"projection_dim": 8}), ("linear", None)]
-        trainer = trainer_of(tmp_path, stages, model, data=images, steps=6, save_strategy="steps", save_steps=2)
+        trainer = trainer_of(tmp_path, stages, model, data=images, steps=4, save_strategy="steps", save_steps=2)
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
         return trainer
 
     whole = trained()
-    for resume in ("checkpoint-2", "checkpoint-4"):
-        again = trained(resume)
-        assert losses(again) == losses(whole)
-        assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
+    again = trained("checkpoint-2")
+    assert losses(again) == losses(whole)
+    assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
 
 
 def test_model_in_a_later_stage_switches_only_when_training_begins(tmp_path):
@@ -496,7 +461,9 @@ def test_encoder_of_a_translation_model(tmp_path):
 
 
 def test_refusals_come_before_the_first_step(tmp_path):
-    with pytest.raises(hea.UnsupportedAttentionError, match="would have none"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="'linformer' would have none"):
+        hea.UptrainingSchedule([("linformer", 0.01), ("linear", 1.0)], total_steps=10)
+    with pytest.raises(hea.UnsupportedAttentionError, match="'performer' would have none"):
         trainer_of(tmp_path, [("linear", 20), ("performer", None)]).train()
     decoder = tiny_class("gpt2", head=True)(tiny_config("gpt2"))
     with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):

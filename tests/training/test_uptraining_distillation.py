@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of, translator
+from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of
 from torch.utils.data import DataLoader, IterableDataset
 
 import hf_efficient_attn as hea
@@ -93,7 +93,7 @@ def output_error(model, former, batch) -> float:
 def test_the_error_to_the_former_attention_falls(start):
     """From a linformer with tables that are not those of a conversion, flurka_linear learns its softmax."""
     errors = []
-    for distill in (1, 80):
+    for distill in (1, 40):
         model = tiny_model("bert")
         if start == "linformer":
             hea.convert(model, "linformer", **LINFORMER)
@@ -111,8 +111,8 @@ def test_the_error_to_the_former_attention_falls(start):
             assert len(record["carried"]) == 4
             assert all(dict(model.named_parameters())[name] is kept[name] for name in record["carried"])
         assert all(p.grad is None for p in model.parameters())
-    assert errors[1] < 0.7 * errors[0]
-    assert record["distillation"]["steps"] == 80
+    assert errors[1] < 0.8 * errors[0]
+    assert record["distillation"]["steps"] == 40
     assert record["distillation"]["last_loss"] < record["distillation"]["first_loss"]
 
 
@@ -255,17 +255,6 @@ def test_random_states_and_modes_stay():
     assert seen[:3] == seen[3:] and len(seen) == 6
 
 
-def test_part_of_a_translation_model():
-    """Only the encoder is trained. The decoder makes its inputs of the labels."""
-    model = translator()
-    data = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"].flip(1)} for batch in batches()]
-    schedule = hea.UptrainingSchedule([("sdpa", 1), ("linear", None, {**HEDGEHOG, "distill": 5})], part="encoder")
-    optimizer = torch.optim.AdamW(model.parameters())
-    record = schedule.step(model, optimizer, 1, data)
-    assert record["distillation"]["last_loss"] < record["distillation"]["first_loss"]
-    assert all(name.startswith("encoder.") for name in record["started"])
-
-
 # The callback
 
 
@@ -331,15 +320,11 @@ def test_training_options(options, tmp_path):
     assert all(entry["distillation_last_loss"] < entry["distillation_first_loss"] for entry in entries)
 
 
-def test_a_stage_without_new_parameters_is_refused(tmp_path):
-    stages = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
-    with pytest.raises(hea.UnsupportedAttentionError, match="'flurka_performer' has distill=5, but all parameters"):
-        hea.UptrainingSchedule(stages).step(classifier(), None, 0)
-    with pytest.raises(hea.UnsupportedAttentionError, match="those of the stage before"):
-        trainer_of(tmp_path, stages)
-
-
 def test_refusals_of_the_callback(tmp_path):
+    fixed = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"'flurka_performer' has distill=5.* the stage before"):
+        trainer_of(tmp_path, fixed)
+
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(samples())
@@ -362,17 +347,13 @@ def test_own_batches_are_missing_after_restoring_the_callback(tmp_path):
     again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
     with pytest.raises(hea.UnsupportedAttentionError, match="holds no distillation_batches"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    other = [stages[0], ("linear", None, {**HEDGEHOG, "distill": 3})]
+    again = trainer_of(tmp_path, other, **{**options, "restore_callback_states_from_checkpoint": False})
+    with pytest.raises(hea.UnsupportedAttentionError, match="with other hyperparameters"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     # After the switch no batches are needed.
     again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_another_distillation_is_refused_at_resumption(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 1}
-    trainer_of(tmp_path, TWO, steps=4, **options).train()
-    other = [("linformer", 3, LINFORMER), TWO[1]]
-    with pytest.raises(hea.UnsupportedAttentionError, match="with other hyperparameters"):
-        trainer_of(tmp_path, other, steps=4, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_a_model_that_is_in_the_first_stage_is_not_distilled(tmp_path, monkeypatch):

@@ -182,11 +182,8 @@ def more(case: str, *kills: str, at: int | None = None, also: tuple[str, ...] = 
 
 KILLS = [
     # Around a switch at a checkpoint: learned parameters of the first stage continue in the second.
-    *(
-        ("learned", [kill], None, ())
-        for kill in ("forward@3", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8")
-    ),
-    more("learned", "end@4"),
+    *(("learned", [kill], None, ()) for kill in ("begin@4", "torn:model.safetensors@4", "torn:rng_state.pth@8")),
+    *(more("learned", kill) for kill in ("forward@3", "backward@4", "end@4")),
     # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise.
     ("distilled", ["begin@4"], None, ()),
     *(more("distilled", kill) for kill in ("forward@3", "torn:model.safetensors@4", "forward@5")),
@@ -194,10 +191,10 @@ KILLS = [
     *(more("same", kill) for kill in ("substep@4", "forward@5", "begin@6", "before:rng_state.pth@6")),
     more("same", "torn:trainer_state.json@6"),
     # Repeated kills: exact attention, KDEformer, Linformer in bfloat16, keeping only the last two checkpoints.
-    ("three", ["forward@3"], 2, ()),
+    more("three", "forward@3", at=2),
     ("three", ["begin@6", "torn:optimizer.pt@8", "deleted@4", "forward@8"], 8, ()),
     # The only checkpoint survives.
-    ("learned", ["torn:model.safetensors@4", "torn:optimizer.pt@4"], 2, ONE_KEPT),
+    more("learned", "torn:model.safetensors@4", "torn:optimizer.pt@4", at=2, also=ONE_KEPT),
     ("learned", ["deleted:optimizer.pt@2", "torn:trainer_state.json@6"], 4, ONE_KEPT),
     # Trainer makes the callback again from the checkpoint.
     ("learned", ["forward@5"], None, ("--set", '{"restore_callback_states_from_checkpoint": true}')),
@@ -217,7 +214,7 @@ def random_kills(case: str, number: int, seed: int) -> list[str]:
     return [draw.choice(pair) for pair in zip(kills, saves, strict=True)]
 
 
-@pytest.mark.parametrize(("number", "seed"), [(2, 0), pytest.param(25, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "seed"), [(1, 0), pytest.param(25, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", uptraining_run.CASES)
 def test_kill_at_random_points(trainings, tmp_path, case, number, seed):
     for i, kill in enumerate(random_kills(case, number, seed)):
@@ -262,17 +259,6 @@ def test_kill_from_outside_until_training_ends(trainings, tmp_path, case, world,
     assert kills >= 6
 
 
-@pytest.mark.exhaustive
-def test_resumption_in_a_new_interpreter(trainings, tmp_path):
-    reference = trainings.reference("three")
-    assert trainings.run(tmp_path, "three", "--kill", "backward@7") == [-signal.SIGKILL]
-    command = [sys.executable, str(SCRIPT), "--case", "three", "--output", str(tmp_path), "--resume"]
-    subprocess.run([*command], check=True, env=trainings.environment, capture_output=True, timeout=120)
-    same_steps(tmp_path, reference)
-    assert [step["step"] for step in steps(tmp_path)] == [*range(1, 8), *range(7, 11)]
-    assert result(tmp_path) == result(reference)
-
-
 def test_incomplete_checkpoints_are_neither_deleted_nor_resumed(trainings, tmp_path):
     """A kill in the first save leaves no complete checkpoint: Trainer reports that, and a new start works."""
     assert trainings.run(tmp_path, "learned", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
@@ -291,11 +277,10 @@ def test_resumption_after_the_last_step(trainings, tmp_path):
     """A kill after the last checkpoint was saved, but before training ended."""
     reference = trainings.reference("learned", *EPOCHS)
     assert trainings.run(tmp_path, "learned", *EPOCHS, "--kill", "saved@12") == [-signal.SIGKILL]
-    for _ in range(2):
-        assert trainings.run(tmp_path, "learned", *EPOCHS, "--resume") == [0], output(tmp_path)
-        assert len(steps(tmp_path)) == 12
-        for key in ("log", "attention", "weights", "optimizer"):
-            assert result(tmp_path)[key] == result(reference)[key]
+    assert trainings.run(tmp_path, "learned", *EPOCHS, "--resume") == [0], output(tmp_path)
+    assert len(steps(tmp_path)) == 12
+    for key in ("log", "attention", "weights", "optimizer"):
+        assert result(tmp_path)[key] == result(reference)[key]
 
 
 def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
@@ -324,16 +309,6 @@ def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
 def test_two_processes(trainings, tmp_path, case, kill, rank, also, at):
     """Both processes are killed, or one; the other then fails or is ended as by a launcher."""
     kill_and_resume(trainings, tmp_path, case, kill, further=TWO, also=also, world=2, rank=rank, at=at)
-
-
-@pytest.mark.exhaustive
-def test_two_processes_distill_the_same_parameters(trainings):
-    """Each process has batches of its own, and gradients are averaged."""
-    reference = trainings.reference("distilled", *TWO, world=2)
-    weights = [json.loads((reference / f"weights-{rank}.json").read_text()) for rank in range(2)]
-    assert weights[0] == weights[1] == result(reference)["weights"]
-    names = {x for entry in result(reference)["log"] for x in entry if x.startswith("distillation_")}
-    assert names == {"distillation_steps", "distillation_first_loss", "distillation_last_loss"}
 
 
 @pytest.mark.exhaustive
@@ -376,7 +351,6 @@ def test_launcher(trainings, tmp_path):
     ("case", "best", "every", "expected", "attention"),
     [
         ("learned", 4, 2, 4, "linformer"),
-        ("same", 4, 2, 4, "performer"),
         pytest.param("three", 2, 2, 2, "sdpa", marks=pytest.mark.exhaustive),
         # The best step was not saved, and it is in a later stage than the best saved one.
         ("learned", 5, 4, 4, "linformer"),
