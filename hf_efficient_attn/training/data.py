@@ -150,7 +150,7 @@ class TrainingData:
 
     def digest(self) -> str:
         """A number that other data hardly have: of all tokens, or of all names and some pixels."""
-        names = "".join(name for name, _ in self._data.pictures).encode("utf-8", "backslashreplace")
+        names = "\n".join(name for name, _ in self._data.pictures).encode("utf-8", "backslashreplace")
         is_image = self._data.is_image
         tensor = self.batch(self.held_out[0])["pixel_values"] if is_image else self._data.token_ids
         return digest((repr((self.name, self._length, self._count, self._data.rows)).encode() + names, tensor))

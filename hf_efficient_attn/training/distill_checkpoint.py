@@ -1,6 +1,7 @@
 """Distillation of a checkpoint folder into another folder, which can be interrupted and continued."""
 
 import contextlib
+import itertools
 import math
 import pathlib
 import signal
@@ -28,18 +29,12 @@ from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import check_drawing, replacing
 from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.training import distillation, steps
 from hf_efficient_attn.training.attention_loss import check_loss
 from hf_efficient_attn.training.chart import draw
 from hf_efficient_attn.training.data import TrainingData, digest
-from hf_efficient_attn.training.distillation import (
-    Distillation,
-    DistillationOptions,
-    refuse_converted,
-    stages_of,
-    why_nothing_to_learn,
-)
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, refuse_converted, stages_of
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss, over_processes, process_rank, world_size
 
 FORMAT = 1
 # A state of another format cannot be continued.
@@ -88,12 +83,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """How it trains, in plain values by the names of the options of `hf-efficient-attn distill`."""
-        first, second = self.options, self.options.finetuning
         names = {"finetune_steps": "steps", "finetune_target": "target", "finetune_learning_rate": "learning_rate"}
         return {
             **{name: getattr(self, name) for name in ("steps", "loss", "length", "batch_size")},
-            **{name: getattr(first, name) for name in ("learning_rate", "seed")},
-            **{name: getattr(second, key, None) for name, key in (names | {"lora_rank": "lora_rank"}).items()},
+            **{name: getattr(self.options, name) for name in ("learning_rate", "seed")},
+            **{
+                name: getattr(self.options.finetuning, key, None)
+                for name, key in (names | {"lora_rank": "lora_rank"}).items()
+            },
         }
 
 
@@ -144,10 +141,10 @@ class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
     def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
-        self._plan, self._execution, self._options = plan, execution, over_processes(plan.options)
+        self._plan, self._execution, self._options = plan, execution, steps.over_processes(plan.options)
         check_loss(plan.loss)
         config = make_config(plan.method, **plan.hyperparameters)
-        if (reason := why_nothing_to_learn([config])) is not None:
+        if (reason := distillation.why_nothing_to_learn([config])) is not None:
             raise UnsupportedAttentionError(reason)
         options = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
         conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **options)
@@ -156,7 +153,7 @@ class _CheckpointRun:
         advice = "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
         refuse_converted(model, advice)
         conversion.extend()
-        total, folder = plan.num_batches * world_size(), conversion.checked.folder
+        total, folder = plan.num_batches * steps.world_size(), conversion.checked.folder
         self._data = data = TrainingData(model, folder, file, plan.length, plan.batch_size, total)
         nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
@@ -169,23 +166,20 @@ class _CheckpointRun:
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
         # The stages that have begun, and their names in the saved state.
         self._stages: dict[str, Distillation | Finetuning] = {}
-        # What is saved beside the states of the stages: errors by layer, losses of the second stage, rows, and the
-        # losses since the last row.
-        self._record: dict[str, Any] = {"before": None, "after": None, "outputs": None, "history": [], "recent": []}
         self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
         self._state, self._request = self._folder / "state.pt", self._make_request()
         self._saved = self._load()
-        self._record = self._saved.get("record", self._record)
+        self._record = self._saved["record"]
         # The steps that the saved state contains.
         self._saved_at = sum(self._saved[name]["step"] for name in _STAGES if self._saved.get(name)) or None
         self._interruption, self._is_over = threading.Event(), False
-        rows, held_out = (plan.batch_size * len(numbers) for numbers in (data.train, data.held_out))
+        counts = {"rows": len(data.train), "held_out": len(data.held_out)}
         self._about = {
             "format": FORMAT,
             "source": name_of(conversion.checked),
             "attention": method_label(config),
             "machine": machine(model),
-            "data": {"name": data.name, "rows": rows, "held_out": held_out},
+            "data": {"name": data.name, **{key: plan.batch_size * count for key, count in counts.items()}},
             "tokens": data.tokens,
             "plan": plan.to_dict(),
             "resumed_at": self._saved_at,
@@ -195,21 +189,20 @@ class _CheckpointRun:
     def _make_request(self) -> dict[str, Any]:
         """Plain values, by the names of options, that must be equal when the work is continued."""
         checked = self._conversion.checked
-        weights = (
-            x for name, p in checked.weights.all_tensors() for x in (name.encode("utf-8", "backslashreplace"), p)
-        )
+        config = repr(sorted(checked.config.items(), key=str))
+        tensors = ((name.encode("utf-8", "backslashreplace"), p) for name, p in checked.weights.all_tensors())
         return {
             "version": FORMAT_OF_STATE,
-            "source": digest((repr(sorted(checked.config.items(), key=str)).encode(), *weights)),
+            "source": digest(itertools.chain((config.encode(),), itertools.chain.from_iterable(tensors))),
             "data": self._data.digest(),
             "settings": repr(dict(self.model.config.efficient_attention or {})),
             **self._plan.to_dict(),
             "max_length": self._plan.max_length,
-            "processes": world_size(),
+            "processes": steps.world_size(),
         }
 
     def _load(self) -> dict[str, Any]:
-        """The saved state; empty if there is none.
+        """The saved state of every stage that has begun, and what is saved beside them, the "record".
 
         Raises:
             UnsupportedAttentionError: it cannot be read or belongs to another request, or `write_now` needs one.
@@ -221,7 +214,8 @@ class _CheckpointRun:
                 raise UnsupportedAttentionError(
                     f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
                 )
-            return {}
+            # Errors by layer, losses of the second stage, rows, and the losses since the last row.
+            return {"record": {"before": None, "after": None, "outputs": None, "history": [], "recent": []}}
         again = "--restart discards it and starts again"
         with refusing(f"the state in {self._folder} cannot be read: {again}"):
             saved = torch.load(self._state, map_location="cpu", weights_only=True)
@@ -240,22 +234,22 @@ class _CheckpointRun:
 
     def _save(self) -> None:
         """Replace the saved state as a whole."""
-        if process_rank() == 0:
+        if steps.process_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             states = {name: stage.state_dict() for name, stage in self._stages.items()}
             values = {**dict.fromkeys(_STAGES), **states, "record": self._record}
             with replacing(self._state) as draft, draft.open("wb") as file:
                 torch.save({"request": self._request, "values": values}, file)
-        _wait()
+        steps.wait_for_all()
         self._saved_at = self._steps_done
 
     def _remove_state(self) -> None:
         """Remove the saved state, and its folder unless that holds anything else."""
-        if process_rank() == 0:
+        if steps.process_rank() == 0:
             self._state.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-        _wait()
+        steps.wait_for_all()
 
     @property
     def _steps_done(self) -> int:
@@ -281,13 +275,11 @@ class _CheckpointRun:
                         continue
                     stream = self._data.stream(options.seed, self._steps_done)
                     self._training.run(stream, self._after_step, show_progress=options.show_progress)
-        except DivergedError as error:
+        except steps.DivergedError as error:
             option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
             advice = f"use a smaller {option} than {error.learning_rate:g}"
             if self._state.is_file():
-                advice += (
-                    f" and --restart. {self._folder} holds an earlier state, which --write-now makes a checkpoint of"
-                )
+                advice += f" and --restart. --write-now makes a checkpoint of the earlier state in {self._folder}"
             raise UnsupportedAttentionError(f"{error.what}: {advice}") from error
         except KeyboardInterrupt:
             if self._saved_at is None:
@@ -295,7 +287,7 @@ class _CheckpointRun:
             known = {"steps_done": self._saved_at, "steps": plan.num_batches, "folder": str(self._folder)}
             raise Interrupted({**known, "is_over": self._is_over}) from None
 
-    def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
+    def _after_step(self, step: int, losses: Sequence[steps.LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
         record = self._record
         if losses:
@@ -331,7 +323,7 @@ class _CheckpointRun:
             for one in self._training.measure(self._data.batch(number)):
                 found[one.layer, one.name].append(one.loss)
         if not found:
-            raise UnsupportedAttentionError(self._training.why_idle())
+            raise UnsupportedAttentionError(self._training.idle)
         errors: list[dict[str, Any]] = [
             {"layer": layer, "name": name, "error": _mean(values)} for (layer, name), values in found.items()
         ]
@@ -364,18 +356,12 @@ class _CheckpointRun:
             write_json(folder / "distillation.json", result)
 
         report: dict[str, Any] = {"distillation": result}
-        if process_rank() == 0:
+        if steps.process_rank() == 0:
             nn.Module.to(self.model, "cpu")
             report |= self._conversion.write(is_trained=len(self._stages) > 1, add_files=add_files)
         if result["complete"]:
             self._remove_state()
         return report
-
-
-def _wait() -> None:
-    """Wait until all processes are here."""
-    if world_size() > 1:
-        torch.distributed.barrier()
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -394,7 +380,7 @@ def _noting_interruption() -> Iterator[threading.Event]:
 
     def note(number: int, frame: Any) -> None:
         # What starts several processes passes Ctrl-C on to those that have received it already.
-        if world_size() == 1:
+        if steps.world_size() == 1:
             tqdm.write("Stopping after this step. Ctrl-C again stops at once, without saving it.", nolock=True)
             signal.signal(signal.SIGINT, before)
         noted.set()

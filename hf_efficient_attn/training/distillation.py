@@ -200,7 +200,7 @@ class Distillation(Training):
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, 2 * (num_steps - step) / num_steps))
         super().__init__(groups, optimizer, schedule, num_steps)
-        self._idle = "no converted layer computed attention"
+        self.idle = "no converted layer computed attention"
 
     def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
         """The losses of the layers, without those that compute this batch exactly, and their sums by group."""
@@ -221,10 +221,6 @@ class Distillation(Training):
             tensors = holder.tensors()
             for key, p in self.groups[name].items():
                 tensors[key].copy_(p)
-
-    def why_idle(self) -> str:
-        """Why the last batch trained nothing."""
-        return self._idle
 
     def _visit(self, batch: Batch, loss: Loss) -> list[tuple[str, LayerLoss]]:
         """A loss for every call that trains something, with the name of the group.
@@ -255,7 +251,7 @@ class Distillation(Training):
         """Whether the converted model computes a call exactly."""
         if call.why_exact(method) is not None:
             return True
-        self._idle = (
+        self.idle = (
             f"sequences of {call.tokens} tokens are within the budget of {method.method}, which computes up to "
             f"{method.exact_length} tokens exactly, so that there is nothing to learn: give longer sequences or a "
             "smaller budget"

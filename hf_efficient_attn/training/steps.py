@@ -69,12 +69,14 @@ class Training(abc.ABC):
         step_number: the number of steps so far.
         learning_rate: the user's, for messages.
         reduce: averages a tensor over all processes; None for one.
+        idle: why the last batch trained nothing, if it did not.
     """
 
     title: str
     max_norm = math.inf
     learning_rate: float
     reduce: Reduce | None
+    idle = ""
 
     def __init__(self, groups: Groups, optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
         self.groups, self.num_steps, self.step_number = groups, num_steps, 0
@@ -102,10 +104,6 @@ class Training(abc.ABC):
 
     def abandon(self) -> None:  # noqa: B027 (optional)
         """Undo what the training changed in the model."""
-
-    def why_idle(self) -> str:
-        """Why the batches so far trained nothing."""
-        return "the batches trained nothing"
 
     def step(self, batch: Batch) -> list[LayerLoss]:
         """Train on one batch.
@@ -165,7 +163,7 @@ class Training(abc.ABC):
                         means.append(statistics.fmean(one.loss for one in losses))
                         bar.set_postfix(loss=f"{means[-1]:.3f}", refresh=False)
                     elif not means and number >= min(first + _PATIENCE, self.num_steps):
-                        raise UnsupportedAttentionError(self.why_idle())
+                        raise UnsupportedAttentionError(self.idle)
                     bar.update()
                     if on_step is not None:
                         on_step(number, losses)
@@ -256,6 +254,12 @@ def world_size() -> int:
 def process_rank() -> int:
     """The number of this process, of which 0 writes all files."""
     return torch.distributed.get_rank() if world_size() > 1 else 0
+
+
+def wait_for_all() -> None:
+    """Wait until all processes are here."""
+    if world_size() > 1:
+        torch.distributed.barrier()
 
 
 def mean_over_processes(x: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def test_what_is_printed_and_the_card(base, tmp_path, capsys):
     assert command(*base, *ADAPTERS, "-o", tmp_path / "out") == 0
     out = capsys.readouterr().out
     assert "linear (feature_map=hedgehog, num_features=16): 6 steps of 2 x 40 tokens of words.txt" in out
-    assert "then 5 of fine-tuning" in out and "Inputs: 12 to learn from, 2 held out" in out
+    assert "then 5 of fine-tuning" in out and "Inputs: 22 to learn from, 2 held out" in out
     assert "| layers  |      3 |" in out and "| outputs |      5 |" in out
     assert "| layer | error before | error after |" in out and "Fine-tuning: the loss on held-out inputs was" in out
     assert "To load it:" in out and "tensors: " in out
@@ -335,7 +335,7 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
 def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
     # Only a method that is exact up to some length and learns something; a user's own can be one.
     def is_exact(self, call, method):
-        self._idle = f"sequences of {call.tokens} tokens are within the budget"
+        self.idle = f"sequences of {call.tokens} tokens are within the budget"
         return True
 
     monkeypatch.setattr(Distillation, "_is_exact", is_exact)

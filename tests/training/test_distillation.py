@@ -271,7 +271,7 @@ def test_sequences_within_the_budget_are_refused():
         if learned is not None:
             learned.method = config
     assert distillation.step(batches(count=1)[0]) == []
-    assert "sequences of 70 tokens are within the budget of linear, which computes up to 100" in distillation.why_idle()
+    assert "sequences of 70 tokens are within the budget of linear, which computes up to 100" in distillation.idle
 
 
 def test_seed_order_and_report():

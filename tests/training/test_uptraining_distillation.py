@@ -224,7 +224,7 @@ def test_a_failed_distillation_leaves_the_former_attention(sentence, monkeypatch
     else:
         # As for sequences that a method computes exactly.
         monkeypatch.setattr(Distillation, "step", lambda *given: [])
-        monkeypatch.setattr(Distillation, "why_idle", lambda given: sentence)
+        monkeypatch.setattr(Distillation, "idle", property(lambda given: sentence, lambda given, value: None))
     before = dict(model.named_parameters())
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
         switch_stage(model, None, stage("linear", **HEDGEHOG, distill=3), 0, StageDistillation(batches()))
