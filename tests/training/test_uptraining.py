@@ -488,3 +488,16 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
     again = trainer_of(tmp_path, TWO, **options)
     again.train(resume_from_checkpoint=True)
     assert losses(again) == losses(whole) and (tmp_path / "incomplete-checkpoint-8").is_dir()
+
+
+@pytest.mark.exhaustive
+def test_callback_in_another_trainer(tmp_path):
+    """The callback switches the model of the second Trainer to the stage of the checkpoint."""
+    callback = hea.UptrainingCallback([("linformer", 2, {"projection_dim": 8}), ("longformer", None)])
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        options = {"steps": 4, "save_strategy": "steps", "save_steps": 3}
+        trainer = trainer_of(tmp_path, None, callbacks=[callback], **options)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append(losses(trainer))
+    assert found[0] == found[1]
