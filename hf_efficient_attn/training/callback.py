@@ -1,6 +1,5 @@
 """A Trainer callback that follows an up-training schedule, also after a resumption."""
 
-import itertools
 import json
 import os
 import pathlib
@@ -148,10 +147,9 @@ class UptrainingCallback(TrainerCallback, ExportableState):
         """Switch the model to the stage of the weights that are about to be loaded, if they tell which one it is."""
         own = {name for name in module.state_dict() if f".{NAME}." not in name}
         _use_own_names(module, own, state_dict, prefix)
-        given = {plain_name(k.removeprefix(prefix)): tuple(v.shape) for k, v in state_dict.items() if f".{NAME}." in k}
-        if given == learned_layout(module) or 2 * len(own & {key.removeprefix(prefix) for key in state_dict}) < len(
-            own
-        ):
+        names = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items()}
+        given = {plain_name(name): shape for name, shape in names.items() if f".{NAME}." in name}
+        if given == learned_layout(module) or 2 * len(own & names.keys()) < len(own):
             # The weights fit already, or they are a part of a model, such as adapters, which does not tell the stage.
             return
         stages = self.schedule.stages
@@ -277,11 +275,9 @@ def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
         reason = why_incomplete(path)
         if reason is None:
             return
-        target = path.with_name(f"incomplete-{path.name}")
-        for number in itertools.count(2):
-            if not target.exists():
-                break
-            target = path.with_name(f"incomplete-{path.name}-{number}")
+        numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+        targets = (path.with_name(f"incomplete-{path.name}{number}") for number in numbers)
+        target = next(target for target in targets if not target.exists())
         path.rename(target)
         logger.warning(f"{path.name} is incomplete ({reason}). It was renamed to {target.name}")
 

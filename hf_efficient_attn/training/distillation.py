@@ -30,7 +30,7 @@ from hf_efficient_attn.methods import MethodConfig, available_methods, learns, m
 from hf_efficient_attn.training.attention_loss import backward, check_loss, relative_error
 from hf_efficient_attn.training.data import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Reduce, Training, check_count, check_rate
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Reduce, Training, check_positive
 
 # A loss or an error of a call, for a method and all its parameters.
 Loss = Callable[[Call, MethodConfig, Mapping[str, Tensor]], float]
@@ -61,7 +61,7 @@ class DistillationOptions(KnownFields):
     show_progress: bool = True
 
     def __post_init__(self) -> None:
-        check_rate("learning_rate", self.learning_rate)
+        check_positive("learning_rate", self.learning_rate, is_count=False)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UnsupportedAttentionError(f"seed={shown(self.seed)} must be an integer")
         if not isinstance(self.finetuning, (FinetuningOptions, NoneType)):
@@ -118,7 +118,7 @@ def distill(
         >>> hea.distill(model, "linear", batches, steps=300, feature_map="hedgehog")
         >>> model.save_pretrained("converted")
     """
-    check_count("steps", steps)
+    check_positive("steps", steps)
     check_loss(loss)
     if not isinstance(options, (DistillationOptions, NoneType)):
         raise UnsupportedAttentionError(

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.steps import LayerLoss, Reduce, Training, check_count, check_rate, learned_parameters
+from hf_efficient_attn.training.steps import LayerLoss, Reduce, Training, check_positive, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.
@@ -54,13 +54,13 @@ class FinetuningOptions(KnownFields):
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
+        check_positive("steps", self.steps)
         if self.target not in TARGETS:
             raise UnsupportedAttentionError(unknown_name("target", self.target, TARGETS))
         for name in ("learning_rate", "attention_learning_rate"):
-            check_rate(name, getattr(self, name))
+            check_positive(name, getattr(self, name), is_count=False)
         if self.lora_rank is not None:
-            check_count("lora_rank", self.lora_rank)
+            check_positive("lora_rank", self.lora_rank)
 
 
 def make_teacher(

@@ -61,7 +61,7 @@ def make_stages(given: Iterable[Any], part: str | None = None) -> tuple[Stage, .
             raise UnsupportedAttentionError(
                 f"two consecutive stages are the same ({before.attention!r}): combine them into one"
             )
-    return tuple(stages if part is None else [dataclasses.replace(stage, part=part) for stage in stages])
+    return tuple(dataclasses.replace(stage, part=part or stage.part) for stage in stages)
 
 
 def _make_stage(given: Any, before: Stage | None) -> Stage:
@@ -69,7 +69,16 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
     if isinstance(given, Stage):
         return given
     if isinstance(given, Mapping):
-        return _stage_from_dict(given)
+        try:
+            plain = Stage(**given)
+        except TypeError:
+            raise UnsupportedAttentionError(
+                f"{dict(given)!r} is not a stage: use a dictionary with 'attention', 'end' and 'settings'"
+            ) from None
+        settings: Any = plain.settings
+        attention = plain.attention if not settings else EfficientAttentionConfig.from_dict(settings, plain.attention)
+        stage = _make_stage((attention, plain.end, {"distill": plain.distill}), None)
+        return dataclasses.replace(stage, part=plain.part)
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
         raise UnsupportedAttentionError(
             f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
@@ -108,20 +117,6 @@ def _inherited(method: str, before: Stage | None) -> dict[str, Any]:
                 config_class(**value)
                 found |= value
     return found
-
-
-def _stage_from_dict(given: Mapping[str, Any]) -> Stage:
-    """The inverse of `Stage.to_dict`."""
-    unknown = set(given) - {spec.name for spec in dataclasses.fields(Stage)}
-    if unknown or not {"attention", "end"} <= given.keys():
-        raise UnsupportedAttentionError(
-            f"{dict(given)!r} is not a stage: use a dictionary with 'attention', 'end' and 'settings'"
-        )
-    attention, settings = given["attention"], given.get("settings")
-    if settings is not None:
-        attention = EfficientAttentionConfig.from_dict(settings, attention)
-    stage = _make_stage((attention, given["end"], {"distill": given.get("distill", 0)}), None)
-    return dataclasses.replace(stage, part=given.get("part"))
 
 
 def _check_ends(ends: Sequence[Any]) -> None:

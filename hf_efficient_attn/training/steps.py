@@ -215,16 +215,11 @@ def over_processes(options: OptionsT) -> OptionsT:
     return dataclasses.replace(options, reduce=options.reduce or mean_over_processes, show_progress=is_shown)
 
 
-def check_rate(name: str, value: object) -> None:
-    """Refuse a learning rate that is not a number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise UnsupportedAttentionError(f"{name}={shown(value)} must be a number above 0")
-
-
-def check_count(name: str, value: object) -> None:
-    """Refuse a number of something that is not an integer of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedAttentionError(f"{name}={shown(value)} must be 1 or more, an integer")
+def check_positive(name: str, value: object, *, is_count: bool = True) -> None:
+    """Refuse a number of something that is not an integer of 1 or more, or another number that is not above 0."""
+    if isinstance(value, bool) or not isinstance(value, int if is_count else (int, float)) or not value > 0:
+        what = "1 or more, an integer" if is_count else "a number above 0"
+        raise UnsupportedAttentionError(f"{name}={shown(value)} must be {what}")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
