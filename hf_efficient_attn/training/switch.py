@@ -87,9 +87,10 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None 
     layouts = stage_layouts(model, stages)
     _check_peft(model, stages, layouts)
     refusal = refusal or _why_parameters_are_fixed(model)
-    if refusal and any(stage.distill for stage in stages):
+    if refusal and any(stage.distill or layout != layouts[0] for stage, layout in zip(stages, layouts, strict=True)):
         raise UnsupportedAttentionError(
-            f"{refusal}, so that no stage can be distilled: use stages without 'distill', or train with "
+            f"{refusal}, but the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
+            "parameters, or one is distilled first: use stages that learn the same, without 'distill', or train with "
             "DistributedDataParallel"
         )
     for stage, now, before in zip(stages[1:], layouts[1:], layouts, strict=False):
@@ -99,11 +100,6 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None 
                 "those of the stage before, which keep their values: leave out 'distill', or use learned features if "
                 "the method has them"
             )
-    if refusal and any(layout != layouts[0] for layout in layouts):
-        raise UnsupportedAttentionError(
-            f"{refusal}, but the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
-            "parameters: use stages that do, or train with DistributedDataParallel"
-        )
 
 
 def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Layout]) -> None:
@@ -125,9 +121,8 @@ def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Lay
 def _why_parameters_are_fixed(model: nn.Module) -> str | None:
     """Why the set of parameters cannot change during training; None if it can."""
     kinds = {type(module).__name__ for module in model.modules()}
-    if kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"} or any(
-        hasattr(module, "_get_fsdp_state") for module in model.modules()
-    ):
+    is_sharded = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    if is_sharded or kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"}:
         return "FSDP, DeepSpeed and DataParallel keep the parameters that exist at the start"
     return None
 

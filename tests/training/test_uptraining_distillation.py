@@ -170,7 +170,7 @@ def test_custom_training_loop():
     assert records[0]["from"] == "sdpa" and len(records[0]["started"]) == len(records[3]["carried"]) == 4
     # The projections keep their optimizer state.
     assert all(int(optimizer.state[learned_parameters(whole)[name]]["step"]) == 6 for name in records[3]["carried"])
-    for first in (1, 3, 4):
+    for first in (1, 3):
         model = classifier(**PLAIN)
         saved, _ = trained(model, None, first)
         weights, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(saved.state_dict())
@@ -298,7 +298,7 @@ def test_callback(own, tmp_path):
     assert again.samples == order.samples and again.draws == order.draws
     assert losses(whole) != losses(plain) and switches(whole) == switches(plain) == [(3, "linformer", "flurka_linear")]
     assert distilled(whole) == [(0, "linformer", 6), (3, "flurka_linear", 10)]
-    for resume in ("checkpoint-1", "checkpoint-3", "checkpoint-4"):
+    for resume in ("checkpoint-1", "checkpoint-4"):
         again, _ = trained(tmp_path / "whole", TWO, resume, seed=1)
         assert losses(again) == losses(whole) and distilled(again) == distilled(whole)
         assert all(torch.equal(p, values(whole.model)[name]) for name, p in again.model.named_parameters())
