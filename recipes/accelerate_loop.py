@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
 
 from hf_efficient_attn.io.writing import replacing
-from hf_efficient_attn.training.stage_distillation import TrainingBatches, log_entries
+from hf_efficient_attn.training.stage_distillation import log_entries, training_batches
 from recipes.common import arguments, reporting, training
 from recipes.common.arguments import option
 from recipes.common.data import glue
@@ -117,8 +117,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     total = args.max_steps or math.ceil(args.num_train_epochs * steps_of_epoch)
     schedule = attention.schedule(total)
     # For stages with distill=N. They are read by index, so that the loader is not disturbed.
-    samples = TrainingBatches(tokens["train"], collate, args.per_device_train_batch_size, accelerator.process_index,
-                              accelerator.num_processes)  # fmt: skip
+    samples = training_batches(tokens["train"], collate, args.per_device_train_batch_size, accelerator.process_index,
+                               accelerator.num_processes)  # fmt: skip
     found = last_checkpoint(args.output_dir) if args.resume else None
     done = found[1] if found else {"step": 0, "epoch": 0, "batch": 0, "log": []}
     if schedule is not None:

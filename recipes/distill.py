@@ -18,7 +18,6 @@ Duration for MiniLM with --length 128 --steps 100 on a novel: three minutes on o
 the mean error of the layers on held-out inputs falls from .72 to .36.
 """
 
-import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -30,16 +29,13 @@ if __package__ in (None, ""):
     import recipes  # noqa: F401  # first: it reports missing packages
 
 import accelerate
-from torch import Tensor
 
 from hf_efficient_attn.cli.distill import Rows
 from hf_efficient_attn.evaluation.analyze import Source
 from hf_efficient_attn.evaluation.progress import Interrupted
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
-from hf_efficient_attn.training.distill_checkpoint import distill_checkpoint
-from hf_efficient_attn.training.plan import Output, Plan, Processes, Target
-from hf_efficient_attn.training.training_data import BatchSize
+from hf_efficient_attn.training.distill_checkpoint import Plan, distill_checkpoint
 from recipes.common import arguments
 from recipes.common.arguments import AttentionArguments, option
 
@@ -80,23 +76,17 @@ class DistillationArguments:
             raise ValueError("--lora_rank needs --finetune_steps")
 
 
-def target_of(attention: AttentionArguments) -> Target:
-    """The method that --attention, --set and --layers name.
+def plan_of(args: DistillationArguments, attention: AttentionArguments) -> Plan:
+    """What the options ask for.
 
     Raises:
-        ValueError: there is none, or there are stages.
+        ValueError: --attention names no method, or there are stages.
     """
     if attention.stages or attention.preset:
         raise ValueError("--stages and --preset are for training with labels: name one method with --attention")
     config, layers = attention.method() or (None, None)
     if not isinstance(config, MethodConfig):
         raise ValueError("--attention must name a method with learned parameters (`hf-efficient-attn methods`)")
-    hyperparameters = {name: value for name, value in config.to_dict().items() if name != "method"}
-    return Target(config.method, hyperparameters, layers)
-
-
-def plan_of(args: DistillationArguments, accelerator: accelerate.Accelerator) -> Plan:
-    """How each process trains."""
     second = None
     if args.finetune_steps:
         second = FinetuningOptions(
@@ -105,54 +95,34 @@ def plan_of(args: DistillationArguments, accelerator: accelerate.Accelerator) ->
             learning_rate=args.finetune_learning_rate,
             lora_rank=args.lora_rank,
         )
-    average = functools.partial(_average, accelerator=accelerator) if accelerator.num_processes > 1 else None
-    options = DistillationOptions(
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-        reduce=average,
-        finetuning=second,
-        show_progress=accelerator.is_main_process,
-    )
     return Plan(
+        output=pathlib.Path(args.output_dir),
+        method=config.method,
+        hyperparameters={name: value for name, value in config.to_dict().items() if name != "method"},
+        layers=layers,
+        max_length=args.max_length,
+        force=args.overwrite,
+        restart=args.restart,
         steps=args.steps,
         loss=args.loss,
-        size=BatchSize(args.length, args.per_device_train_batch_size),
+        length=args.length,
+        batch_size=args.per_device_train_batch_size,
         save_steps=args.save_steps,
-        options=options,
-        processes=Processes(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone),
+        options=DistillationOptions(learning_rate=args.learning_rate, seed=args.seed, finetuning=second),
     )
-
-
-def _average(gradient: Tensor, accelerator: accelerate.Accelerator) -> Tensor:
-    """The mean of a tensor over the processes."""
-    mean = accelerator.reduce(gradient, reduction="mean")
-    assert isinstance(mean, Tensor)
-    return mean
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the report of `distill_checkpoint`."""
     args, attention = arguments.parse_only(DistillationArguments, AttentionArguments, description=__doc__, argv=argv)
-    target, accelerator = target_of(attention), accelerate.Accelerator()
+    plan, accelerator = plan_of(args, attention), accelerate.Accelerator()
     arguments.check_connected(accelerator.num_processes)
     accelerate.utils.set_seed(args.seed)
     rows = Rows(is_silent=not accelerator.is_main_process)
-    output = Output(
-        folder=pathlib.Path(args.output_dir),
-        max_length=args.max_length,
-        force=args.overwrite,
-        restart=args.restart,
-    )
     try:
         with accelerator.autocast():
-            report = distill_checkpoint(
-                Source(args.model_name_or_path, device=accelerator.device),
-                args.data,
-                output,
-                target,
-                plan_of(args, accelerator),
-                rows.execution(),
-            )
+            source = Source(args.model_name_or_path, device=accelerator.device)
+            report = distill_checkpoint(source, args.data, plan, rows.execution())
     except Interrupted as interruption:
         found = interruption.result
         if accelerator.is_main_process:

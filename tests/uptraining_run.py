@@ -6,9 +6,8 @@
 Each process appends the losses of its steps to `FOLDER/steps-RANK.jsonl`. At the end the first process writes to
 `FOLDER/result.json` what must not depend on kills.
 
-With --serve it reads lines of JSON, [number of processes, arguments, seconds until they are killed or null], and runs
-each line in new processes. They are forks, so they do not import Transformers again. The answer to each line is the
-list of exit statuses.
+With --serve it reads lines of JSON, [number of processes, arguments], and runs each line in new processes. They are
+forks, so they do not import Transformers again. The answer to each line is the list of exit statuses.
 """
 
 import argparse
@@ -306,7 +305,7 @@ def start(argv: list[str], rank: int, world: int, port: int) -> int:
         os._exit(code)
 
 
-def wait(pids: list[int], seconds: float | None) -> list[int]:
+def wait(pids: list[int]) -> list[int]:
     """Exit statuses, minus the signal for killed processes. Like a launcher, ends all processes if one fails."""
     statuses: dict[int, int] = {}
     begin = time.monotonic()
@@ -316,7 +315,7 @@ def wait(pids: list[int], seconds: float | None) -> list[int]:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     statuses[pid] = os.waitstatus_to_exitcode(status)
-        late = time.monotonic() - begin > (seconds or 120)
+        late = time.monotonic() - begin > 120
         if any(statuses.values()) or late:
             for pid in pids:
                 if pid not in statuses:
@@ -335,12 +334,12 @@ def serve() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        world, argv, seconds = json.loads(line)
+        world, argv = json.loads(line)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         pids = [start(argv, rank, world, port) for rank in range(world)]
-        print(json.dumps(wait(pids, seconds)), flush=True)
+        print(json.dumps(wait(pids)), flush=True)
 
 
 if __name__ == "__main__":

@@ -143,10 +143,8 @@ def distill(
     """
     from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
     from hf_efficient_attn.evaluation.timing import use_threads
-    from hf_efficient_attn.training.distill_checkpoint import distill_checkpoint
+    from hf_efficient_attn.training.distill_checkpoint import Plan, distill_checkpoint
     from hf_efficient_attn.training.distillation import DistillationOptions
-    from hf_efficient_attn.training.plan import Output, Plan, Target
-    from hf_efficient_attn.training.training_data import BatchSize
 
     if restart and write_now:
         raise UnsupportedAttentionError("--restart discards the state that --write-now needs: give one of them")
@@ -160,20 +158,29 @@ def distill(
             f"--method {method} is exact attention, which learns nothing: give a method that `methods` marks"
         )
     second = {"target": finetune_target, "lora_rank": lora_rank, "learning_rate": finetune_learning_rate}
-    options = DistillationOptions(
-        learning_rate=learning_rate, seed=seed, finetuning=_finetuning(finetune_steps, second)
-    )
-    plan = Plan(steps=steps, loss=loss, size=BatchSize(length, batch_size), save_steps=save_steps, options=options)
-    target = Target(str(chosen), hyperparameters, None if layers is None else parse_layers(layers))
-    place = Output(
-        folder=output, max_length=max_length, base_model=base_model, force=force, restart=restart, write_now=write_now
+    plan = Plan(
+        output=output,
+        method=str(chosen),
+        hyperparameters=hyperparameters,
+        layers=None if layers is None else parse_layers(layers),
+        max_length=max_length,
+        base_model=base_model,
+        force=force,
+        restart=restart,
+        write_now=write_now,
+        steps=steps,
+        loss=loss,
+        length=length,
+        batch_size=batch_size,
+        save_steps=save_steps,
+        options=DistillationOptions(
+            learning_rate=learning_rate, seed=seed, finetuning=_finetuning(finetune_steps, second)
+        ),
     )
     checkpoint = Checkpoint(source, allow_pickle, parse_device(device))
     rows = Rows(is_silent=as_json)
     with use_threads(threads):
-        done, status = until_interrupted(
-            lambda: distill_checkpoint(checkpoint, data, place, target, plan, rows.execution(minutes))
-        )
+        done, status = until_interrupted(lambda: distill_checkpoint(checkpoint, data, plan, rows.execution(minutes)))
     if status:
         why = ", at the end of --minutes" if done["is_over"] else ""
         typer.echo(

@@ -31,18 +31,25 @@ def check_loss(name: str) -> None:
         raise UnsupportedAttentionError(unknown_name("loss", name, LOSSES))
 
 
-def squared_error(out: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Squares of the error and of the exact output, summed over the valid queries: float32 (B, H) each."""
-    error, exact = (out.float() - call.exact.float()).square().sum(-1), call.exact.float().square().sum(-1)
+def squared_error(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor]) -> Tensor:
+    """|out - exact|^2 / |exact|^2 over the valid queries of every sequence and head, without those of padding alone."""
+    out, exact = call.compute(config, parameters).float(), call.exact.float()
+    error, size = (out - exact).square().sum(-1), exact.square().sum(-1)
     valid = valid_queries(call)
     if valid is not None:
-        error, exact = error * valid[:, None], exact * valid[:, None]
-    return error.sum(-1), exact.sum(-1)
+        error, size = error * valid[:, None], size * valid[:, None]
+    error, size = error.sum(-1), size.sum(-1)
+    return (error / size.clamp(min=torch.finfo(size.dtype).tiny))[size > 0]
 
 
 def valid_queries(call: Call) -> Tensor | None:
     """Bool (B, Nq): the queries that are not padding; None if none are known to be."""
     return call.key_mask if call.key_mask is not None and call.query.shape[2] == call.key.shape[2] else None
+
+
+def relative_error(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor]) -> float:
+    """|out - exact| / |exact| in the Frobenius norm: the root of the loss "output"."""
+    return squared_error(call, config, parameters).mean().sqrt().item()
 
 
 def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor], loss: str) -> float:
@@ -56,10 +63,8 @@ def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor],
     """
     total = 0.0
     if loss in ("output", "both"):
-        error, exact = squared_error(call.compute(config, parameters), call)
-        # Sequences of padding alone have neither.
-        counts = exact > 0
-        value = (error / exact.clamp(min=torch.finfo(exact.dtype).tiny))[counts].sum() / counts.sum().clamp(min=1)
+        errors = squared_error(call, config, parameters)
+        value = errors.sum() / max(1, len(errors))
         value.backward()
         total += value.item()
     if loss in ("weights", "both"):

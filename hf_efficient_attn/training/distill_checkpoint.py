@@ -1,16 +1,22 @@
 """Distillation of a checkpoint folder into another folder, which can be interrupted and continued."""
 
-import hashlib
+import contextlib
+import itertools
+import math
 import pathlib
+import signal
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
+from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.analyze import Source
@@ -21,29 +27,75 @@ from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import check_drawing
+from hf_efficient_attn.io.writing import check_drawing, replacing
 from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.training import distillation, steps
+from hf_efficient_attn.training.attention_loss import check_loss
 from hf_efficient_attn.training.chart import draw
-from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.data import TrainingData, digest
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, refuse_converted, stages_of
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
-from hf_efficient_attn.training.plan import Output, Plan, Target
-from hf_efficient_attn.training.saved_state import SavedState, noting_interruption
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss
-from hf_efficient_attn.training.teachability import refuse_converted, why_nothing_to_learn
-from hf_efficient_attn.training.training_data import TrainingData, mean, update
 
 FORMAT = 1
 # A state of another format cannot be continued.
 FORMAT_OF_STATE = 2
+# The names of the stages in the saved state.
+_STAGES = ("distillation", "finetuning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `distill_checkpoint` makes, and how it trains.
+
+    Attributes:
+        output: the folder to write.
+        method, hyperparameters, layers: the attention, as in `hea.convert`.
+        max_length, base_model, force: as in `convert_checkpoint`.
+        restart: discard a saved state.
+        write_now: write the checkpoint from the saved state, without further training.
+        steps: number of steps of the first stage.
+        loss: as in `hea.distill`.
+        length, batch_size: the size of a batch, as in `TrainingData`.
+        save_steps: the state is saved, and the error is measured, after this many steps.
+        options: as in `hea.distill`, with the second stage.
+    """
+
+    output: pathlib.Path
+    method: str
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    layers: Sequence[Layer] | None = None
+    max_length: int | None = None
+    base_model: str | None = None
+    force: bool = False
+    restart: bool = False
+    write_now: bool = False
+    steps: int = 300
+    loss: str = "output"
+    length: int | None = None
+    batch_size: int = 4
+    save_steps: int = 50
+    options: DistillationOptions = field(default_factory=DistillationOptions)
+
+    @property
+    def num_batches(self) -> int:
+        """The number of steps of both stages."""
+        return self.steps + (self.options.finetuning.steps if self.options.finetuning else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """How it trains, in plain values by the names of the options of `hf-efficient-attn distill`."""
+        names = {"finetune_steps": "steps", "finetune_target": "target", "finetune_learning_rate": "learning_rate"}
+        return {
+            **{name: getattr(self, name) for name in ("steps", "loss", "length", "batch_size")},
+            **{name: getattr(self.options, name) for name in ("learning_rate", "seed")},
+            **{
+                name: getattr(self.options.finetuning, key, None)
+                for name, key in (names | {"lora_rank": "lora_rank"}).items()
+            },
+        }
 
 
 def distill_checkpoint(
-    source: Source,
-    data: "str | pathlib.Path",
-    output: Output,
-    target: Target,
-    plan: Plan | None = None,
-    execution: Execution | None = None,
+    source: Source, data: "str | pathlib.Path", plan: Plan, execution: Execution | None = None
 ) -> dict[str, Any]:
     """Convert a checkpoint to a method, and train the method's learned parameters as `hea.distill` does.
 
@@ -52,23 +104,24 @@ def distill_checkpoint(
     bit for bit; the folder is removed at the end. The output is written as by `convert_checkpoint`, with
     distillation.json and distillation.png, from which the model card takes a table and a figure.
 
+    In a distributed training all processes call it. Each learns from its own part of the batches, gradients are
+    averaged, and process 0 writes all files.
+
     Args:
         source: the checkpoint, and where PyTorch computes.
         data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures.
-        output: where the result goes.
-        target: the method.
-        plan: how it is trained.
+        plan: the method, where the result goes, and how it is trained.
         execution: `on_begin` gets what is known of "distillation" before the training, `on_row` each row of "history".
             At the end of `minutes` the training is interrupted, after one step at least.
 
     Returns:
-        the report of `convert_checkpoint`, and "distillation", the contents of distillation.json: "format", "source",
-        "attention" (a label of the method), "machine", "data" (name, number of inputs to learn from and of others),
-        "tokens" (of an input), "plan", "resumed_at" (the step from which this call continued, or None), "steps_done"
-        and "complete"; "layers" (number, name, and error before and after of each layer, without fine-tuning),
-        "error_before", "error_after" (the means), "outputs" (loss of the fine-tuning on the held-out data before and
-        after it, or None), and "history": for every `save_steps` the stage ("layers" or "outputs"), the step, the mean
-        loss since the row before, and the mean error of the layers, or the loss, on the held-out data.
+        the report of `convert_checkpoint` (in process 0), and "distillation", the contents of distillation.json:
+        "format", "source", "attention" (a label of the method), "machine", "data" (name, number of inputs to learn from
+        and of others), "tokens" (of an input), "plan", "resumed_at" (the step from which this call continued, or None),
+        "steps_done" and "complete"; "layers" (number, name, and error before and after of each layer, without
+        fine-tuning), "error_before", "error_after" (the means), "outputs" (loss of the fine-tuning on the held-out data
+        before and after it, or None), and "history": for every `save_steps` the stage ("layers" or "outputs"), the
+        step, the mean loss since the row before, and the mean error of the layers, or the loss, on the held-out data.
 
     Raises:
         UnsupportedAttentionError: a source, a method or data that cannot be used, a method that learns nothing or
@@ -77,10 +130,8 @@ def distill_checkpoint(
             "steps_done", "steps" (of both stages), "folder" (of the state) and "is_over" (whether the time was over).
     """
     check_drawing()
-    plan, execution = plan or Plan(), execution or Execution()
     with memory_errors("give a smaller --batch-size or --length"):
-        run = _CheckpointRun(source, pathlib.Path(data), output, target, plan, execution)
-        execution.on_begin(run.about())
+        run = _CheckpointRun(source, pathlib.Path(data), plan, execution or Execution())
         with use_device(run.model.device):
             run.train()
         return run.write()
@@ -89,245 +140,253 @@ def distill_checkpoint(
 class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
-    def __init__(
-        self, source: Source, file: pathlib.Path, output: Output, target: Target, plan: Plan, execution: Execution
-    ) -> None:
-        config = make_config(target.method, **target.hyperparameters)
-        if (reason := why_nothing_to_learn([config])) is not None:
+    def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
+        self._plan, self._execution, self._options = plan, execution, steps.over_processes(plan.options)
+        check_loss(plan.loss)
+        config = make_config(plan.method, **plan.hyperparameters)
+        if (reason := distillation.why_nothing_to_learn([config])) is not None:
             raise UnsupportedAttentionError(reason)
-        self._plan, self._output, self._execution, self._attention = plan, output, execution, method_label(config)
-        self._conversion = conversion = Conversion(
-            source.name,
-            output.folder,
-            max_length=output.max_length,
-            base_model=output.base_model,
-            force=output.force,
-            allow_pickle=source.allow_pickle,
-        )
-        self.model = model = conversion.model
-        refuse_converted(
-            model,
-            str(source.name),
-            "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one",
-        )
+        options = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
+        conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **options)
+        self._conversion, self.model = conversion, conversion.model
+        model, second = conversion.model, plan.options.finetuning
+        advice = "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
+        refuse_converted(model, advice)
         conversion.extend()
-        total = plan.processes.total
-        self._data = data = TrainingData(model, conversion.checked.folder, file, plan.size, plan.num_batches * total)
-        if len(data.train) < 2 * total:
-            raise UnsupportedAttentionError(
-                f"{data.name} has {len(data.train)} batches to learn from, but each of {total} processes needs two: "
-                "give more data, fewer processes or smaller batches"
-            )
-        move: Callable[..., object] = model.to  # the annotations of Transformers are wrong
-        move(source.device or model.device)
+        total, folder = plan.num_batches * steps.world_size(), conversion.checked.folder
+        self._data = data = TrainingData(model, folder, file, plan.length, plan.batch_size, total)
+        nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
-        finetuning = plan.options.finetuning
-        self._trained: nn.Module = model if finetuning and finetuning.target == "logits" else model.base_model
+        self._trained: nn.Module = model if second and second.target == "logits" else model.base_model
         self._teacher: nn.Module | None = None
-        if finetuning is not None:
+        if second is not None:
             with torch.no_grad():  # a refusal would otherwise come after the first stage
-                outputs_of(self._trained, data.batch(data.held_out[0]), finetuning.target)
-            advice = "give --lora-rank N, which trains adapters in float32"
-            self._teacher = make_teacher(self._trained, finetuning, advice)
-        conversion.switch(target.method, dict(target.hyperparameters), target.layers)
-        self._distillation = Distillation(self._trained, plan.steps, plan.loss, plan.options)
-        self._finetuning: Finetuning | None = None  # until it begins
-        self._state = SavedState(conversion.place.path, self._request())
-        # What is saved beside the states of the stages: errors by layer, losses of the second stage, rows, and the
-        # losses since the last row.
-        self._record: dict[str, Any] = {"before": None, "after": None, "outputs": None, "history": [], "recent": []}
-        # The steps that were done before this call, and those that the saved state contains.
-        self._resumed_at: int | None = None
-        self._saved_at: int | None = None
-        self._load()
+                outputs_of(self._trained, data.batch(data.held_out[0]), second.target)
+            self._teacher = make_teacher(self._trained, second, "give --lora-rank N, which trains adapters in float32")
+        conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
+        # The stages that have begun, and their names in the saved state.
+        self._stages: dict[str, Distillation | Finetuning] = {}
+        self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
+        self._state, self._request = self._folder / "state.pt", self._make_request()
+        self._saved = self._load()
+        self._record = self._saved["record"]
+        # The steps that the saved state contains.
+        self._saved_at = sum(self._saved[name]["step"] for name in _STAGES if self._saved.get(name)) or None
         self._interruption, self._is_over = threading.Event(), False
+        counts = {"rows": len(data.train), "held_out": len(data.held_out)}
+        self._about = {
+            "format": FORMAT,
+            "source": name_of(conversion.checked),
+            "attention": method_label(config),
+            "machine": machine(model),
+            "data": {"name": data.name, **{key: plan.batch_size * count for key, count in counts.items()}},
+            "tokens": data.tokens,
+            "plan": plan.to_dict(),
+            "resumed_at": self._saved_at,
+        }
+        execution.on_begin(self._about)
 
-    def _request(self) -> dict[str, Any]:
+    def _make_request(self) -> dict[str, Any]:
+        """Plain values, by the names of options, that must be equal when the work is continued."""
         checked = self._conversion.checked
-        source = hashlib.sha256(repr(sorted(checked.config.items(), key=str)).encode())
-        for name, tensor in checked.weights.all_tensors():
-            source.update(name.encode("utf-8", "backslashreplace"))
-            update(source, tensor)
+        config = repr(sorted(checked.config.items(), key=str))
+        tensors = ((name.encode("utf-8", "backslashreplace"), p) for name, p in checked.weights.all_tensors())
         return {
             "version": FORMAT_OF_STATE,
-            "source": source.hexdigest(),
+            "source": digest(itertools.chain((config.encode(),), itertools.chain.from_iterable(tensors))),
             "data": self._data.digest(),
             "settings": repr(dict(self.model.config.efficient_attention or {})),
             **self._plan.to_dict(),
-            "max_length": self._output.max_length,
-            "processes": self._plan.processes.total,
+            "max_length": self._plan.max_length,
+            "processes": steps.world_size(),
         }
 
-    def _load(self) -> None:
-        if self._output.restart:
-            if self._plan.processes.rank == 0:
-                self._state.remove()
-            self._plan.processes.wait()
-        values = self._state.load()
-        if values is not None:
-            self._distillation.load_state_dict(values["distillation"])
-            if values["finetuning"] is not None:
-                self._distillation.finish()
-                self._begin_finetuning().load_state_dict(values["finetuning"])
-            self._record = values["record"]
-            self._resumed_at = self._saved_at = self._steps_done
-        elif self._output.write_now:
+    def _load(self) -> dict[str, Any]:
+        """The saved state of every stage that has begun, and what is saved beside them, the "record".
+
+        Raises:
+            UnsupportedAttentionError: it cannot be read or belongs to another request, or `write_now` needs one.
+        """
+        if self._plan.restart:
+            self._remove_state()
+        if not self._state.is_file():
+            if self._plan.write_now:
+                raise UnsupportedAttentionError(
+                    f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
+                )
+            # Errors by layer, losses of the second stage, rows, and the losses since the last row.
+            return {"record": {"before": None, "after": None, "outputs": None, "history": [], "recent": []}}
+        again = "--restart discards it and starts again"
+        with refusing(f"the state in {self._folder} cannot be read: {again}"):
+            saved = torch.load(self._state, map_location="cpu", weights_only=True)
+            request, values = saved["request"], dict(saved["values"])
+        names = [
+            f"--{key.replace('_', '-')} {request.get(key)}" if key in self._plan.to_dict() else f"other {key}"
+            for key, value in self._request.items()
+            if request.get(key) != value
+        ]
+        if names:
             raise UnsupportedAttentionError(
-                f"--write-now: no state is saved in {self._state.folder}: leave it out to begin the training"
+                f"{self._folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
+                f"began with, and it continues; {again}"
             )
+        return values
+
+    def _save(self) -> None:
+        """Replace the saved state as a whole."""
+        if steps.process_rank() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            states = {name: stage.state_dict() for name, stage in self._stages.items()}
+            values = {**dict.fromkeys(_STAGES), **states, "record": self._record}
+            with replacing(self._state) as draft, draft.open("wb") as file:
+                torch.save({"request": self._request, "values": values}, file)
+        steps.wait_for_all()
+        self._saved_at = self._steps_done
+
+    def _remove_state(self) -> None:
+        """Remove the saved state, and its folder unless that holds anything else."""
+        if steps.process_rank() == 0:
+            self._state.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+        steps.wait_for_all()
 
     @property
     def _steps_done(self) -> int:
-        return self._distillation.step_number + (self._finetuning.step_number if self._finetuning else 0)
-
-    def _begin_finetuning(self) -> Finetuning:
-        options = self._plan.options
-        assert options.finetuning is not None
-        torch.manual_seed(options.seed)  # of LoRA's adapters
-        self._finetuning = Finetuning(self._trained, self._teacher, options.finetuning, options.reduce)
-        return self._finetuning
-
-    def about(self) -> dict[str, Any]:
-        """What is known before the training."""
-        data, num_inputs = self._data, self._plan.size.num_inputs
-        rows, held_out = len(data.train) * num_inputs, len(data.held_out) * num_inputs
-        return {
-            "format": FORMAT,
-            "source": name_of(self._conversion.checked),
-            "attention": self._attention,
-            "machine": machine(self.model),
-            "data": {"name": data.name, "rows": rows, "held_out": held_out},
-            "tokens": data.tokens,
-            "plan": self._plan.to_dict(),
-            "resumed_at": self._resumed_at,
-        }
+        return sum(stage.step_number for stage in self._stages.values())
 
     def train(self) -> None:
         """Train what remains of both stages, and measure the errors before and after."""
+        plan, options = self._plan, self._options
         try:
-            if self._record["before"] is None:
-                self._record["before"] = self._measure_layers()
-            if self._output.write_now:
-                self._measure()
-                (self._finetuning or self._distillation).finish()
-            else:
-                self._train()
-        except DivergedError as error:
-            option = "--learning-rate" if self._finetuning is None else "--finetune-learning-rate"
+            with _noting_interruption() as self._interruption:
+                stages = stages_of(self._trained, self._teacher, plan.steps, plan.loss, options)
+                # With `write_now` only those that have begun.
+                count = sum(bool(self._saved.get(name)) for name in _STAGES) if plan.write_now else len(_STAGES)
+                for name, self._training in zip(_STAGES[:count], stages, strict=False):
+                    self._stages[name] = self._training
+                    if self._saved.get(name):
+                        self._training.load_state_dict(self._saved[name])
+                    else:
+                        self._note_errors("before")
+                    if plan.write_now:
+                        self._note_errors("after")
+                        self._training.finish()
+                        continue
+                    stream = self._data.stream(options.seed, self._steps_done)
+                    self._training.run(stream, self._after_step, show_progress=options.show_progress)
+        except steps.DivergedError as error:
+            option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
             advice = f"use a smaller {option} than {error.learning_rate:g}"
-            if self._state.exists:
-                advice += (
-                    f" and --restart. {self._state.folder} holds an earlier state, which --write-now makes a "
-                    "checkpoint of"
-                )
+            if self._state.is_file():
+                advice += f" and --restart. --write-now makes a checkpoint of the earlier state in {self._folder}"
             raise UnsupportedAttentionError(f"{error.what}: {advice}") from error
         except KeyboardInterrupt:
             if self._saved_at is None:
                 raise KeyboardInterrupt from None
-            known = {"steps_done": self._saved_at, "steps": self._plan.num_batches, "folder": str(self._state.folder)}
+            known = {"steps_done": self._saved_at, "steps": plan.num_batches, "folder": str(self._folder)}
             raise Interrupted({**known, "is_over": self._is_over}) from None
 
-    def _train(self) -> None:
-        options, processes = self._plan.options, self._plan.processes
-        own = self._data.train[processes.rank :: processes.total]
-        stream = self._data.stream(own, options.seed, self._steps_done)
-        # What starts several processes passes Ctrl-C on to those that have received it already.
-        with noting_interruption(is_alone=processes.total == 1) as self._interruption:
-            if self._finetuning is None:
-                self._distillation.run(stream, self._after_step, show_progress=options.show_progress)
-                if options.finetuning is None:
-                    return
-                self._begin_finetuning()
-                self._record["outputs"] = {"before": self._measure_outputs(), "after": None}
-            assert self._finetuning is not None
-            self._finetuning.run(stream, self._after_step, show_progress=options.show_progress)
-
-    def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
+    def _after_step(self, step: int, losses: Sequence[steps.LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
-        record, training = self._record, self._finetuning or self._distillation
+        record = self._record
         if losses:
             record["recent"].append(statistics.fmean(one.loss for one in losses))
-        is_row = step % self._plan.save_steps == 0 or step == training.num_steps
+        is_row = step % self._plan.save_steps == 0 or step == self._training.num_steps
         if is_row:
-            stage = "layers" if self._finetuning is None else "outputs"
-            row = {"stage": stage, "step": step, "loss": mean(record["recent"]), "held_out": self._measure()}
+            stage = "layers" if len(self._stages) == 1 else "outputs"
+            row = {
+                "stage": stage,
+                "step": step,
+                "loss": _mean(record["recent"]),
+                "held_out": self._note_errors("after"),
+            }
             record["history"].append(row)
             record["recent"] = []
             self._execution.on_row(row)
-        is_interrupted = self._is_interrupted()
-        if is_row or is_interrupted:
-            if self._plan.processes.rank == 0:
-                second = None if self._finetuning is None else self._finetuning.state_dict()
-                first = self._distillation.state_dict()
-                self._state.save({"distillation": first, "finetuning": second, "record": record})
-            self._plan.processes.wait()
-            self._saved_at = self._steps_done
-        if is_interrupted:
+        # In a distributed training one process stops all.
+        is_last = self._steps_done == self._plan.num_batches
+        flags = [self._interruption.is_set(), not is_last and self._execution.seconds_left() <= 0]
+        if self._options.reduce is not None:
+            numbers = torch.tensor(flags, dtype=torch.float32, device=self.model.device)
+            flags = (self._options.reduce(numbers) > 0).tolist()
+        if is_row or any(flags):
+            self._save()
+        if any(flags):
+            self._is_over = flags[1]
             raise KeyboardInterrupt
 
-    def _is_interrupted(self) -> bool:
-        """Whether Ctrl-C was pressed or the time is over; in a distributed training, in any of the processes."""
-        is_last = self._steps_done == self._plan.num_batches
-        is_over = not is_last and self._execution.seconds_left() <= 0
-        flags, reduce = [self._interruption.is_set(), is_over], self._plan.options.reduce
-        if reduce is not None:
-            flags = (reduce(torch.tensor(flags, dtype=torch.float32, device=self.model.device)) > 0).tolist()
-        self._is_over = flags[1]
-        return any(flags)
-
-    def _measure(self) -> float | None:
-        """Measure what the present stage improves, and return its mean."""
-        if self._finetuning is None:
-            self._record["after"] = errors = self._measure_layers()
-            return mean([entry["error"] for entry in errors])
-        self._record["outputs"]["after"] = loss = self._measure_outputs()
-        return loss
-
-    def _measure_layers(self) -> list[dict[str, Any]]:
-        """The relative error of each layer, as a mean over the batches that are held out."""
+    def _note_errors(self, when: str) -> float | None:
+        """Measure the errors of the layers, or of the outputs, on the held-out data, and return their mean."""
         found: dict[tuple[Layer | None, str], list[float]] = defaultdict(list)
-        for batch in self._data.batches(self._data.held_out):
-            for one in self._distillation.measure(batch):
+        for number in self._data.held_out:
+            for one in self._training.measure(self._data.batch(number)):
                 found[one.layer, one.name].append(one.loss)
         if not found:
-            raise UnsupportedAttentionError(self._distillation.why_idle())
-        return [{"layer": layer, "name": name, "error": mean(errors)} for (layer, name), errors in found.items()]
-
-    def _measure_outputs(self) -> float | None:
-        assert self._finetuning is not None
-        return mean([self._finetuning.measure(batch) for batch in self._data.batches(self._data.held_out)])
+            raise UnsupportedAttentionError(self._training.idle)
+        errors: list[dict[str, Any]] = [
+            {"layer": layer, "name": name, "error": _mean(values)} for (layer, name), values in found.items()
+        ]
+        if len(self._stages) == 1:
+            self._record[when] = errors
+        else:
+            outputs = self._record["outputs"] or {"before": None, "after": None}
+            self._record["outputs"] = {**outputs, when: errors[0]["error"]}
+        return _mean([entry["error"] for entry in errors])
 
     def write(self) -> dict[str, Any]:
-        """Write the checkpoint, and remove the state if the training is complete.
-
-        Only process 0 writes. The others return what it writes into distillation.json, under "distillation".
-        """
-        record, processes = self._record, self._plan.processes
-        before, after = record["before"], record["after"]
-        result = {
-            **self.about(),
+        """Write the checkpoint, and remove the state if the training is complete."""
+        pairs: list[tuple[Any, Any]] = list(zip(self._record["before"], self._record["after"], strict=True))
+        result: dict[str, Any] = {
+            **self._about,
             "steps_done": self._steps_done,
             "complete": self._steps_done == self._plan.num_batches,
             "layers": [
                 {"layer": old["layer"], "name": old["name"], "before": old["error"], "after": new["error"]}
-                for old, new in zip(before, after, strict=True)
+                for old, new in pairs
             ],
-            "error_before": mean([entry["error"] for entry in before]),
-            "error_after": mean([entry["error"] for entry in after]),
-            "outputs": record["outputs"],
-            "history": record["history"],
+            "error_before": _mean([old["error"] for old, _ in pairs]),
+            "error_after": _mean([new["error"] for _, new in pairs]),
+            "outputs": self._record["outputs"],
+            "history": self._record["history"],
         }
 
         def add_files(folder: pathlib.Path) -> None:
             draw(result, folder / "distillation.png")
             write_json(folder / "distillation.json", result)
 
-        report = {"distillation": result}
-        if processes.rank == 0:
-            move: Callable[..., object] = self.model.to
-            move("cpu")
-            report = self._conversion.write(is_trained=self._finetuning is not None, add_files=add_files) | report
-            if result["complete"]:
-                self._state.remove()
-        processes.wait()
+        report: dict[str, Any] = {"distillation": result}
+        if steps.process_rank() == 0:
+            nn.Module.to(self.model, "cpu")
+            report |= self._conversion.write(is_trained=len(self._stages) > 1, add_files=add_files)
+        if result["complete"]:
+            self._remove_state()
         return report
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean of some numbers; None if there are none, or if one is not finite."""
+    value = statistics.fmean(math.nan if x is None else x for x in values or [math.nan])
+    return value if math.isfinite(value) else None
+
+
+@contextlib.contextmanager
+def _noting_interruption() -> Iterator[threading.Event]:
+    """Set an event at Ctrl-C, so that a step is completed first. A second Ctrl-C ends it at once."""
+    noted, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield noted
+        return
+
+    def note(number: int, frame: Any) -> None:
+        # What starts several processes passes Ctrl-C on to those that have received it already.
+        if steps.world_size() == 1:
+            tqdm.write("Stopping after this step. Ctrl-C again stops at once, without saving it.", nolock=True)
+            signal.signal(signal.SIGINT, before)
+        noted.set()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

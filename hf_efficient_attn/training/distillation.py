@@ -7,10 +7,10 @@ distillation of Hedgehog (Zhang et al., ICLR 2024, section 4.2). All layers are 
 layer end at its inputs, so that the activations of only one layer are in memory.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -20,19 +20,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown
-from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.evaluation.progress import partial_result
+from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, snapshot, transformers_models
+from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.training.attention_loss import backward, check_loss, squared_error
-from hf_efficient_attn.training.batches import batch_stream
-from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, check_rate, make_teacher
-from hf_efficient_attn.training.steps import DivergedError, Groups, LayerLoss, OnStep, Reduce, Training
-from hf_efficient_attn.training.teachability import refuse_converted, refuse_nothing_to_learn
+from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
+from hf_efficient_attn.training.attention_loss import backward, check_loss, relative_error
+from hf_efficient_attn.training.data import batch_stream
+from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Reduce, Training, check_positive
 
-Capture = Callable[[nn.Module, Callable[[Call], None]], AbstractContextManager[None]]
+# A loss or an error of a call, for a method and all its parameters.
+Loss = Callable[[Call, MethodConfig, Mapping[str, Tensor]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class DistillationOptions(KnownFields):
     show_progress: bool = True
 
     def __post_init__(self) -> None:
-        check_rate("learning_rate", self.learning_rate)
+        check_positive("learning_rate", self.learning_rate, is_count=False)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UnsupportedAttentionError(f"seed={shown(self.seed)} must be an integer")
         if not isinstance(self.finetuning, (FinetuningOptions, NoneType)):
@@ -117,43 +118,32 @@ def distill(
         >>> hea.distill(model, "linear", batches, steps=300, feature_map="hedgehog")
         >>> model.save_pretrained("converted")
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise UnsupportedAttentionError(f"steps={steps!r} must be an integer of 1 or more")
+    check_positive("steps", steps)
     check_loss(loss)
-    options = _check_options(options, hyperparameters)
+    if not isinstance(options, (DistillationOptions, NoneType)):
+        raise UnsupportedAttentionError(
+            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
+        )
+    for name in hyperparameters.keys() & {spec.name for spec in dataclasses.fields(DistillationOptions)} - {"seed"}:
+        raise UnsupportedAttentionError(
+            f"{name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({name}=...)"
+        )
+    options = options or DistillationOptions()
     refuse_converted(model)
     stream = batch_stream(batches, options.seed, steps)
     before = snapshot(transformers_models(model))
     teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
     try:
         convert(model, method_or_config, layers=layers, **hyperparameters)
-        refuse_nothing_to_learn(model)
-        distillation = Distillation(model, steps, loss, options)
         with partial_result(lambda: model):
-            distillation.run(stream, options.on_step, show_progress=options.show_progress)
-            if options.finetuning is not None:
-                finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
-                finetuning.run(stream, options.on_step, show_progress=options.show_progress)
+            for training in stages_of(model, teacher, steps, loss, options):
+                training.run(stream, options.on_step, show_progress=options.show_progress)
     except (DivergedError, KeyboardInterrupt):
         raise
     except BaseException:
         before.restore()
         raise
     return model
-
-
-def _check_options(options: object, hyperparameters: Mapping[str, Any]) -> DistillationOptions:
-    """The options, after a check that they are not given as a dictionary or among the hyperparameters."""
-    if not isinstance(options, (DistillationOptions, NoneType)):
-        raise UnsupportedAttentionError(
-            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
-        )
-    for spec in fields(DistillationOptions):
-        if spec.name in hyperparameters and spec.name != "seed":  # methods have a seed of their own
-            raise UnsupportedAttentionError(
-                f"{spec.name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({spec.name}=...)"
-            )
-    return options or DistillationOptions()
 
 
 class Distillation(Training):
@@ -166,12 +156,11 @@ class Distillation(Training):
         num_steps: the number of steps of the whole training.
         loss: one of `attention_loss.LOSSES`.
         options: the learning rate and others.
-        capture: passes the calls of all layers to a function, with the output to imitate as `exact`; that of exact
-            attention by default.
+        teacher: computes the output to imitate, for the inputs of a call.
         fixed: learned parameters that stay as they are.
 
     Raises:
-        UnsupportedAttentionError: the loss is unknown, or no layer has learned parameters to train.
+        UnsupportedAttentionError: no layer has learned parameters to train.
     """
 
     title = "distillation"
@@ -182,117 +171,110 @@ class Distillation(Training):
         num_steps: int,
         loss: str = "output",
         options: DistillationOptions | None = None,
-        capture: Capture = capture_attention,
+        teacher: Callable[[Call], Tensor] = exact_output,
         fixed: Collection[Tensor] = (),
     ) -> None:
-        check_loss(loss)
-        self.model, self.loss, self._capture, self.options = model, loss, capture, options or DistillationOptions()
-        ids = {id(p) for p in fixed}
+        options = options or DistillationOptions()
+        self.model, self.learning_rate, self.reduce = model, options.learning_rate, options.reduce
+        self._loss, self._teacher, ids = loss, teacher, {id(p) for p in fixed}
         # What holds learned parameters, of one layer or of several that share them, and the names of the groups.
         self._names: dict[LearnedParameters, str] = {}
-        groups: Groups = {}
-        for root in transformers_models(model):
-            for module, location, *_ in attention_modules(root):
-                learned = learned_of(module)
-                if learned is None or learned.holder in self._names:
-                    continue
-                trained = {name: _copy(p) for name, p in learned.tensors().items() if id(p) not in ids}
-                if trained:
-                    self._names[learned.holder], groups[location.name] = location.name, trained
+        groups: dict[str, dict[str, Tensor]] = {}
+        modules = [one for root in transformers_models(model) for one in attention_modules(root)]
+        for module, location, *_ in modules:
+            learned = learned_of(module)
+            if learned is None or learned.holder in self._names:
+                continue
+            copies = {
+                name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
+                for name, p in learned.tensors().items()
+                if id(p) not in ids
+            }
+            if copies:
+                self._names[learned.holder], groups[location.name] = location.name, copies
         if not groups:
-            raise UnsupportedAttentionError("no layer of the model has learned parameters to distill")
-        rate = self.options.learning_rate
-        settings = [{"params": [p], "lr": rate * _share(p)} for group in groups.values() for p in group.values()]
+            reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
+            raise UnsupportedAttentionError(reason or "no layer of the model has learned parameters to distill")
+        trained = [p for group in groups.values() for p in group.values()]
+        settings = [{"params": [p], "lr": options.learning_rate * _share(p)} for p in trained]
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, 2 * (num_steps - step) / num_steps))
-        super().__init__(groups, optimizer, schedule, num_steps, self.options.reduce)
-        # Number of tokens -> why batches of so many tokens trained nothing.
-        self._why_idle: dict[int, str] = {}
+        super().__init__(groups, optimizer, schedule, num_steps)
+        self.idle = "no converted layer computed attention"
 
     def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
         """The losses of the layers, without those that compute this batch exactly, and their sums by group."""
-        losses: list[LayerLoss] = []
+        found = self._visit(batch, partial(backward, loss=self._loss))
         sums = dict.fromkeys(self.groups, 0.0)
-
-        def visit(call: Call, name: str, method: MethodConfig, parameters: dict[str, Tensor]) -> None:
-            with torch.enable_grad():
-                loss = backward(call, method, parameters, self.loss)
-            losses.append(LayerLoss(call.layer, call.name, loss))
-            sums[name] += loss
-
-        self._visit(batch, visit)
-        return losses, torch.tensor(list(sums.values()), device=self.trained[0].device)
+        for name, one in found:
+            sums[name] += one.loss
+        return [one for _, one in found], torch.tensor(list(sums.values()), device=self.trained[0].device)
 
     def measure(self, batch: Batch) -> list[LayerLoss]:
-        """The relative error |out - exact| / |exact| of each layer on a batch, in the Frobenius norm, without training.
+        """The relative error of each layer on a batch, without training."""
+        return [one for _, one in self._visit(batch, torch.no_grad()(relative_error))]
 
-        It is the root of the loss "output": the mean over sequences and heads of squared errors.
-        """
-        errors: list[LayerLoss] = []
-
-        def visit(call: Call, name: str, method: MethodConfig, parameters: dict[str, Tensor]) -> None:
-            error, exact = squared_error(call.compute(method, parameters), call)
-            error = (error / exact)[exact > 0]
-            errors.append(LayerLoss(call.layer, call.name, error.mean().sqrt().item()))
-
-        self._visit(batch, visit)
-        return errors
-
+    @torch.no_grad()
     def finish(self) -> None:
         """Write the trained parameters into the model."""
         for holder, name in self._names.items():
             tensors = holder.tensors()
-            with torch.no_grad():
-                for key, p in self.groups[name].items():
-                    tensors[key].copy_(p)
+            for key, p in self.groups[name].items():
+                tensors[key].copy_(p)
 
-    def why_idle(self) -> str:
-        """Why the batches so far trained nothing, for the longest of them."""
-        return self._why_idle[max(self._why_idle)] if self._why_idle else "no converted layer computed attention"
-
-    def _visit(self, batch: Batch, visit: Callable[[Call, str, MethodConfig, dict[str, Tensor]], None]) -> None:
-        """Pass the calls that train something, with the name of the group, the method and all its parameters.
+    def _visit(self, batch: Batch, loss: Loss) -> list[tuple[str, LayerLoss]]:
+        """A loss for every call that trains something, with the name of the group.
 
         The parameters have the dtype of the model.
         """
+        found = []
 
-        def visit_call(call: Call) -> None:
+        def visit(call: Call) -> None:
             learned = learned_of(call.module)
             if learned is None or learned.holder not in self._names or self._is_exact(call, learned.method):
                 return
             name = self._names[learned.holder]
-            trained = self.groups[name]
+            group, present = self.groups[name], learned.tensors()
             with torch.enable_grad():
-                parameters = {key: trained.get(key, p.detach()).to(p.dtype) for key, p in learned.tensors().items()}
-            visit(call, name, learned.method, parameters)
+                copies = {key: group.get(key, p.detach()).to(p.dtype) for key, p in present.items()}
+                found.append((name, LayerLoss(call.layer, call.name, loss(call, learned.method, copies))))
 
-        with self._capture(self.model, visit_call):
-            forward(self.model, _without_head(batch, self.model))
+        # What only the loss of a task needs is left out. Encoder-decoder models make inputs of their labels.
+        has_decoder = any(root.config.is_encoder_decoder for root in transformers_models(self.model))
+        if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
+            batch = {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
+        with capture_attention(self.model, visit, self._teacher):
+            forward(self.model, batch)
+        return found
 
     def _is_exact(self, call: Call, method: MethodConfig) -> bool:
         """Whether the converted model computes a call exactly."""
         if call.why_exact(method) is not None:
             return True
-        if call.key.shape[2] > method.exact_length:
-            return False
-        self._why_idle[call.tokens] = (
+        self.idle = (
             f"sequences of {call.tokens} tokens are within the budget of {method.method}, which computes up to "
             f"{method.exact_length} tokens exactly, so that there is nothing to learn: give longer sequences or a "
             "smaller budget"
         )
-        return True
+        return call.key.shape[2] <= method.exact_length
 
-    def _diverged(self, losses: Sequence[LayerLoss], finite: Tensor) -> DivergedError:
-        found = [one.name for one in losses if not math.isfinite(one.loss)]
-        found += [name for name, is_finite in zip(self.groups, finite.tolist(), strict=True) if not is_finite]
-        what = f"the loss of {found[0]} is not finite in step {self.step_number + 1}"
-        return DivergedError(what, self.options.learning_rate)
+    def _name_of_loss(self, index: int) -> str:
+        return list(self.groups)[index]
 
 
-def _copy(parameter: Tensor) -> Tensor:
-    """A copy to train, in float32 or float64."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().to(wide, copy=True).requires_grad_()
+def stages_of(
+    model: nn.Module, teacher: nn.Module | None, steps: int, loss: str, options: DistillationOptions
+) -> Iterator["Distillation | Finetuning"]:
+    """The stages of the distillation of a converted model. The second is made when the first is done.
+
+    `teacher` is what `make_teacher` made of the model before it was converted.
+    """
+    yield Distillation(model, steps, loss, options)
+    if options.finetuning is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(options.seed)  # of LoRA's adapters
+            finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
+        yield finetuning
 
 
 def _share(parameter: Tensor) -> float:
@@ -304,9 +286,42 @@ def _share(parameter: Tensor) -> float:
     return min(1.0, max(0.1, 5.0 * parameter.detach().square().mean().sqrt().item()))
 
 
-def _without_head(batch: Batch, model: nn.Module) -> Batch:
-    """A batch without what only the loss of a task needs. Encoder-decoder models make inputs of their labels."""
-    has_decoder = any(root.config.is_encoder_decoder for root in transformers_models(model))
-    if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
-        return {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
-    return batch
+def refuse_converted(
+    model: nn.Module,
+    advice: str = "load the original checkpoint without attn_implementation, or switch back with hea.convert(model, "
+    "'sdpa') if its weights were not trained since",
+) -> None:
+    """Refuse a model whose attention is not exact, because its exact attention is not that of its training."""
+    for root in transformers_models(model):
+        for name in filter(None, map(method_of, configs_of(root))):
+            raise UnsupportedAttentionError(
+                f"the {type(root).__name__} is converted to {name} already, and only exact attention can teach: "
+                f"{advice}"
+            )
+
+
+def why_nothing_to_learn(methods: Sequence[MethodConfig]) -> str | None:
+    """Why none of the methods has learned parameters, and which of its options would give it some; None if one has."""
+    if any(map(learns, methods)):
+        return None
+    return "; ".join(dict.fromkeys(map(_advice, methods))) or "the model is not converted"
+
+
+def _advice(method: MethodConfig) -> str:
+    """Which values of single options, or which other methods, would learn something."""
+    options = []
+    for field in dataclasses.fields(method) if method_info(method.method).learned_parameters else ():
+        present, values = getattr(method, field.name), field.metadata.get("choices") or ()
+        if isinstance(present, bool):
+            values = (not present,)
+        elif present == 0 and field.name != "seed":
+            values = (3,)
+        changes = [{field.name: value} for value in values if value != present]
+        options += [f"{field.name}={x[field.name]!r}" for x in changes if learns(make_config(method, **x))]
+    if options:
+        return f"{method.method} learns nothing with these hyperparameters: use {' or '.join(options)}"
+    others = [name for name in available_methods() if method_info(name).learned_parameters]
+    return (
+        f"{method.method} has no learned parameters, so that there is nothing to distill: use a method that has, "
+        f"{', '.join(others[:-1])} or {others[-1]}"
+    )

@@ -11,9 +11,9 @@ LoLCATs (Zhang et al., ICLR 2025, section 3.2) fine-tunes with LoRA and the loss
 those of knowledge distillation, so that unlabelled inputs suffice.
 """
 
-import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,23 +22,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown, unknown_name
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss, Reduce, Training
-from hf_efficient_attn.training.wrappers import learned_parameters
+from hf_efficient_attn.training.steps import LayerLoss, Reduce, Training, check_positive, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.
 _STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 # Share of the steps in which the learning rate rises.
 _WARMUP = 0.1
-
-
-def check_rate(name: str, value: object) -> None:
-    """Refuse a learning rate that is not a number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise UnsupportedAttentionError(f"{name}={shown(value)} must be a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +54,13 @@ class FinetuningOptions(KnownFields):
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise UnsupportedAttentionError(f"steps={self.steps!r} of the fine-tuning must be an integer of 1 or more")
+        check_positive("steps", self.steps)
         if self.target not in TARGETS:
             raise UnsupportedAttentionError(unknown_name("target", self.target, TARGETS))
         for name in ("learning_rate", "attention_learning_rate"):
-            check_rate(name, getattr(self, name))
-        rank = self.lora_rank
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise UnsupportedAttentionError(f"lora_rank={self.lora_rank!r} must be 1 or more, or None")
+            check_positive(name, getattr(self, name), is_count=False)
+        if self.lora_rank is not None:
+            check_positive("lora_rank", self.lora_rank)
 
 
 def make_teacher(
@@ -103,6 +94,7 @@ class Finetuning(Training):
         self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions, reduce: Reduce | None = None
     ) -> None:
         self.model, self.teacher, self.options = model, teacher, options
+        self.learning_rate, self.reduce = options.learning_rate, reduce
         self._required = {p: p.requires_grad for p in model.parameters()}
         self._adapted = None if teacher is not None else _adapted(model, options.lora_rank or 1)
         learned = learned_parameters(model)
@@ -118,41 +110,31 @@ class Finetuning(Training):
         from transformers.optimization import get_cosine_schedule_with_warmup
 
         schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(_WARMUP * options.steps)), options.steps)
-        super().__init__({"model": {**others, **learned}}, optimizer, schedule, options.steps, reduce)
+        super().__init__({"model": {**others, **learned}}, optimizer, schedule, options.steps)
 
     def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
         """Backpropagate. Returns the mean loss as the report shows it, and the losses before the mean."""
-        with torch.no_grad():
-            targets = self._teach(batch)
         with torch.enable_grad():
-            losses = self._losses(outputs_of(self.model, batch, self.options.target), targets, batch)
+            losses = self._losses(batch)
             loss = losses.mean()
         loss.backward()
         return [LayerLoss(None, self.options.target, loss.item())], losses.detach().clone()
 
     @torch.no_grad()
-    def measure(self, batch: Batch) -> float:
+    def measure(self, batch: Batch) -> list[LayerLoss]:
         """The loss on a batch, without training."""
-        targets = self._teach(batch)
-        return self._losses(outputs_of(self.model, batch, self.options.target), targets, batch).mean().item()
+        return [LayerLoss(None, self.options.target, self._losses(batch).mean().item())]
 
-    def _diverged(self, losses: Sequence[LayerLoss], finite: Tensor) -> DivergedError:
-        where = "the logits"
-        if self.options.target == "hidden_states":
-            where = f"the hidden states after layer {finite.tolist().index(False)}"
-        what = f"the loss of {where} is not finite in step {self.step_number + 1} of the fine-tuning"
-        return DivergedError(what, self.options.learning_rate)
+    def _name_of_loss(self, index: int) -> str:
+        return "the logits" if self.options.target == "logits" else f"the hidden states after layer {index}"
 
-    @torch.no_grad()
     def abandon(self) -> None:
         """Restore the parameters that the model had before the fine-tuning, except learned parameters of attention."""
         if self._adapted is not None:
             self._adapted.unload()
             self._adapted = None
         elif self.teacher is not None:
-            own = dict(self.model.named_parameters())
-            for name, p in self.teacher.named_parameters():
-                own[name].copy_(p)
+            self.model.load_state_dict(self.teacher.state_dict(), strict=False)
         self.finish()
 
     def finish(self) -> None:
@@ -163,6 +145,7 @@ class Finetuning(Training):
         for p, required in self._required.items():
             p.requires_grad_(required)
 
+    @torch.no_grad()
     def _teach(self, batch: Batch) -> list[Tensor]:
         """The outputs of the teacher."""
         if self.teacher is not None:
@@ -171,8 +154,9 @@ class Finetuning(Training):
         with self._adapted.disable_adapter(), capture_attention(self.model, lambda call: None):
             return outputs_of(self.model, batch, self.options.target)
 
-    def _losses(self, found: list[Tensor], wanted: list[Tensor], batch: Batch) -> Tensor:
+    def _losses(self, batch: Batch) -> Tensor:
         """The loss of every layer, or of the logits."""
+        wanted, found = self._teach(batch), outputs_of(self.model, batch, self.options.target)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         losses = []
         for x, target in zip(found, wanted, strict=True):
@@ -219,15 +203,10 @@ def _adapted(model: nn.Module, rank: int) -> Any:
         raise UnsupportedAttentionError(
             f"LoRA needs a Transformers model, not {type(model).__name__}: leave lora_rank out to train all parameters"
         )
-    with contextlib.suppress(ImportError):
-        from peft import LoraConfig, get_peft_model
+    if importlib.util.find_spec("peft") is None:
+        raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
+    from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank,
-            target_modules="all-linear",
-            bias="none",
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        )
-        return get_peft_model(model, config)
-    raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
+    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    options: dict[str, Any] = {"target_modules": "all-linear", "bias": "none", "fan_in_fan_out": is_transposed}
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **options))

@@ -14,30 +14,17 @@ from hf_efficient_attn.methods import method_info
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
 from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation
-from hf_efficient_attn.training.switch import (
-    check_stages,
-    distill_first_stage,
-    former_attention,
-    is_in_stage,
-    switch_stage,
-)
-from hf_efficient_attn.training.wrappers import unwrap
+from hf_efficient_attn.training.steps import unwrap
+from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
 
 logger = logging.get_logger(__name__)
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
-_SHARES: dict[str, dict[str, tuple[str, float]]] = {
-    "nmt": {
-        "flurka_performer": ("linformer", 0.8),
-        "flurka_eva": ("linformer", 0.8),
-        "flurka_linear": ("linear", 0.64),
-    },
-    "imagenet": {
-        "flurka_performer": ("linformer", 0.167),
-        "flurka_eva": ("linformer", 0.167),
-        "flurka_linear": ("linear", 0.333),
-    },
+_VARIANTS = ("flurka_performer", "flurka_eva", "flurka_linear")
+_SHARES: dict[str, dict[str, float]] = {
+    "nmt": {"linformer": 0.8, "linear": 0.64},
+    "imagenet": {"linformer": 0.167, "linear": 0.333},
     "mlm": {},
     "glue": {},
     "lra": {},
@@ -89,9 +76,11 @@ class UptrainingSchedule:
         if total_steps is not None and (isinstance(total_steps, bool) or not isinstance(total_steps, int)):
             raise UnsupportedAttentionError(f"total_steps must be an integer, not {total_steps!r}")
         self.total_steps = total_steps
-        self._checked: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        # The attention of models before they were switched to a first stage that is still to be distilled.
-        self._former: weakref.WeakKeyDictionary[nn.Module, FormerAttention] = weakref.WeakKeyDictionary()
+        # The bare models and the optimizers whose models are checked.
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The records of switches to a first stage that is still to be distilled, and the attention before them.
+        self._waiting: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], FormerAttention]]
+        self._waiting = weakref.WeakKeyDictionary()
         if total_steps is not None:
             self.ends(total_steps)
 
@@ -144,7 +133,7 @@ class UptrainingSchedule:
         """Whether a stage starts with step `step`."""
         return step == 0 or self.index(step - 1, total_steps) != self.index(step, total_steps)
 
-    def _still_distilled(self, step: int) -> list[Stage]:
+    def still_distilled(self, step: int) -> list[Stage]:
         """The stages with "distill" that start with step `step` or later."""
         return [stage for stage in self.stages[self.index(step) + (not self.starts(step)) :] if stage.distill]
 
@@ -189,34 +178,23 @@ class UptrainingSchedule:
         """
         index = self.index(step)
         if optimizer is not None and batches is None:
-            names = [f"{stage.attention!r} (distill={stage.distill})" for stage in self._still_distilled(step)]
+            names = [f"{stage.attention!r} (distill={stage.distill})" for stage in self.still_distilled(step)]
             if names:
                 raise UnsupportedAttentionError(
                     f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give "
                     "them with schedule.step(model, optimizer, step, batches=...), in every call"
                 )
         # Once for the bare model, and once for its wrappers, which exist when training begins.
-        when = "before" if optimizer is None else "in training"
-        if when not in self._checked.setdefault(model, set()):
+        checked = model if optimizer is None else optimizer
+        if checked not in self._checked:
             check_stages(model, self.stages)
-            self._checked[model].add(when)
-        if optimizer is None and step == 0:
-            self._warn_if_present(model)
+            self._checked.add(checked)
         distillation = None
         if batches is not None and self.starts(step) and self.stages[index].distill:
             distillation = StageDistillation(batches, options or DistillationOptions())
-        return self._advance(model, optimizer, step, distillation)
+        return self.advance(model, optimizer, step, distillation)
 
-    def _warn_if_present(self, model: nn.Module) -> None:
-        """Warn that the first stage is not distilled if the model was in it already."""
-        first = self.stages[0]
-        if first.distill and is_in_stage(model, first) and unwrap(model) not in self._former:
-            logger.warning(
-                f"the model is in the stage {first.attention!r} already when training begins, so that it is not "
-                f"distilled and distill={first.distill} has no effect"
-            )
-
-    def _advance(
+    def advance(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -225,17 +203,23 @@ class UptrainingSchedule:
     ) -> "dict[str, Any] | None":
         """`step` without its checks. A stage that starts with this step is distilled if `distillation` is given."""
         stage, inner = self.stages[self.index(step) if step else 0], unwrap(model)
-        former = self._former.pop(inner, None)
+        waiting = self._waiting.pop(inner, None) if step == 0 else None
         if not is_in_stage(model, stage):
+            record, former = switch_stage(model, optimizer, stage, step, distillation)
             if stage.distill and step == 0 and distillation is None:
-                self._former[inner] = former_attention(model, stage)
-            return switch_stage(model, optimizer, stage, step, distillation)
-        if former is None or step > 0:
+                self._waiting[inner] = record, former
+            return record
+        if waiting is None:
+            if stage.distill and step == 0 and optimizer is None:
+                logger.warning(
+                    f"the model is in the stage {stage.attention!r} already when training begins, so that it is not "
+                    f"distilled and distill={stage.distill} has no effect"
+                )
             return None
         if distillation is None:
-            self._former[inner] = former
+            self._waiting[inner] = waiting
             return None
-        return distill_first_stage(model, stage, former, distillation)
+        return waiting[0] | {"distillation": distillation.run(inner, stage, waiting[1])}
 
     def to_list(self) -> list[dict[str, Any]]:
         """The stages as plain values that JSON can represent; `UptrainingSchedule` accepts this form."""
@@ -244,13 +228,8 @@ class UptrainingSchedule:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UptrainingSchedule) and self.stages == other.stages
 
-    __hash__ = None  # type: ignore[assignment]  # Python's way to make a class unhashable
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": None, "_former": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _checked=weakref.WeakKeyDictionary(), _former=weakref.WeakKeyDictionary())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UptrainingSchedule, (self.stages, self.total_steps)
 
     def __repr__(self) -> str:
         stages = ", ".join(f"({stage.attention!r}, {stage.end!r})" for stage in self.stages)
@@ -284,10 +263,11 @@ def uptraining_preset(
     """
     if task not in _SHARES:
         raise UnsupportedAttentionError(unknown_name("task of uptraining_preset", task, _SHARES))
-    if variant not in _SHARES["nmt"]:
-        raise UnsupportedAttentionError(unknown_name("FLuRKA variant", variant, _SHARES["nmt"]))
-    base = _SHARES[task].get(variant)
-    stages = [(variant, 1.0)] if base is None else [base, (variant, 1.0)]
+    if variant not in _VARIANTS:
+        raise UnsupportedAttentionError(unknown_name("FLuRKA variant", variant, _VARIANTS))
+    base = "linear" if variant == "flurka_linear" else "linformer"
+    share = _SHARES[task].get(base)
+    stages = [(variant, 1.0)] if share is None else [(base, share), (variant, 1.0)]
     known = {name: method_info(name).config_class.hyperparameters() for name, _ in stages}
     for key in hyperparameters:
         if not any(key in fields for fields in known.values()):

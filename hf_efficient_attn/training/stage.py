@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_method
-from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config, method_info
-from hf_efficient_attn.training.teachability import why_nothing_to_learn
+from hf_efficient_attn.conversion.convert import choice_of
+from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.methods import available_methods, method_info
+from hf_efficient_attn.training.distillation import why_nothing_to_learn
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Stage:
     """One attention and the point in training at which it ends.
 
     Attributes:
-        attention: the name of a method, or "sdpa" or "eager" for exact attention.
+        attention: the name of a method, or "sdpa" or another implementation of exact attention.
         end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
             None for the end of training.
         settings: the value for `config.efficient_attention`; None for exact attention.
@@ -37,11 +38,9 @@ class Stage:
 
     def to_dict(self) -> dict[str, Any]:
         """The stage as plain values that JSON can represent; `UptrainingSchedule` accepts this form."""
-        values = {} if self.settings is None else self.settings.to_dict()
-        stage = {"attention": self.attention, "end": self.end, "settings": values or None}
-        if self.distill:
-            stage["distill"] = self.distill
-        return stage if self.part is None else {**stage, "part": self.part}
+        stage = {"attention": self.attention, "end": self.end, "settings": self.settings and self.settings.to_dict()}
+        further = {"distill": self.distill or None, "part": self.part}
+        return stage | {name: value for name, value in further.items() if value is not None}
 
     def end_step(self, total_steps: int) -> int:
         """The number of completed steps at which the stage ends."""
@@ -56,13 +55,13 @@ def make_stages(given: Iterable[Any], part: str | None = None) -> tuple[Stage, .
     stages: list[Stage] = []
     for entry in given:
         stages.append(_make_stage(entry, stages[-1] if stages else None))
-    _check_ends(stages)
+    _check_ends([stage.end for stage in stages])
     for before, after in itertools.pairwise(stages):
         if (before.attention, before.settings) == (after.attention, after.settings):
             raise UnsupportedAttentionError(
                 f"two consecutive stages are the same ({before.attention!r}): combine them into one"
             )
-    return tuple(stages if part is None else [dataclasses.replace(stage, part=part) for stage in stages])
+    return tuple(dataclasses.replace(stage, part=part or stage.part) for stage in stages)
 
 
 def _make_stage(given: Any, before: Stage | None) -> Stage:
@@ -70,51 +69,43 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
     if isinstance(given, Stage):
         return given
     if isinstance(given, Mapping):
-        return _stage_from_dict(given)
+        try:
+            plain = Stage(**given)
+        except TypeError:
+            raise UnsupportedAttentionError(
+                f"{dict(given)!r} is not a stage: use a dictionary with 'attention', 'end' and 'settings'"
+            ) from None
+        settings: Any = plain.settings
+        attention = plain.attention if not settings else EfficientAttentionConfig.from_dict(settings, plain.attention)
+        stage = _make_stage((attention, plain.end, {"distill": plain.distill}), None)
+        return dataclasses.replace(stage, part=plain.part)
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
         raise UnsupportedAttentionError(
             f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
         )
-    values = as_dict(given[2] or {}, "the hyperparameters of a stage") if len(given) == 3 else {}
-    distill = _check_distill(values.pop("distill", 0))
-    stage = _stage_of(given[0], _check_end(given[1]), values, before)
+    attention, end, *rest = given
+    values = as_dict((rest and rest[0]) or {}, "the hyperparameters of a stage")
+    distill, layers = values.pop("distill", 0), values.pop("layers", None)
+    if isinstance(attention, str):
+        attention = EXACT if attention == "exact" else attention
+        values = _inherited(attention, before) | values
+    settings = choice_of(attention, layers, values)
+    name = str(settings.method if settings else attention)
+    if isinstance(distill, bool) or not isinstance(distill, int) or distill < 0:
+        raise UnsupportedAttentionError(
+            f"distill={distill!r}: give the number of steps of the distillation before a stage, or 0 for none"
+        )
     if distill:
-        methods = [] if stage.settings is None else [entry.config for entry in stage.settings.entries]
-        reason = why_nothing_to_learn(methods) if methods else f"{stage.attention!r} is exact attention"
+        learning = why_nothing_to_learn([entry.config for entry in settings.entries] if settings else [])
+        reason = learning if settings else f"{name!r} is exact attention"
         if reason is not None:
             raise UnsupportedAttentionError(f"a stage with distill={distill}: {reason}")
-    return dataclasses.replace(stage, distill=distill)
-
-
-def _stage_of(attention: Any, end: float | int | None, values: dict[str, Any], before: Stage | None) -> Stage:
-    """The stage of an attention and its hyperparameters, without distillation."""
-    if attention == "exact":
-        attention = EXACT
-    if isinstance(attention, str) and attention in EXACT_IMPLEMENTATIONS:
-        if values:
-            raise UnsupportedAttentionError(
-                f"{attention!r} is exact attention and has no hyperparameters: remove {sorted(values)}"
-            )
-        return Stage(attention, end)
-    if isinstance(attention, EfficientAttentionConfig):
-        if values:
-            raise UnsupportedAttentionError("set the hyperparameters in the EfficientAttentionConfig of the stage")
-        assert isinstance(attention.method, str)  # the config resolves method configs to names
-        return Stage(attention.method, end, attention)
-    layers = values.pop("layers", None)
-    if isinstance(attention, MethodConfig):
-        config = make_config(attention, **values)
-        return Stage(config.method, end, EfficientAttentionConfig(config, None, layers))
-    if isinstance(attention, str) and attention not in available_methods():
-        known = [*available_methods(), *EXACT_IMPLEMENTATIONS]
-        raise UnsupportedAttentionError(f"a stage: {unknown_method(attention, known)}")
-    values = {**_inherited(get_method(attention).info.name, before), **values}
-    return Stage(attention, end, EfficientAttentionConfig(attention, values, layers))
+    return Stage(name, end, settings, distill=distill)
 
 
 def _inherited(method: str, before: Stage | None) -> dict[str, Any]:
     """Hyperparameters of the preceding stage that determine what is learned or drawn and that `method` has too."""
-    if before is None or before.settings is None or len(before.settings.entries) > 1:
+    if method not in available_methods() or not before or not before.settings or len(before.settings.entries) > 1:
         return {}
     config, config_class = before.settings.entries[0].config, method_info(method).config_class
     found: dict[str, Any] = {}
@@ -128,52 +119,25 @@ def _inherited(method: str, before: Stage | None) -> dict[str, Any]:
     return found
 
 
-def _stage_from_dict(given: Mapping[str, Any]) -> Stage:
-    """The inverse of `Stage.to_dict`."""
-    unknown = set(given) - {spec.name for spec in dataclasses.fields(Stage)}
-    if unknown or "attention" not in given or "end" not in given:
-        raise UnsupportedAttentionError(
-            f"{dict(given)!r} is not a stage: use a dictionary with 'attention', 'end' and 'settings'"
-        )
-    attention, settings = given["attention"], given.get("settings")
-    if settings is not None:
-        attention = EfficientAttentionConfig.from_dict(settings, attention)
-    stage = _make_stage((attention, given["end"], {"distill": given.get("distill", 0)}), None)
-    return dataclasses.replace(stage, part=given.get("part"))
-
-
-def _check_distill(steps: Any) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise UnsupportedAttentionError(
-            f"distill={steps!r}: give the number of steps of the distillation before a stage, or 0 for none"
-        )
-    return steps
-
-
-def _check_end(end: Any) -> float | int | None:
-    if end is None or (isinstance(end, int) and not isinstance(end, bool) and end > 0):
-        return end
-    if isinstance(end, float) and math.isfinite(end) and 0.0 < end <= 1.0:
-        return end
-    raise UnsupportedAttentionError(
-        f"{end!r} is not the end of a stage: use a share of all steps (a float above 0 and at most 1.0) or a number of "
-        "steps (an integer of at least 1)"
-    )
-
-
-def _check_ends(stages: Sequence[Stage]) -> None:
-    if not stages:
+def _check_ends(ends: Sequence[Any]) -> None:
+    """Refuse ends of stages that are no ends, do not increase, or mix shares and step numbers."""
+    if not ends:
         raise UnsupportedAttentionError("a schedule needs at least one stage")
-    ends = [stage.end for stage in stages]
+    known = [end for end in ends if end is not None]
+    for end in known:
+        is_number = isinstance(end, (int, float)) and not isinstance(end, bool) and math.isfinite(end)
+        if not is_number or end <= 0 or (isinstance(end, float) and end > 1):
+            raise UnsupportedAttentionError(
+                f"{end!r} is not the end of a stage: use a share of all steps (a float above 0 and at most 1.0) or a "
+                "number of steps (an integer of at least 1)"
+            )
     if None in ends[:-1]:
         raise UnsupportedAttentionError("only the last stage may end with training (None)")
-    known = [end for end in ends if end is not None]
-    shares = [isinstance(end, float) for end in known]
-    if any(shares) and not all(shares):
+    if len({isinstance(end, float) for end in known}) > 1:
         raise UnsupportedAttentionError(
             f"the ends of the stages mix shares and step numbers: {ends}. Write 1.0 for all steps and 1 for one step"
         )
-    if any(shares) and ends[-1] is not None and ends[-1] != 1.0:
+    if isinstance(ends[-1], float) and ends[-1] != 1.0:
         raise UnsupportedAttentionError(f"the last share must be 1.0: {ends}")
     if any(after <= before for before, after in itertools.pairwise(known)):
         raise UnsupportedAttentionError(f"every stage must end after the one before it: {ends}")
@@ -181,21 +145,18 @@ def _check_ends(stages: Sequence[Stage]) -> None:
 
 def parse_stage(text: str) -> tuple[str, float | int | None, dict[str, Any]]:
     """(attention, end, hyperparameters) from "ATTENTION[,key=value...]:END"."""
-    head, colon, end = text.rpartition(":")
+    head, _, end = text.rpartition(":")
     name, *pairs = head.split(",")
-    if not colon or not name or any("=" not in pair for pair in pairs):
+    if not name or any("=" not in pair for pair in pairs):
         raise UnsupportedAttentionError(
             f"{text!r} is not a stage: write ATTENTION[,key=value...]:END, for example linformer,projection_dim=64:0.25"
         )
-    values = {key: _parse_value(value) for key, value in (pair.split("=", 1) for pair in pairs)}
-    if end == "end":
-        return name, None, values
-    try:
-        return name, int(end) if end.lstrip("+-").isdigit() else float(end), values
-    except ValueError:
+    number = None if end == "end" else _parse_value(end)
+    if isinstance(number, str):
         raise UnsupportedAttentionError(
             f"{text!r} ends at {end!r}: write a share such as 0.25, a number of steps, or 'end'"
-        ) from None
+        )
+    return name, number, {key: _parse_value(value) for key, value in (pair.split("=", 1) for pair in pairs)}
 
 
 def _parse_value(text: str) -> Any:

@@ -11,42 +11,49 @@ global ones, so that a resumed training repeats it exactly.
 """
 
 import contextlib
-import dataclasses
-import functools
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output
-from hf_efficient_attn.integration.attention import method_at
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.training.batches import batch_stream
+from hf_efficient_attn.training.data import batch_stream
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.steps import WINDOW, mean_over_processes, world_size
+from hf_efficient_attn.training.steps import WINDOW, over_processes
+
+logger = logging.get_logger(__name__)
 
 
-class FormerAttention(NamedTuple):
-    """The attention of a model before a switch.
+class FormerAttention:
+    """The attention of a model before a switch. It remains valid if the model is switched to another one.
+
+    Args:
+        model: the model.
 
     Attributes:
-        name: the attention implementation of the part to switch.
         layers: attention module -> its method, None if it was exact, and its learned parameters.
+        fixed: the parameters of the model that have taken over values of these when it was switched.
     """
 
-    name: str
-    layers: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]]
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]] = {}
+        self.fixed: list[Tensor] = []
+        for root in transformers_models(model):
+            for one in attention_modules(root):
+                learned = learned_of(one.module)
+                self.layers[one.module] = one.chosen, {} if learned is None else learned.tensors()
 
     def compute(self, call: Call) -> Tensor:
         """The output of this attention for the inputs of a call."""
@@ -56,17 +63,6 @@ class FormerAttention(NamedTuple):
         # Parameters that the model no longer has did not move with it to another device.
         parameters = {name: p.detach().to(call.query.device) for name, p in parameters.items()}
         return call.compute(method, parameters or None)
-
-
-def attention_of(model: nn.Module, part: nn.Module) -> FormerAttention:
-    """The attention that a model has now. It remains valid if a part of the model is switched to another one."""
-    layers = {}
-    for root in transformers_models(model):
-        for module, location, config, _ in attention_modules(root):
-            name, learned = method_of(config), learned_of(module)
-            method = method_at(config, name, location)
-            layers[module] = method, {} if learned is None else learned.tensors()
-    return FormerAttention(str(transformers_models(part)[0].config._attn_implementation), layers)
 
 
 @dataclass(frozen=True)
@@ -96,13 +92,10 @@ class StageDistillation:
                 "stage: leave out options.finetuning"
             )
 
-    def run(
-        self, model: nn.Module, stage: Stage, former: FormerAttention, fixed: Collection[Tensor] = ()
-    ) -> dict[str, Any]:
+    def run(self, model: nn.Module, stage: Stage, former: FormerAttention) -> dict[str, Any]:
         """Train the learned parameters of a model that was just switched to a stage, in place.
 
-        In distributed training all processes must call it, and end with the same parameters. Parameters in `fixed`,
-        which have the values of the stage before, stay as they are.
+        In distributed training all processes must call it, and end with the same parameters.
 
         Returns:
             "steps", and the mean loss of the first and of the last steps as "first_loss" and "last_loss".
@@ -112,18 +105,15 @@ class StageDistillation:
                 parameters.
             DivergedError: a loss was not finite.
         """
-        options = self.options
-        is_shown = world_size() == 1 or torch.distributed.get_rank() == 0
-        if options.reduce is None and world_size() > 1:
-            options = dataclasses.replace(options, reduce=mean_over_processes)
+        options = over_processes(self.options)
         with _own_random_state(options.seed):
             stream = batch_stream(self.batches, options.seed, stage.distill)
-            capture = functools.partial(capture_attention, compute=former.compute)
-            distillation = Distillation(model, stage.distill, "output", options, capture, fixed)
+            distillation = Distillation(model, stage.distill, "output", options, former.compute, former.fixed)
             distillation.title = f"distillation of {stage.attention}"
-            losses = distillation.run(stream, options.on_step, show_progress=is_shown)
+            losses = distillation.run(stream, options.on_step, show_progress=options.show_progress)
         count = min(WINDOW, max(1, len(losses) // 5))
         first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+        logger.info(f"{stage.attention} was distilled in {stage.distill} steps, loss {first:.3g} to {last:.3g}")
         return {"steps": stage.distill, "first_loss": first, "last_loss": last}
 
 
@@ -143,49 +133,28 @@ def _own_random_state(seed: int) -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-class TrainingBatches(Sequence[Batch]):
+def training_batches(
+    dataset: Any, collate: Callable[[list[Any]], Batch], batch_size: int, process_index: int = 0, num_processes: int = 1
+) -> Iterable[Batch]:
     """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
 
     The samples of a batch are spread evenly over the data set, which may be sorted. The processes of a distributed
     training get different batches.
 
-    Args:
-        dataset: a data set with a length.
-        collate: makes a batch of a list of samples.
-        batch_size: number of samples of a batch.
-        process_index: the number of this process, from 0.
-        num_processes: the number of processes.
-
     Raises:
         UnsupportedAttentionError: the data set can only be iterated.
     """
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Batch],
-        batch_size: int,
-        process_index: int = 0,
-        num_processes: int = 1,
-    ) -> None:
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        ):
-            raise UnsupportedAttentionError(
-                f"a stage is to be distilled, but the training set ({type(dataset).__name__}) can only be iterated, "
-                "which the training does: give other batches, with UptrainingCallback(schedule, "
-                "distillation_batches=...)"
-            )
-        self._dataset, self._collate = dataset, collate
-        self._count = max(1, len(dataset) // batch_size)
-        self._indices = range(process_index, self._count, num_processes)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        end = len(self._dataset) // self._count * self._count
-        return self._collate([self._dataset[i] for i in range(self._indices[index], end, self._count)])
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UnsupportedAttentionError(
+            f"a stage is to be distilled, but the training set ({type(dataset).__name__}) can only be iterated, which "
+            "the training does: give other batches, with UptrainingCallback(schedule, distillation_batches=...)"
+        )
+    count = max(1, len(dataset) // batch_size)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    samples = [
+        list(range(first, len(dataset) // count * count, count)) for first in order[process_index::num_processes]
+    ]
+    return DataLoader(dataset, batch_sampler=samples, collate_fn=collate)
 
 
 def log_entries(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ groups, data-parallel wrappers and compiled graphs are updated.
 
 import gc
 import inspect
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,77 +15,59 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
-from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import logging
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import NAME, LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import configs_of, snapshot, transformers_models
-from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation, attention_of
-from hf_efficient_attn.training.wrappers import learned_parameters, unwrap
+from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation
+from hf_efficient_attn.training.steps import learned_parameters, unwrap
 
 logger = logging.get_logger(__name__)
 
 # Names and shapes of learned parameters.
 Layout = dict[str, tuple[int, ...]]
 
-# Patterns of names of parameters without weight decay, as in Trainer. Normalization layers are excluded by class.
-_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-
-
-def _roots(model: nn.Module) -> list[PreTrainedModel]:
-    """The outermost Transformers models inside the model."""
-    return transformers_models(unwrap(model))
-
 
 def _target(model: nn.Module, stage: Stage) -> nn.Module:
-    """What the stage switches: the model or a submodule of it."""
+    """What the stage switches: the model or a submodule of it, whose config must not control other parts."""
     inner = unwrap(model)
     if stage.part is None:
         return inner
-    try:
-        return inner.get_submodule(stage.part)
-    except AttributeError:
+    parts: dict[str, nn.Module] = dict(inner.named_modules())
+    if stage.part not in parts:
         names = ", ".join(name for name, _ in inner.named_children())
         raise UnsupportedAttentionError(
             f"{type(inner).__name__} has no submodule {stage.part!r} to up-train; it has {names}"
-        ) from None
-
-
-def _check_target(model: nn.Module, stage: Stage) -> None:
-    """Refuse a part whose config also controls other parts of the model."""
-    inner, part = unwrap(model), _target(model, stage)
-    if part is inner:
-        return
-    inside = {id(module) for module in part.modules()}
-    own = {id(config) for root in _roots(part) for config in configs_of(root)}
-    for module in inner.modules():
-        if isinstance(module, PreTrainedModel) and id(module) not in inside and id(module.config) in own:
+        )
+    part = parts[stage.part]
+    inside = set(part.modules())
+    configs = {id(config) for root in transformers_models(part) for config in configs_of(root)}
+    for module in parts.values():
+        if isinstance(module, PreTrainedModel) and module not in inside and id(module.config) in configs:
             raise UnsupportedAttentionError(
                 f"{stage.part!r} of {type(inner).__name__} shares its config with {type(module).__name__}, which would "
                 "be switched too: the part needs its own config, like the encoder of an EncoderDecoderModel"
             )
+    return part
 
 
 def is_in_stage(model: nn.Module, stage: Stage) -> bool:
     """Whether the model already is in the stage."""
-    for root in _roots(_target(model, stage)):
+    for root in transformers_models(_target(model, stage)):
+        present = root.config._attn_implementation
+        # Other implementations of Transformers, such as flash attention, are exact attention too.
+        if stage.settings is None and present in EXACT_IMPLEMENTATIONS and present != stage.attention:
+            return False
         for config in configs_of(root):
-            name, stored = method_of(config), config.efficient_attention
-            settings = EfficientAttentionConfig(name) if name and stored is None else stored and stored.settings
-            if name != (None if stage.settings is None else stage.attention):
+            name = method_of(config)
+            if (name and settings_of(config, name)) != stage.settings:
                 return False
-            if name is not None and settings != stage.settings:
-                return False
-        if stage.settings is None and getattr(root.config, "_attn_implementation", None) not in (stage.attention, None):
-            # "eager" and "sdpa" are interchangeable: both are exact.
-            return root.config._attn_implementation not in EXACT_IMPLEMENTATIONS
     return True
 
 
@@ -101,14 +84,13 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None 
     Raises:
         UnsupportedAttentionError: the model cannot take a stage, or its wrappers cannot follow a change of parameters.
     """
-    for stage in stages:
-        _check_target(model, stage)
     layouts = stage_layouts(model, stages)
     _check_peft(model, stages, layouts)
     refusal = refusal or _why_parameters_are_fixed(model)
-    if refusal and any(stage.distill for stage in stages):
+    if refusal and any(stage.distill or layout != layouts[0] for stage, layout in zip(stages, layouts, strict=True)):
         raise UnsupportedAttentionError(
-            f"{refusal}, so that no stage can be distilled: use stages without 'distill', or train with "
+            f"{refusal}, but the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
+            "parameters, or one is distilled first: use stages that learn the same, without 'distill', or train with "
             "DistributedDataParallel"
         )
     for stage, now, before in zip(stages[1:], layouts[1:], layouts, strict=False):
@@ -118,23 +100,36 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None 
                 "those of the stage before, which keep their values: leave out 'distill', or use learned features if "
                 "the method has them"
             )
-    if len({tuple(sorted(layout.items())) for layout in layouts}) > 1:
-        if refusal:
-            raise UnsupportedAttentionError(
-                f"{refusal}, but the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
-                "parameters: use stages that do, or train with DistributedDataParallel"
-            )
-        for wrapper in data_parallel_wrappers(unwrap(model)):
-            if getattr(wrapper, "_comm_hooks", None):
-                raise UnsupportedAttentionError(
-                    "DistributedDataParallel has a communication hook, which is lost when a stage adds parameters: "
-                    "remove the hook, or use stages that learn the same parameters"
-                )
+
+
+def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Layout]) -> None:
+    """Refuse learned parameters that PEFT would not save: it saves only adapters and `modules_to_save`."""
+    inner = unwrap(model)
+    if not hasattr(inner, "peft_config") or not any(layouts):
+        return
+    is_wrapped = any(isinstance(getattr(x, "original_module", None), LearnedParameters) for x in inner.modules())
+    if not is_wrapped or any(layout != learned_layout(model) for layout in layouts):
+        names = [stage.attention for stage, layout in zip(stages, layouts, strict=True) if layout]
+        raise UnsupportedAttentionError(
+            f"a PEFT model saves only its adapters, but some stages learn other parameters ({', '.join(names)}): "
+            "convert the model to the first stage before get_peft_model, use modules_to_save=['learned_parameters'] "
+            "there, and use stages that learn parameters of the same names and shapes, such as linformer and a FLuRKA "
+            "variant; or use methods that learn none"
+        )
+
+
+def _why_parameters_are_fixed(model: nn.Module) -> str | None:
+    """Why the set of parameters cannot change during training; None if it can."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    is_sharded = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    if is_sharded or kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"}:
+        return "FSDP, DeepSpeed and DataParallel keep the parameters that exist at the start"
+    return None
 
 
 def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
-    before, found = snapshot(_roots(model)), []
+    before, found = snapshot(transformers_models(model)), []
     try:
         for stage in stages:
             apply_stage(model, stage)
@@ -161,39 +156,47 @@ def switch_stage(
     stage: Stage,
     step: int,
     distillation: StageDistillation | None = None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], FormerAttention]:
     """Switch a model to a stage during training, as `UptrainingSchedule.step` describes.
 
     In distributed training all processes must call it at the same step. The stage is distilled if `distillation` is
     given and the stage asks for it. If the distillation fails, the model has its former attention.
+
+    Returns:
+        The record of the switch, and the former attention.
     """
     inner = unwrap(model)
-    former, state = former_attention(inner, stage), snapshot(_roots(inner))
-    wrappers = data_parallel_wrappers(inner)
-    before = dict(inner.named_parameters())
+    former, state = FormerAttention(inner), snapshot(transformers_models(inner))
+    name = transformers_models(_target(model, stage))[0].config._attn_implementation
+    wrappers, before = data_parallel_wrappers(inner), dict(inner.named_parameters())
     # What is around learned parameters, perhaps PEFT's wrapper.
     held = {module: module._modules.get(NAME) for module in former.layers}
     apply_stage(inner, stage)
     in_use: set[int] = set()
-    fixed: list[nn.Parameter] = []
     for module, (_, tensors) in former.layers.items():
-        fixed += _carry_over(module, tensors, in_use)
+        former.fixed += _carry_over(module, tensors, in_use)
     distilled = None
     if distillation is not None and stage.distill:
         try:
-            distilled = distillation.run(inner, stage, former, fixed)
+            distilled = distillation.run(inner, stage, former)
         except BaseException:
             state.restore()
             raise
-    for module, peft_wrapper in held.items():
-        if peft_wrapper is not None and not isinstance(peft_wrapper, LearnedParameters):
-            _wrap_again(module, peft_wrapper)
+    for module, wrapper in held.items():
+        if hasattr(wrapper, "modules_to_save"):
+            _wrap_again(module, wrapper)
     after = dict(inner.named_parameters())
     kept = {id(p) for p in before.values()} & {id(p) for p in after.values()}
-    started = [name for name, p in after.items() if id(p) not in kept]
-    dropped = [name for name, p in before.items() if id(p) not in kept]
-    carried = [name for name, p in learned_parameters(inner).items() if id(p) in kept]
-    if started or dropped:
+    record: dict[str, Any] = {
+        "step": step,
+        "from": str(name),
+        "to": stage.attention,
+        "carried": [name for name, p in learned_parameters(inner).items() if id(p) in kept],
+        "started": [name for name, p in after.items() if id(p) not in kept],
+        "dropped": [name for name, p in before.items() if id(p) not in kept],
+        "distillation": distilled,
+    }
+    if record["started"] or record["dropped"]:
         if optimizer is not None:
             _update_optimizer(inner, optimizer, before, after)
         for wrapper in wrappers:
@@ -201,39 +204,8 @@ def switch_stage(
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
-    record = {"step": step, "from": former.name, "to": stage.attention, "carried": carried, "started": started}
-    logger.info(
-        f"step {step}: attention switched from {former.name} to {stage.attention}; learned parameters: {len(carried)} "
-        f"carried over, {len(started)} new, {len(dropped)} dropped{_described(distilled)}"
-    )
-    return {**record, "dropped": dropped, "distillation": distilled}
-
-
-def former_attention(model: nn.Module, stage: Stage) -> FormerAttention:
-    """The attention of a model before it is switched to a stage."""
-    return attention_of(unwrap(model), _target(model, stage))
-
-
-def distill_first_stage(
-    model: nn.Module, stage: Stage, former: FormerAttention, distillation: StageDistillation
-) -> dict[str, Any]:
-    """Distill the first stage of a model that was switched to it before; the record is as that of `switch_stage`."""
-    inner = unwrap(model)
-    learned = learned_parameters(inner)
-    old = {id(p) for _, parameters in former.layers.values() for p in parameters.values()}
-    carried = {name: p for name, p in learned.items() if id(p) in old}
-    distilled = distillation.run(inner, stage, former, carried.values())
-    logger.info(f"step 0: the first attention is {stage.attention}{_described(distilled)}")
-    started = [name for name in learned if name not in carried]
-    record = {"step": 0, "from": former.name, "to": stage.attention, "carried": list(carried), "started": started}
-    return {**record, "dropped": [], "distillation": distilled}
-
-
-def _described(distilled: Mapping[str, Any] | None) -> str:
-    if distilled is None:
-        return ""
-    losses = f"{distilled['first_loss']:.3g} to {distilled['last_loss']:.3g}"
-    return f"; distilled in {distilled['steps']} steps, loss {losses}"
+    logger.info(f"step {step}: attention switched from {name} to {stage.attention}")
+    return record, former
 
 
 @torch.no_grad()
@@ -265,49 +237,14 @@ def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: 
 
 
 def _wrap_again(module: nn.Module, wrapper: Any) -> None:
-    """Put PEFT's wrapper around the new learned parameters; `check_stages` has verified that the layouts are equal."""
+    """Put PEFT's wrapper around learned parameters again; `check_stages` has verified that the layouts are equal."""
     new = learned_of(module)
     if new is None or module._modules.get(NAME) is wrapper:
         return
-    for name in wrapper.modules_to_save:
-        old = wrapper.modules_to_save[name]
-        copy = LearnedParameters(new.method, new.sizes)
-        for key, parameter in old.named_parameters(recurse=False):
-            setattr(copy, key, parameter)
-        wrapper.modules_to_save[name] = copy
-    wrapper.original_module.method = new.method
+    for learned in wrapper.modules():
+        if isinstance(learned, LearnedParameters):
+            learned.method, learned.sizes = new.method, new.sizes
     setattr(module, NAME, wrapper)
-
-
-def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Layout]) -> None:
-    """Refuse learned parameters that PEFT would not save: it saves only adapters and `modules_to_save`."""
-    inner = unwrap(model)
-    if not hasattr(inner, "peft_config") or not any(layouts):
-        return
-    present = {plain_name(name) for name in learned_parameters(inner)}
-    originals = [getattr(module, "original_module", None) for module in inner.modules()]
-    is_wrapped = any(isinstance(original, LearnedParameters) for original in originals)
-    if not is_wrapped or any(layout != layouts[0] for layout in layouts) or set(layouts[0]) != present:
-        names = [stage.attention for stage, layout in zip(stages, layouts, strict=True) if layout]
-        raise UnsupportedAttentionError(
-            f"a PEFT model saves only its adapters, but some stages learn other parameters ({', '.join(names)}): "
-            "convert the model to the first stage before get_peft_model, use modules_to_save=['learned_parameters'] "
-            "there, and use stages that learn parameters of the same names and shapes, such as linformer and a FLuRKA "
-            "variant; or use methods that learn none"
-        )
-
-
-def _why_parameters_are_fixed(model: nn.Module) -> str | None:
-    """Why the set of parameters cannot change during training; None if it can."""
-    modules = list(model.modules())
-    kinds = {type(module).__name__ for module in modules}
-    if "FullyShardedDataParallel" in kinds or any(hasattr(module, "_get_fsdp_state") for module in modules):
-        return "FSDP shards the parameters that exist at the start"
-    if "DeepSpeedEngine" in kinds:
-        return "DeepSpeed partitions the parameters that exist at the start"
-    if any(isinstance(module, nn.DataParallel) for module in modules):
-        return "a change of the parameters is not tested with DataParallel"
-    return None
 
 
 def _update_optimizer(
@@ -318,49 +255,38 @@ def _update_optimizer(
 ) -> None:
     """Remove dropped parameters from the optimizer and add new ones to the groups of similar parameters.
 
-    Each group keeps the order of the model's parameters. A new optimizer for the model would have the same order, so a
+    Each group gets the order of the model's parameters. A new optimizer for the model would have the same order, so a
     saved optimizer state fits both.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    decays = set(get_parameter_names(inner, list(ALL_LAYERNORM_LAYERS), _NO_DECAY))
-    groups = optimizer.param_groups
-    group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-    position = {id(p): i for i, p in enumerate(after.values())}
-    old = {id(p) for p in before.values()}
-    gone = old - set(position)
-    for group in groups:
-        kept = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
-        for parameter in group["params"]:
-            if id(parameter) in gone:
-                optimizer.state.pop(parameter, None)
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key] = [group[key][i] for i in kept]
-    for name, parameter in after.items():
-        if id(parameter) in old or not parameter.requires_grad:
-            continue
-        group = groups[_group_for(name, after, decays, group_of)]
-        later = (i for i, p in enumerate(group["params"]) if position.get(id(p), -1) > position[id(parameter)])
-        index = next(later, len(group["params"]))
-        for key, value in (("params", parameter), ("param_names", name)):
-            if key in group:
-                group[key].insert(index, value)
+    old, position = {id(p) for p in before.values()}, {id(p): i for i, p in enumerate(after.values())}
+    group_of: dict[int, dict[str, Any]] = {}
+    names: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        group_of |= {id(p): group for p in group["params"]}
+        names |= dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+    # Trainer gives matrices and learned parameters weight decay, but no biases and norms.
+    trained = [name for name, p in after.items() if id(p) in group_of]
+    alike = [name for name in trained if after[name].ndim > 1] or trained
+    for name, p in after.items():
+        if id(p) not in old and p.requires_grad:
+            # The nearest one is in the attention module, or else in the smallest enclosing module that has any.
+            nearest = max(alike, key=lambda other: _num_shared(name, other))
+            group_of[id(after[nearest])]["params"].append(p)
+            names[id(p)] = name
+    for group in optimizer.param_groups:
+        kept = [p for p in group["params"] if id(p) in position or id(p) not in old]
+        group["params"] = sorted(kept, key=lambda p: position.get(id(p), len(position)))
+        if "param_names" in group:
+            group["param_names"] = [names[id(p)] for p in group["params"]]
+    for gone in [p for p in optimizer.state if id(p) in old - position.keys()]:
+        del optimizer.state[gone]
 
 
-def _group_for(name: str, after: Mapping[str, nn.Parameter], decays: set[str], group_of: Mapping[int, int]) -> int:
-    """The index of the parameter group for a new parameter: that of the nearest one with the same weight decay.
-
-    The search starts in the attention module and continues in each enclosing module.
-    """
-    alike = [x for x, p in after.items() if (x in decays) == (name in decays) and id(p) in group_of]
-    scope = name
-    while scope:
-        scope = scope.rpartition(".")[0]
-        nearest = next((other for other in alike if other.startswith(f"{scope}." if scope else "")), None)
-        if nearest is not None:
-            return group_of[id(after[nearest])]
-    # Only parameters with the other weight decay are trained, which is possible with adapters.
-    return next(iter(group_of.values()), 0)
+def _num_shared(name: str, other: str) -> int:
+    """How many of the first parts of two names of parameters are the same."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def data_parallel_wrappers(inner: nn.Module) -> list[DistributedDataParallel]:
@@ -385,11 +311,11 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     if "forward_sync_buffers" in names:  # the newer name of the other
         names.remove("broadcast_buffers")
     options = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
-    if not getattr(wrapper, "bucket_bytes_cap_default", True):
-        options["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1024 * 1024)
-    module, training = wrapper.module, wrapper.training
+    module, training, hooks = wrapper.module, wrapper.training, list(wrapper._comm_hooks)
     # The old reducer removes its hooks from the parameters when it is deleted.
     wrapper.__dict__.pop("logger", None)
     wrapper.__dict__.pop("reducer", None)
     DistributedDataParallel.__init__(wrapper, module, **options)
     wrapper.train(training)
+    for hook, state in hooks:
+        wrapper.register_comm_hook(state, hook)

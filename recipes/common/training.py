@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.data import max_positions
 from hf_efficient_attn.evaluation.timing import peak_bytes
-from hf_efficient_attn.training.checkpoints import why_incomplete
+from hf_efficient_attn.training.callback import why_incomplete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
 from recipes.common.reporting import about_run, resumptions_of, switches_of, write_report
 

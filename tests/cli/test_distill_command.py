@@ -9,18 +9,16 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from test_benchmark_command import command, made, photographs, run_json, text  # noqa: F401 (fixtures)
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.capture import forward
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.hub import write_card
-from hf_efficient_attn.training import distill_checkpoint, distillation, saved_state
+from hf_efficient_attn.training import distill_checkpoint, distillation
+from hf_efficient_attn.training.data import TrainingData
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning
-from hf_efficient_attn.training.training_data import BatchSize, TrainingData
-from test_benchmark_command import command, made, photographs, run_json, text  # noqa: F401 (fixtures)
 from tiny_models import tiny_class
 
 HEDGEHOG = ("--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16")
@@ -80,7 +78,7 @@ def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys): 
     assert done["parameters"]["dropped"] == [] and len(done["parameters"]["new"]) == 4
 
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, BatchSize(40, 2), 6)
+    data = TrainingData(model, made("bert"), text, 40, 2, 6)
     hea.distill(model, "linear", [data.batch(i) for i in data.train], steps=6, feature_map="hedgehog", num_features=16)
     written = transformers.BertModel.from_pretrained(tmp_path / "out").eval()
     assert written.config.efficient_attention["feature_map"] == "hedgehog"
@@ -88,30 +86,20 @@ def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys): 
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_what_is_printed(base, tmp_path, capsys):
-    assert command(*base, *SECOND, "-o", tmp_path / "out") == 0
-    out = capsys.readouterr().out
-    assert "linear (feature_map=hedgehog, num_features=16): 6 steps of 2 x 40 tokens of words.txt" in out
-    assert "then 5 of fine-tuning" in out and "16 to learn from" not in out
-    assert "| layers  |      3 |" in out and "| outputs |      5 |" in out
-    assert "| layer | error before | error after |" in out and "Fine-tuning: the loss on held-out inputs was" in out
-    assert "To load it:" in out and "tensors: " in out
-
-
 def test_held_out_inputs_are_not_learned_from(made, text):  # noqa: F811
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, BatchSize(30, 2), 100)
+    data = TrainingData(model, made("bert"), text, 30, 2, 100)
     numbers = [*data.train, *data.held_out]
     assert len(set(numbers)) == len(numbers) == 50 and len(data.held_out) == 2
-    skipped, whole = (data.stream(data.train, seed=3, skip=skip) for skip in (5, 0))
+    skipped, whole = (data.stream(seed=3, skip=skip) for skip in (5, 0))
     assert torch.equal(next(skipped)["input_ids"], [next(whole) for _ in range(6)][5]["input_ids"])
-    assert len(TrainingData(model, made("bert"), text, BatchSize(30, 2), 4).train) == 4
+    assert len(TrainingData(model, made("bert"), text, 30, 2, 4).train) == 4
 
 
 def test_no_token_is_masked(made, text):  # noqa: F811
     source = made("bert", True)
     model = transformers.BertForMaskedLM.from_pretrained(source).eval()
-    data = TrainingData(model, source, text, BatchSize(40, 2), 4)
+    data = TrainingData(model, source, text, 40, 2, 4)
     masked = ModelData(model, source, text, longest=40, rows=2).inputs(40, 0, 2)
     ids = data.batch(0)["input_ids"]
     assert (masked.values["input_ids"] == 4).any() and not (ids == 4).any()
@@ -127,16 +115,19 @@ def test_pictures_and_decoders(family, made, text, photographs, tmp_path, capsys
     found = done["distillation"]
     assert found["error_after"] < found["error_before"]
     assert found["tokens"] == (66 if family == "deit" else 40)
-    assert found["data"] == {
-        "name": data.name,
-        "rows": 4 if family == "deit" else 12,
-        "held_out": 2,
-    }
+    assert found["data"] == {"name": data.name, "rows": 4 if family == "deit" else 12, "held_out": 2}
     tiny_class(family, True).from_pretrained(tmp_path / "out")
 
 
-def test_card(base, tmp_path, capsys):
-    found = run_json(capsys, *base, *ADAPTERS, "-o", tmp_path / "out")["distillation"]
+def test_what_is_printed_and_the_card(base, tmp_path, capsys):
+    assert command(*base, *ADAPTERS, "-o", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "linear (feature_map=hedgehog, num_features=16): 6 steps of 2 x 40 tokens of words.txt" in out
+    assert "then 5 of fine-tuning" in out and "Inputs: 22 to learn from, 2 held out" in out
+    assert "| layers  |      3 |" in out and "| outputs |      5 |" in out
+    assert "| layer | error before | error after |" in out and "Fine-tuning: the loss on held-out inputs was" in out
+    assert "To load it:" in out and "tensors: " in out
+    found = json.loads((tmp_path / "out" / "distillation.json").read_text())
     card = (tmp_path / "out" / "README.md").read_text()
     assert write_card(tmp_path / "out").read_text() == card
     ModelCard(card)
@@ -153,20 +144,13 @@ def test_card(base, tmp_path, capsys):
     assert command("convert", tmp_path / "out", "--method", "longformer", "-o", tmp_path / "other") == 0
     assert not (tmp_path / "other" / "distillation.json").exists()
     assert "Distillation" not in (tmp_path / "other" / "README.md").read_text()
-
-
-def test_a_damaged_file_is_refused(base, tmp_path, capsys):
-    assert command(*base, "-o", tmp_path / "out") == 0
-    path = tmp_path / "out" / "distillation.json"
-    written = json.loads(path.read_text())
     for key in ("tokens", "layers", "plan", "error_before"):
-        path.write_text(json.dumps(written | {key: "many"}))
+        (tmp_path / "out" / "distillation.json").write_text(json.dumps(found | {key: "many"}))
         with pytest.raises(hea.UnsupportedAttentionError, match=rf"distillation\.json: {key} must be"):
             write_card(tmp_path / "out")
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("target", ["hidden_states", "logits"])
+@pytest.mark.parametrize(("target", "lora"), [("hidden_states", False), ("logits", True)])
 def test_second_stage(target, lora, made, text, tmp_path, capsys):  # noqa: F811
     source = made("bert", True)
     options = [*SMALL, "--finetune-target", target, *(ADAPTERS if lora else SECOND)]
@@ -185,64 +169,44 @@ def test_second_stage(target, lora, made, text, tmp_path, capsys):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("options", "number", "kind"),
-    [((), 5, Distillation), (SECOND, 2, Distillation), (SECOND, 4, Finetuning), (ADAPTERS, 2, Finetuning)],
+    [((), 4, Distillation), (SECOND, 2, Distillation), (SECOND, 3, Finetuning), (ADAPTERS, 2, Finetuning)],
     ids=["layers", "both", "outputs", "lora"],
 )
 def test_a_continued_command_equals_an_uninterrupted_one(options, number, kind, base, tmp_path, capsys, monkeypatch):
+    """Ctrl-C ends the first call, a limit of time the second after one step, and the third ends the training."""
     assert command(*base, *options, "-o", tmp_path / "whole") == 0
-    again = stop_after(monkeypatch, number, kind)
+    again, parts = stop_after(monkeypatch, number, kind), [*base, *options, "-o", tmp_path / "parts"]
+    total, done = 11 if options else 6, number + (6 if kind is Finetuning else 0)
     capsys.readouterr()
-    assert command(*base, *options, "-o", tmp_path / "parts") == 130
+    assert command(*parts, "--minutes", 60) == 130
     shown = capsys.readouterr().err
-    done = number + (6 if kind is Finetuning else 0)
-    assert f"Stopped after {done} of {11 if options else 6} steps" in shown and "the same command continues" in shown
-    assert not (tmp_path / "parts").exists()
+    assert f"Stopped after {done} of {total} steps. The state" in shown and "the same command continues" in shown
     again()
-    assert command(*base, *options, "-o", tmp_path / "parts") == 0
-    assert f"Continues after step {done}." in capsys.readouterr().out
+    assert command(*parts, "--minutes", 1e-9) == 130
+    out, shown = capsys.readouterr()
+    assert f"Continues after step {done}." in out
+    assert f"Stopped after {done + 1} of {total} steps, at the end of --minutes. The state is in" in shown
+    assert not (tmp_path / "parts").exists() and (tmp_path / "parts.partial" / "state.pt").is_file()
+    # The last step needs no further call.
+    assert command(*parts, "--minutes", 1e-9 if done + 2 == total else 60) == 0
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     results = [json.loads((tmp_path / name / "distillation.json").read_text()) for name in ("whole", "parts")]
-    assert results[1].pop("resumed_at") == done and results[0].pop("resumed_at") is None
+    assert results[1].pop("resumed_at") == done + 1 and results[0].pop("resumed_at") is None
     assert results[0] == results[1]
     assert not (tmp_path / "parts.partial").exists()
 
 
-@pytest.mark.parametrize("options", [(), SECOND], ids=["layers", "outputs"])
-def test_a_limit_of_time_ends_the_training_with_its_state_saved(options, base, tmp_path, capsys, monkeypatch):
-    assert command(*base, *options, "-o", tmp_path / "whole") == 0
-    # Each call does one step: the time is over before it begins.
-    capsys.readouterr()
-    total = 11 if options else 6
-    for done in range(1, total):
-        assert command(*base, *options, "--minutes", 1e-9, "-o", tmp_path / "parts") == 130
-        shown = capsys.readouterr().err
-        assert f"Stopped after {done} of {total} steps, at the end of --minutes. The state is in" in shown
-        assert not (tmp_path / "parts").exists() and (tmp_path / "parts.partial" / "state.pt").is_file()
-    # The last step needs no further call.
-    assert command(*base, *options, "--minutes", 1e-9, "-o", tmp_path / "parts") == 0
-    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
-    assert not (tmp_path / "parts.partial").exists()
-    # Time that suffices changes nothing, and Ctrl-C is not taken for the end of the time.
-    again = stop_after(monkeypatch, 2)
-    assert command(*base, *options, "--minutes", 60, "-o", tmp_path / "other") == 130
-    assert "Stopped after 2 of" in (shown := capsys.readouterr().err) and "--minutes" not in shown
+def test_the_present_state_can_be_written(base, tmp_path, capsys, monkeypatch):
+    again, given = stop_after(monkeypatch, 4, Finetuning), [*base, *SECOND, "-o", tmp_path / "out"]
+    assert command(*given) == 130
     again()
-    assert command(*base, *options, "--minutes", 60, "-o", tmp_path / "other") == 0
-    assert same(weights(tmp_path / "other"), weights(tmp_path / "whole"))
-
-
-@pytest.mark.parametrize("options", [(), SECOND], ids=["layers", "outputs"])
-def test_the_present_state_can_be_written(options, base, tmp_path, capsys, monkeypatch):
-    again = stop_after(monkeypatch, 4, Finetuning if options else Distillation)
-    assert command(*base, *options, "-o", tmp_path / "out") == 130
-    again()
-    result = run_json(capsys, *base, *options, "--write-now", "-o", tmp_path / "out")["distillation"]
-    assert not result["complete"] and result["steps_done"] == (10 if options else 4)
+    result = run_json(capsys, *given, "--write-now")["distillation"]
+    assert not result["complete"] and result["steps_done"] == 10
     assert result["error_after"] < result["error_before"]
     assert "The training was stopped before its end" in (tmp_path / "out" / "README.md").read_text()
     # It can still be continued.
-    assert command(*base, *options, "-o", tmp_path / "out") == 2
-    assert command(*base, *options, "--force", "-o", tmp_path / "out") == 0
+    assert command(*given) == 2
+    assert command(*given, "--force") == 0
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["complete"]
 
 
@@ -276,11 +240,11 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
     tensors["embeddings.word_embeddings.weight"][7] += 1
     save_file(tensors, different / "model.safetensors", metadata={"format": "pt"})
     for position, value, message in (
-        (base.index("--steps") + 1, 7, "with --steps 6"),
-        (base.index("--length") + 1, 41, "with --length 40"),
-        (base.index("num_features=16"), "num_features=8", "of another method, or other layers"),
-        (base.index("--data") + 1, other, "on other data"),
-        (1, different, "of another model"),
+        (base.index("--steps") + 1, 7, "--steps 6"),
+        (base.index("--length") + 1, 41, "--length 40"),
+        (base.index("num_features=16"), "num_features=8", "other settings"),
+        (base.index("--data") + 1, other, "other data"),
+        (1, different, "other source"),
     ):
         capsys.readouterr()
         assert command(*[value if i == position else x for i, x in enumerate(base)], "-o", tmp_path / "out") == 2
@@ -290,7 +254,7 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
     with monkeypatch.context() as changed:
         changed.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
         assert command(*base, "-o", tmp_path / "out") == 2
-    assert "by another version of this package" in capsys.readouterr().err
+    assert "other version" in capsys.readouterr().err
     assert command(*base, "--seed", 1, "-o", tmp_path / "out") == 2
     assert command(*base, "--seed", 1, "--restart", "-o", tmp_path / "out") == 0
 
@@ -298,35 +262,20 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
 def test_a_damaged_state_is_refused(base, tmp_path, capsys):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "state.pt").write_bytes(b"nothing")
-    assert command(*base, "-o", tmp_path / "out") == 2
-    assert "cannot be read: --restart discards it" in capsys.readouterr().err
+    assert "cannot be read: --restart discards it" in refused(capsys, *base, "-o", tmp_path / "out")
     (tmp_path / "out.partial" / "mine.txt").write_text("mine")
     assert command(*base, "--restart", "-o", tmp_path / "out") == 0
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["mine.txt"]
 
 
-def test_a_state_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    state = saved_state.SavedState(tmp_path / "out", {"steps": 3})
-    assert state.load() is None and not state.exists
-    state.save({"step": 1})
-
-    def fail(values, file):
-        file.write(b"half")
-        raise OSError("disk")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="disk"):
-        state.save({"step": 2})
-    assert state.load() == {"step": 1}
-    assert [path.name for path in state.folder.iterdir()] == ["state.pt"]
-
-
 def test_divergence(base, tmp_path, capsys, monkeypatch):
     real, calls = distillation.backward, iter(range(1000))
-    monkeypatch.setattr(distillation, "backward", lambda *given: float("nan") if next(calls) == 8 else real(*given))
+    monkeypatch.setattr(
+        distillation, "backward", lambda *given, **loss: float("nan") if next(calls) == 8 else real(*given, **loss)
+    )
     assert command(*base, "-o", tmp_path / "out") == 2
     shown = capsys.readouterr().err
-    assert "is not finite in step 5: use a smaller --learning-rate than 0.02 and --restart" in shown
+    assert "is not finite in step 5 of the distillation: use a smaller --learning-rate than 0.02 and --restart" in shown
     assert "--write-now makes a checkpoint of" in shown
     assert command(*base, "--write-now", "-o", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 3
@@ -383,16 +332,10 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     assert "not a positive number of minutes" in capsys.readouterr().err
 
 
-def test_a_converted_source_is_refused(base, tmp_path, capsys):
-    assert command(*base, "-o", tmp_path / "first") == 0
-    shown = refused(capsys, "distill", tmp_path / "first", *base[2:], "-o", tmp_path / "out")
-    assert "is converted to linear already, and only exact attention can teach" in shown and "--method sdpa" in shown
-
-
 def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
     # Only a method that is exact up to some length and learns something; a user's own can be one.
     def is_exact(self, call, method):
-        self._why_idle[call.tokens] = f"sequences of {call.tokens} tokens are within the budget"
+        self.idle = f"sequences of {call.tokens} tokens are within the budget"
         return True
 
     monkeypatch.setattr(Distillation, "_is_exact", is_exact)
@@ -418,15 +361,9 @@ def test_longer_texts_than_the_model_takes(made, text, tmp_path, capsys):  # noq
     assert forward(model, {"input_ids": torch.full((1, 256), 7)})[0].shape[1] == 256
 
 
-def test_layers_and_weights_loss(base, tmp_path, capsys):
+def test_layers_and_weights_loss_of_a_source_that_is_then_converted(base, tmp_path, capsys):
     found = run_json(capsys, *base, "--layers", "1", "--loss", "weights", "-o", tmp_path / "out")
     assert [entry["layer"] for entry in found["distillation"]["layers"]] == [1]
     assert found["layers"] == [1]
-
-
-def test_help():
-    shown = CliRunner().invoke(cli.app, ["distill", "--help"])
-    assert shown.exit_code == 0
-    words = " ".join(shown.stdout.split())
-    assert "--write-now" in words and "--finetune-target" in words
-    assert "Example: hf-efficient-attn distill" in words
+    shown = refused(capsys, "distill", tmp_path / "out", *base[2:], "-o", tmp_path / "other")
+    assert "is converted to linear already, and only exact attention can teach" in shown and "--method sdpa" in shown

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-
 from test_benchmark_command import command, made, photographs, text  # noqa: F401 (fixtures)
 
 pytest.importorskip("accelerate")
@@ -19,8 +18,8 @@ pytest.importorskip("matplotlib")
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.training import DistillationOptions
+from hf_efficient_attn.training.data import TrainingData, shuffled
 from hf_efficient_attn.training.distillation import Distillation
-from hf_efficient_attn.training.training_data import BatchSize, TrainingData
 from recipes import distill as recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,8 +86,8 @@ def test_two_processes_average_their_gradients(given, made, text, tmp_path):  # 
     assert (first_stage / "README.md").is_file() and not (tmp_path / "first.partial").exists()
 
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, BatchSize(40, 2), 12)
-    streams = [data.stream(data.train[rank::2], 0) for rank in range(2)]
+    data = TrainingData(model, made("bert"), text, 40, 2, 12)
+    streams = [map(data.batch, shuffled(data.train[rank::2], 0)) for rank in range(2)]
     hea.convert(model, "linear", feature_map="hedgehog", num_features=16)
     gradients = []
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training.wrappers import learned_parameters
+from hf_efficient_attn.training.steps import learned_parameters
 from recipes.benchmarks import distilled
 from recipes.experiments import arms
 from tiny_models import output, tiny_batch, tiny_config, tiny_model

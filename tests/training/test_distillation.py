@@ -147,7 +147,7 @@ REFUSED = [
     ("convolution", "nystromformer", {"num_landmarks": 8}, 4, {}, "use conv_kernel_size=3"),
     ("no learned parameters", "kdeformer", {}, 4, {}, "has no learned parameters.*linformer"),
     ("loss", "linear", HEDGEHOG, 4, {"loss": "outputs"}, "Did you mean 'output'"),
-    ("steps", "linear", HEDGEHOG, 4, {"steps": 0}, "integer of 1 or more"),
+    ("steps", "linear", HEDGEHOG, 4, {"steps": 0}, "1 or more, an integer"),
     ("layer", "linear", HEDGEHOG, 4, {"layers": [7]}, "no attention in layers"),
     ("hyperparameter", "linear", {"features": "hedgehog"}, 4, {}, "features"),
 ]
@@ -168,13 +168,6 @@ def test_refusals_leave_the_model_as_it_was(method, options, data, changes, mess
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
 
-def test_a_converted_model_cannot_teach():
-    model = tiny_model("bert", "kdeformer")
-    with pytest.raises(hea.UnsupportedAttentionError, match="converted to kdeformer already"):
-        hea.distill(model, "linear", batches(), steps=2, **HEDGEHOG)
-    assert model.config.efficient_attention["method"] == "kdeformer"
-
-
 class Broken(torch.utils.data.Dataset):
     """Batches of which one cannot be read."""
 
@@ -187,14 +180,6 @@ class Broken(torch.utils.data.Dataset):
             if self.read == self.at:
                 raise self.error
             yield batch
-
-
-def test_an_error_in_the_data_restores_the_model():
-    model = tiny_model("bert")
-    with pytest.raises(OSError, match="disk"):
-        hea.distill(model, "linear", Broken(OSError("disk"), 3), steps=8, **HEDGEHOG)
-    assert model.config.efficient_attention is None
-    assert not learned_values(model)
 
 
 def test_an_interrupted_model_is_converted_with_its_last_state():
@@ -229,7 +214,7 @@ def second_stage(reduce=None):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (first_stage, r"layer\.1\..*step 25\..*smaller learning rate"),
+        (first_stage, r"layer\.1\..*step 25 of the distillation\..*smaller learning rate"),
         (second_stage, r"hidden states after layer 1.*step 25 of the fine-tuning"),
     ],
 )
@@ -275,10 +260,6 @@ def test_a_continued_stage_equals_an_uninterrupted_one(make, tmp_path):
         training.finish()
         models.append(model.state_dict())
     assert all(torch.equal(p, models[1][name]) for name, p in models[0].items())
-    if make is first_stage:
-        _, other = first_stage(options={"feature_map": "t2r", "num_features": 16})
-        with pytest.raises(hea.UnsupportedAttentionError, match="other layers or learned parameters"):
-            other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
 
 
 def test_sequences_within_the_budget_are_refused():
@@ -290,7 +271,7 @@ def test_sequences_within_the_budget_are_refused():
         if learned is not None:
             learned.method = config
     assert distillation.step(batches(count=1)[0]) == []
-    assert "sequences of 70 tokens are within the budget of linear, which computes up to 100" in distillation.why_idle()
+    assert "sequences of 70 tokens are within the budget of linear, which computes up to 100" in distillation.idle
 
 
 def test_seed_order_and_report():
@@ -319,31 +300,13 @@ def test_autocast_and_bfloat16_models():
     assert error_of(half, test) < 0.97 * untrained
 
 
-def test_a_distilled_model_is_saved_and_loaded(tmp_path):
-    model, batch = tiny_model("bert"), tiny_batch("bert", seed=9)
-    hea.distill(model, "linear", batches(), steps=5, **HEDGEHOG)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert torch.equal(model(**batch)[0], again(**batch)[0])
-
-
-def test_reduction_over_processes_is_applied_to_the_losses_and_to_every_gradient():
-    counted = []
-    _, distillation = first_stage(reduce=lambda x: counted.append(x.ndim) or x)
-    distillation.step(tiny_batch("bert"))
-    assert counted == [1, 3, 3, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("family", "target", "rank"),
     [
-        ("bert", "hidden_states", None),
-        ("bert", "logits", None),
         ("bert", "hidden_states", 2),
-        ("vit", "logits", None),
         ("gpt2", "logits", 2),
-        ("llama", "hidden_states", None),
+        ("vit", "logits", None),
+        pytest.param("llama", "hidden_states", None, marks=pytest.mark.exhaustive),
     ],
 )
 def test_second_stage_brings_the_outputs_closer(family, target, rank):
@@ -383,6 +346,8 @@ def test_an_error_in_the_second_stage_restores_the_model_and_an_interruption_kee
 def test_refusals_of_the_second_stage():
     with pytest.raises(hea.UnsupportedAttentionError, match="Did you mean 'logits'"):
         FinetuningOptions(steps=5, target="logit")
+    with pytest.raises(hea.UnsupportedAttentionError, match="converted to kdeformer already"):
+        hea.distill(tiny_model("bert", "kdeformer"), "linear", batches(), steps=2, **HEDGEHOG)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"rounded away.*dtype=torch\.float32"):
         make_teacher(tiny_model("bert").bfloat16(), FinetuningOptions(steps=5))
     options = DistillationOptions(finetuning=FinetuningOptions(steps=5, target="logits"))

@@ -8,21 +8,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of
 from torch.utils.data import DataLoader, IterableDataset
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.training import DistillationOptions
 from hf_efficient_attn.training.distillation import Distillation
-from hf_efficient_attn.training.stage_distillation import (
-    FormerAttention,
-    StageDistillation,
-    TrainingBatches,
-    attention_of,
-)
+from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation, training_batches
+from hf_efficient_attn.training.steps import learned_parameters
 from hf_efficient_attn.training.switch import is_in_stage, switch_stage
-from hf_efficient_attn.training.wrappers import learned_parameters
-from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of, translator
 from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
 
 HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
@@ -75,17 +70,15 @@ def test_impossible_distillations_are_refused(attention, hyperparameters, senten
 
 def frozen(former: FormerAttention) -> FormerAttention:
     """With copies of the parameters, which a distillation trains in place."""
-    copies = {
-        module: (method, {name: p.detach().clone() for name, p in parameters.items()})
-        for module, (method, parameters) in former.layers.items()
-    }
-    return former._replace(layers=copies)
+    for module, (method, parameters) in former.layers.items():
+        former.layers[module] = method, {name: p.detach().clone() for name, p in parameters.items()}
+    return former
 
 
 def output_error(model, former, batch) -> float:
     """Mean relative squared error of the layers of a model to its former attention, on the former inputs."""
     found = []
-    present = attention_of(model, model)
+    present = FormerAttention(model)
 
     def visit(call):
         out = present.compute(call)
@@ -100,16 +93,16 @@ def output_error(model, former, batch) -> float:
 def test_the_error_to_the_former_attention_falls(start):
     """From a linformer with tables that are not those of a conversion, flurka_linear learns its softmax."""
     errors = []
-    for distill in (1, 80):
+    for distill in (1, 40):
         model = tiny_model("bert")
         if start == "linformer":
             hea.convert(model, "linformer", **LINFORMER)
             with torch.no_grad():
                 for table in learned_parameters(model).values():
                     table.mul_(torch.rand(table.shape, generator=torch.Generator().manual_seed(1)))
-        former, own, kept = frozen(attention_of(model, model)), values(model), dict(model.named_parameters())
+        former, own, kept = frozen(FormerAttention(model)), values(model), dict(model.named_parameters())
         target = stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill})
-        record = switch_stage(model, None, target, 5, StageDistillation(batches()))
+        record, _ = switch_stage(model, None, target, 5, StageDistillation(batches()))
         errors.append(output_error(model, former, tiny_batch("bert", seed=9)))
         for name, value in own.items():
             if "learned_parameters" not in name:
@@ -118,8 +111,8 @@ def test_the_error_to_the_former_attention_falls(start):
             assert len(record["carried"]) == 4
             assert all(dict(model.named_parameters())[name] is kept[name] for name in record["carried"])
         assert all(p.grad is None for p in model.parameters())
-    assert errors[1] < 0.7 * errors[0]
-    assert record["distillation"]["steps"] == 80
+    assert errors[1] < 0.8 * errors[0]
+    assert record["distillation"]["steps"] == 40
     assert record["distillation"]["last_loss"] < record["distillation"]["first_loss"]
 
 
@@ -132,7 +125,7 @@ def test_the_former_attention_is_that_of_the_model(method):
         for p in learned_parameters(model).values():
             p.add_(0.1 * torch.rand(p.shape, generator=torch.Generator().manual_seed(1)))
         before = model(**batch).last_hidden_state
-    former = attention_of(model, model)
+    former = FormerAttention(model)
     switch_stage(model, None, stage("linear", **HEDGEHOG), 0)
     with capture_attention(model, lambda call: None, former.compute):
         after = forward(model, batch).last_hidden_state
@@ -148,7 +141,7 @@ def test_layers_that_do_not_change_are_not_trained():
             table.mul_(torch.rand(table.shape, dtype=table.dtype))
     before = values(model)
     target = stage("linformer", **LINFORMER, distill=3)
-    record = switch_stage(model, None, target, 0, StageDistillation(batches()))
+    record, _ = switch_stage(model, None, target, 0, StageDistillation(batches()))
     assert len(record["carried"]) == len(record["started"]) == 2
     after = values(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -177,7 +170,7 @@ def test_custom_training_loop():
     assert records[0]["from"] == "sdpa" and len(records[0]["started"]) == len(records[3]["carried"]) == 4
     # The projections keep their optimizer state.
     assert all(int(optimizer.state[learned_parameters(whole)[name]]["step"]) == 6 for name in records[3]["carried"])
-    for first in (1, 3, 4):
+    for first in (1, 3):
         model = classifier(**PLAIN)
         saved, _ = trained(model, None, first)
         weights, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(saved.state_dict())
@@ -231,7 +224,7 @@ def test_a_failed_distillation_leaves_the_former_attention(sentence, monkeypatch
     else:
         # As for sequences that a method computes exactly.
         monkeypatch.setattr(Distillation, "step", lambda *given: [])
-        monkeypatch.setattr(Distillation, "why_idle", lambda given: sentence)
+        monkeypatch.setattr(Distillation, "idle", property(lambda given: sentence, lambda given, value: None))
     before = dict(model.named_parameters())
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
         switch_stage(model, None, stage("linear", **HEDGEHOG, distill=3), 0, StageDistillation(batches()))
@@ -260,17 +253,6 @@ def test_random_states_and_modes_stay():
         assert model.training and not model.classifier.training
         switch_stage(model, None, stage("sdpa"), 0)
     assert seen[:3] == seen[3:] and len(seen) == 6
-
-
-def test_part_of_a_translation_model():
-    """Only the encoder is trained. The decoder makes its inputs of the labels."""
-    model = translator()
-    data = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"].flip(1)} for batch in batches()]
-    schedule = hea.UptrainingSchedule([("sdpa", 1), ("linear", None, {**HEDGEHOG, "distill": 5})], part="encoder")
-    optimizer = torch.optim.AdamW(model.parameters())
-    record = schedule.step(model, optimizer, 1, data)
-    assert record["distillation"]["last_loss"] < record["distillation"]["first_loss"]
-    assert all(name.startswith("encoder.") for name in record["started"])
 
 
 # The callback
@@ -316,7 +298,7 @@ def test_callback(own, tmp_path):
     assert again.samples == order.samples and again.draws == order.draws
     assert losses(whole) != losses(plain) and switches(whole) == switches(plain) == [(3, "linformer", "flurka_linear")]
     assert distilled(whole) == [(0, "linformer", 6), (3, "flurka_linear", 10)]
-    for resume in ("checkpoint-1", "checkpoint-3", "checkpoint-4"):
+    for resume in ("checkpoint-1", "checkpoint-4"):
         again, _ = trained(tmp_path / "whole", TWO, resume, seed=1)
         assert losses(again) == losses(whole) and distilled(again) == distilled(whole)
         assert all(torch.equal(p, values(whole.model)[name]) for name, p in again.model.named_parameters())
@@ -338,15 +320,11 @@ def test_training_options(options, tmp_path):
     assert all(entry["distillation_last_loss"] < entry["distillation_first_loss"] for entry in entries)
 
 
-def test_a_stage_without_new_parameters_is_refused(tmp_path):
-    stages = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
-    with pytest.raises(hea.UnsupportedAttentionError, match="'flurka_performer' has distill=5, but all parameters"):
-        hea.UptrainingSchedule(stages).step(classifier(), None, 0)
-    with pytest.raises(hea.UnsupportedAttentionError, match="those of the stage before"):
-        trainer_of(tmp_path, stages)
-
-
 def test_refusals_of_the_callback(tmp_path):
+    fixed = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"'flurka_performer' has distill=5.* the stage before"):
+        trainer_of(tmp_path, fixed)
+
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(samples())
@@ -369,17 +347,13 @@ def test_own_batches_are_missing_after_restoring_the_callback(tmp_path):
     again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
     with pytest.raises(hea.UnsupportedAttentionError, match="holds no distillation_batches"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    other = [stages[0], ("linear", None, {**HEDGEHOG, "distill": 3})]
+    again = trainer_of(tmp_path, other, **{**options, "restore_callback_states_from_checkpoint": False})
+    with pytest.raises(hea.UnsupportedAttentionError, match="with other hyperparameters"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     # After the switch no batches are needed.
     again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_another_distillation_is_refused_at_resumption(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 1}
-    trainer_of(tmp_path, TWO, steps=4, **options).train()
-    other = [("linformer", 3, LINFORMER), TWO[1]]
-    with pytest.raises(hea.UnsupportedAttentionError, match="with other hyperparameters"):
-        trainer_of(tmp_path, other, steps=4, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_a_model_that_is_in_the_first_stage_is_not_distilled(tmp_path, monkeypatch):
@@ -396,10 +370,10 @@ def test_a_model_that_is_in_the_first_stage_is_not_distilled(tmp_path, monkeypat
 def test_batches_of_a_training_set():
     data, joined = list(range(22)), []
     for rank in range(2):
-        found = TrainingBatches(data, list, 4, rank, 2)
+        found = list(training_batches(data, list, 4, rank, 2))
         assert [len(batch) for batch in found] == [4] * len(found)
-        joined += list(found)
-    assert joined[0] == [0, 5, 10, 15] and found[-1] == joined[-1]
+        joined += found
+    assert [0, 5, 10, 15] in joined and joined != sorted(joined)
     assert sorted(x for batch in joined for x in batch) == data[:20]
     loader = DataLoader(samples(), batch_size=4, shuffle=True)
-    assert TrainingBatches(loader.dataset, loader.collate_fn, 4)[1]["input_ids"].shape == (4, 24)
+    assert next(iter(training_batches(loader.dataset, loader.collate_fn, 4)))["input_ids"].shape == (4, 24)

@@ -67,7 +67,7 @@ def test_fsdp2_on_two_processes(tmp_path):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
 
     def run(*launcher: str, batch: int, how: str) -> list[str]:

@@ -15,13 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-import transformers
 
-import hf_efficient_attn as hea
 import uptraining_run
 
 SCRIPT = pathlib.Path(uptraining_run.__file__)
@@ -64,10 +61,10 @@ class Trainings:
         self.server.stdin.close()
         self.server.wait(timeout=10)
 
-    def run(self, folder, case: str, *further: str, world: int = 1, seconds: float | None = None) -> list[int]:
+    def run(self, folder, case: str, *further: str, world: int = 1) -> list[int]:
         """Run a training; return the exit statuses of its processes, minus the signal for killed ones."""
         argv = ["--case", case, "--output", str(folder), *further]
-        self.server.stdin.write(json.dumps([world, argv, seconds]) + "\n")
+        self.server.stdin.write(json.dumps([world, argv]) + "\n")
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
@@ -144,35 +141,27 @@ def same_steps(folder: pathlib.Path, reference: pathlib.Path, world: int = 1) ->
 
 
 @pytest.mark.exhaustive
-def test_references_follow_their_stages(trainings):
-    """The references themselves: attention of every step, switches in the log, losses that differ between stages."""
-    expected = {
-        "learned": ["linformer"] * 4 + ["flurka_performer"] * 6,
-        "same": ["performer"] * 5 + ["linear"] * 5,
-        "three": ["sdpa"] * 3 + ["kdeformer"] * 3 + ["linformer"] * 4,
-        "distilled": ["linformer"] * 4 + ["flurka_linear"] * 6,
-    }
-    for case, attention in expected.items():
-        reference = trainings.reference(case)
-        assert [step["attention"] for step in steps(reference)] == attention
-        log = result(reference)["log"]
-        switches = [(x["step"], x["uptraining_from"], x["uptraining_stage"]) for x in log if "uptraining_stage" in x]
-        assert switches == [
-            (i, attention[i - 1], attention[i]) for i in range(1, 10) if attention[i] != attention[i - 1]
-        ]
-        state = json.loads((reference / "checkpoint-10" / "trainer_state.json").read_text())
-        assert [x for x in state["log_history"] if "uptraining_stage" in x] == [
-            x for x in log if "uptraining_stage" in x
-        ]
-        for path in reference.glob("checkpoint-*"):
-            config = json.loads((path / "config.json").read_text())
-            name = attention[int(path.name.rpartition("-")[2]) - 1]
-            assert config.get("attn_implementation", "sdpa") == name
-            if name != "sdpa":
-                assert config["efficient_attention"]["method"] == name
-    one = trainings.reference("same", "--stages", "performer,num_features=8:end")
-    losses = [[step["loss"] for step in steps(x)] for x in (one, trainings.reference("same"))]
-    assert losses[0][:5] == losses[1][:5] and losses[0][5] != losses[1][5]
+@pytest.mark.parametrize(
+    ("case", "attention"),
+    [
+        ("learned", ["linformer"] * 4 + ["flurka_performer"] * 6),
+        ("same", ["performer"] * 5 + ["linear"] * 5),
+        ("three", ["sdpa"] * 3 + ["kdeformer"] * 3 + ["linformer"] * 4),
+        ("distilled", ["linformer"] * 4 + ["flurka_linear"] * 6),
+    ],
+)
+def test_references_follow_their_stages(trainings, case, attention):
+    """The references themselves: attention of every step, switches in the log, and configs of the checkpoints."""
+    reference = trainings.reference(case)
+    assert [step["attention"] for step in steps(reference)] == attention
+    log = [x for x in result(reference)["log"] if "uptraining_stage" in x]
+    changes = [(i, *attention[i - 1 : i + 1]) for i in range(1, 10) if attention[i] != attention[i - 1]]
+    assert [(x["step"], x["uptraining_from"], x["uptraining_stage"]) for x in log] == changes
+    state = json.loads((reference / "checkpoint-10" / "trainer_state.json").read_text())
+    assert [x for x in state["log_history"] if "uptraining_stage" in x] == log
+    for path in reference.glob("checkpoint-*"):
+        config = json.loads((path / "config.json").read_text())
+        assert config.get("attn_implementation", "sdpa") == attention[int(path.name.rpartition("-")[2]) - 1]
 
 
 def more(case: str, *kills: str, at: int | None = None, also: tuple[str, ...] = ()):
@@ -182,11 +171,8 @@ def more(case: str, *kills: str, at: int | None = None, also: tuple[str, ...] = 
 
 KILLS = [
     # Around a switch at a checkpoint: learned parameters of the first stage continue in the second.
-    *(
-        ("learned", [kill], None, ())
-        for kill in ("forward@3", "begin@4", "backward@4", "torn:model.safetensors@4", "torn:rng_state.pth@8")
-    ),
-    more("learned", "end@4"),
+    *(("learned", [kill], None, ()) for kill in ("begin@4", "torn:model.safetensors@4", "torn:rng_state.pth@8")),
+    *(more("learned", kill) for kill in ("forward@3", "backward@4", "end@4")),
     # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise.
     ("distilled", ["begin@4"], None, ()),
     *(more("distilled", kill) for kill in ("forward@3", "torn:model.safetensors@4", "forward@5")),
@@ -194,10 +180,10 @@ KILLS = [
     *(more("same", kill) for kill in ("substep@4", "forward@5", "begin@6", "before:rng_state.pth@6")),
     more("same", "torn:trainer_state.json@6"),
     # Repeated kills: exact attention, KDEformer, Linformer in bfloat16, keeping only the last two checkpoints.
-    ("three", ["forward@3"], 2, ()),
+    more("three", "forward@3", at=2),
     ("three", ["begin@6", "torn:optimizer.pt@8", "deleted@4", "forward@8"], 8, ()),
     # The only checkpoint survives.
-    ("learned", ["torn:model.safetensors@4", "torn:optimizer.pt@4"], 2, ONE_KEPT),
+    more("learned", "torn:model.safetensors@4", "torn:optimizer.pt@4", at=2, also=ONE_KEPT),
     ("learned", ["deleted:optimizer.pt@2", "torn:trainer_state.json@6"], 4, ONE_KEPT),
     # Trainer makes the callback again from the checkpoint.
     ("learned", ["forward@5"], None, ("--set", '{"restore_callback_states_from_checkpoint": true}')),
@@ -217,60 +203,12 @@ def random_kills(case: str, number: int, seed: int) -> list[str]:
     return [draw.choice(pair) for pair in zip(kills, saves, strict=True)]
 
 
-@pytest.mark.parametrize(("number", "seed"), [(2, 0), pytest.param(25, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "seed"), [(1, 0), pytest.param(25, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", uptraining_run.CASES)
 def test_kill_at_random_points(trainings, tmp_path, case, number, seed):
     for i, kill in enumerate(random_kills(case, number, seed)):
         kill_and_resume(trainings, tmp_path / str(i), case, kill)
         shutil.rmtree(tmp_path / str(i))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("case", uptraining_run.CASES)
-@pytest.mark.parametrize("further", [(), ONE_KEPT], ids=["all", "one"])
-def test_kill_from_outside_until_training_ends(trainings, tmp_path, case, world, further):
-    """All processes are killed at any moment, with a little more time in every run, until a run reaches the end."""
-    given = (*EPOCHS, *(TWO if world == 2 else ()))
-    reference = trainings.reference(case, *given, world=world)
-    further = (*further, *given)
-    draw = random.Random(f"{case} {world} {further}")
-    kills = 0
-    begin = time.monotonic()
-    assert trainings.run(tmp_path / "timed", case, *further, world=world) == [0] * world
-    duration = time.monotonic() - begin
-    for repeat in range(30):
-        if kills >= 6:
-            break
-        folder = tmp_path / str(repeat)
-        for i in range(100):
-            saved = sorted((int(x.rpartition("-")[2]) for x in checkpoints(folder) if x[0] == "c"), reverse=True)
-            done = len(steps(folder))
-            again = ("--resume",) if saved else ()
-            seconds = 1.05**i * draw.uniform(0.3, 0.8) * duration
-            statuses = trainings.run(folder, case, *further, *again, world=world, seconds=seconds)
-            if not any(statuses):
-                break
-            if -signal.SIGKILL not in statuses:
-                assert "No valid checkpoint found" in output(folder) and len(saved) == 1, output(folder)
-            kills += -signal.SIGKILL in statuses
-            new = steps(folder)[done:]
-            if new and saved:
-                assert new[0]["step"] - 1 in saved[:2]
-        same_steps(folder, reference, world)
-        assert [result(folder)[key] == result(reference)[key] for key in ("log", "weights")] == [True, True]
-    assert kills >= 6
-
-
-@pytest.mark.exhaustive
-def test_resumption_in_a_new_interpreter(trainings, tmp_path):
-    reference = trainings.reference("three")
-    assert trainings.run(tmp_path, "three", "--kill", "backward@7") == [-signal.SIGKILL]
-    command = [sys.executable, str(SCRIPT), "--case", "three", "--output", str(tmp_path), "--resume"]
-    subprocess.run([*command], check=True, env=trainings.environment, capture_output=True, timeout=120)
-    same_steps(tmp_path, reference)
-    assert [step["step"] for step in steps(tmp_path)] == [*range(1, 8), *range(7, 11)]
-    assert result(tmp_path) == result(reference)
 
 
 def test_incomplete_checkpoints_are_neither_deleted_nor_resumed(trainings, tmp_path):
@@ -291,11 +229,10 @@ def test_resumption_after_the_last_step(trainings, tmp_path):
     """A kill after the last checkpoint was saved, but before training ended."""
     reference = trainings.reference("learned", *EPOCHS)
     assert trainings.run(tmp_path, "learned", *EPOCHS, "--kill", "saved@12") == [-signal.SIGKILL]
-    for _ in range(2):
-        assert trainings.run(tmp_path, "learned", *EPOCHS, "--resume") == [0], output(tmp_path)
-        assert len(steps(tmp_path)) == 12
-        for key in ("log", "attention", "weights", "optimizer"):
-            assert result(tmp_path)[key] == result(reference)[key]
+    assert trainings.run(tmp_path, "learned", *EPOCHS, "--resume") == [0], output(tmp_path)
+    assert len(steps(tmp_path)) == 12
+    for key in ("log", "attention", "weights", "optimizer"):
+        assert result(tmp_path)[key] == result(reference)[key]
 
 
 def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
@@ -327,16 +264,6 @@ def test_two_processes(trainings, tmp_path, case, kill, rank, also, at):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_distill_the_same_parameters(trainings):
-    """Each process has batches of its own, and gradients are averaged."""
-    reference = trainings.reference("distilled", *TWO, world=2)
-    weights = [json.loads((reference / f"weights-{rank}.json").read_text()) for rank in range(2)]
-    assert weights[0] == weights[1] == result(reference)["weights"]
-    names = {x for entry in result(reference)["log"] for x in entry if x.startswith("distillation_")}
-    assert names == {"distillation_steps", "distillation_first_loss", "distillation_last_loss"}
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["learned", "same"])
 def test_two_processes_equal_one(trainings, case):
     """With the same global batch, without dropout, up to rounding. (22 samples would not divide evenly.)"""
@@ -349,34 +276,10 @@ def test_two_processes_equal_one(trainings, case):
             torch.testing.assert_close([s[key] for s in two], [s[key] for s in one], rtol=2e-5, atol=0)
 
 
-@pytest.mark.slow
-def test_launcher(trainings, tmp_path):
-    """`torch.distributed.run` starts both processes, and ends the second when the first is killed."""
-    reference = trainings.reference("learned", *TWO, world=2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(SCRIPT), "--case", "learned", "--output", str(tmp_path), *TWO]
-    for further in (["backward@5"], ["torn:trainer_state.json@8", "--resume"], []):
-        again = ["--kill", *further, "--kill_rank", "0"] if further else ["--resume"]
-        launcher = subprocess.Popen(
-            [*command, *again], env=trainings.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        try:
-            _, errors = launcher.communicate(timeout=180)
-        finally:
-            if launcher.returncode is None:
-                os.killpg(launcher.pid, signal.SIGKILL)
-        assert bool(launcher.returncode) == bool(further), errors[-3000:]
-        assert not further or "Signal 9 (SIGKILL)" in errors
-    same_steps(tmp_path, reference, 2)
-    assert [step["step"] for step in steps(tmp_path)] == [*range(1, 6), *range(5, 9), *range(7, 11)]
-    assert result(tmp_path) == result(reference)
-
-
 @pytest.mark.parametrize(
     ("case", "best", "every", "expected", "attention"),
     [
         ("learned", 4, 2, 4, "linformer"),
-        ("same", 4, 2, 4, "performer"),
         pytest.param("three", 2, 2, 2, "sdpa", marks=pytest.mark.exhaustive),
         # The best step was not saved, and it is in a later stage than the best saved one.
         ("learned", 5, 4, 4, "linformer"),
@@ -394,8 +297,7 @@ def test_best_model_is_in_its_own_stage(trainings, case, best, every, expected, 
 
 
 @pytest.mark.parametrize(
-    ("kill", "at"),
-    [("forward@7", 6), ("deleted:trainer_state.json@10", 4), ("deleted:optimizer.pt@10", 4)],
+    ("kill", "at"), [("forward@7", 6), ("deleted:trainer_state.json@10", 4), ("deleted:optimizer.pt@10", 4)]
 )
 def test_best_model_after_a_kill(trainings, tmp_path, kill, at):
     """Only the best and the last checkpoint are kept, and the best model is loaded at the end."""
@@ -418,12 +320,7 @@ def test_other_stages_are_refused_with_the_reason(trainings, tmp_path):
             "now they are linformer to step 12, .* total number",
         ),
         (shared, [f"{first}:4", "performer:end"], (), "learned_parameters.* none of the stages linformer, performer l"),
-        (
-            shared,
-            [f"{first}6:4", f"{second}:end"],
-            (),
-            r"of shape \(8, 64\), which none of the stages linformer, f",
-        ),
+        (shared, [f"{first}6:4", f"{second}:end"], (), r"of shape \(8, 64\), which none of the stages linformer, f"),
         (tmp_path / "same", ["linear:5", "performer:end"], (), "performer to step 5, .* now they are linear to step 5"),
         (tmp_path / "same", ["performer,num_features=4:5", "linear:end"], (), "linear to step 10 with other hyperpar"),
     ]:
@@ -437,25 +334,3 @@ def test_other_stages_are_refused_with_the_reason(trainings, tmp_path):
     stages = ("--stages", f"{first}:4", f"{second}:8", "flurka_linear,share=none:end")
     assert trainings.run(shared, "learned", "--resume", *stages) == [0], output(shared)
     assert [step["attention"] for step in steps(shared)][-3:] == ["flurka_performer", "flurka_linear", "flurka_linear"]
-
-
-@pytest.mark.exhaustive
-def test_callback_in_another_trainer(tmp_path):
-    """The callback switches the model of the second Trainer to the stage of the checkpoint."""
-    stages = [("linformer", 2, {"projection_dim": 8}), ("kdeformer", None, uptraining_run.KDEFORMER)]
-    callback = hea.UptrainingCallback(stages)
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, save_steps=3, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
-    )
-    losses = []
-    for resume in (None, str(tmp_path / "checkpoint-3")):
-        torch.manual_seed(0)
-        trainer = transformers.Trainer(
-            uptraining_run.make_model("bert"),
-            arguments,
-            train_dataset=uptraining_run.make_samples("bert", 22, 0),
-            callbacks=[callback],
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == losses[1]

@@ -1,0 +1,168 @@
+"""The batches of a distillation: their order, and batches of a text or of pictures, some of which are held out."""
+
+import hashlib
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Batch, takes_pictures
+from hf_efficient_attn.evaluation.data import ModelData, max_positions
+from hf_efficient_attn.evaluation.speech import takes_speech
+from hf_efficient_attn.training.steps import process_rank, world_size
+
+ItemT = TypeVar("ItemT")
+
+# The default number of tokens, if the model takes as many.
+_DEFAULT_LENGTH = 2048
+# One of this many batches is held out, but not more than a number that measures the error well.
+_HELD_OUT_INTERVAL, _MOST_HELD_OUT = 20, 8
+
+
+def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
+    """Batches without end, the same in every call with the same arguments.
+
+    Raises:
+        UnsupportedAttentionError: there are no batches, or only one.
+    """
+    if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
+        raise UnsupportedAttentionError(
+            f"batches must be an iterable of batches, such as a list or a DataLoader, not {type(batches).__name__}: "
+            "split the data into batches"
+        )
+    if iter(batches) is batches:
+        batches = list(islice(batches, num_steps))
+    if isinstance(batches, Sized):
+        _check_count(len(batches))
+    return shuffled(batches, seed) if isinstance(batches, Sequence) else _repeated(batches)
+
+
+def shuffled(items: Sequence[ItemT], seed: int) -> Iterator[ItemT]:
+    """The items of a sequence in a random order, and without end: in each epoch in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for index in torch.randperm(len(items), generator=generator).tolist():
+            yield items[index]
+
+
+def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
+    while True:
+        count = 0
+        for count, batch in enumerate(batches, start=1):  # noqa: B007 (the number of the last one)
+            yield batch
+        _check_count(count)
+
+
+def _check_count(count: int) -> None:
+    if count == 0:
+        raise UnsupportedAttentionError("there is no text or picture to learn from: batches is empty")
+    if count == 1:
+        raise UnsupportedAttentionError(
+            "there is a single batch, which the learned parameters would fit without generalising: give at least two, "
+            "better twenty or more, of the kind of data that the model is used on"
+        )
+
+
+class TrainingData:
+    """At most `num_batches` batches of windows of a text, or of pictures, for the model of a checkpoint folder.
+
+    Args:
+        model: the model.
+        folder: its checkpoint, with a tokenizer or an image processor.
+        file: the text, or the folder or zip file of pictures.
+        length: number of tokens of an input; pictures have the nearest possible number. None for as many as the model
+            takes, at most 2,048; for pictures, for those of the size that the model was trained with.
+        batch_size: number of inputs of a batch.
+        num_batches: number of batches to learn from.
+
+    Attributes:
+        name: of the data.
+        tokens: number of tokens of an input.
+        train: the numbers of the batches to learn from.
+        held_out: the numbers of the others.
+
+    Raises:
+        UnsupportedAttentionError: a file that cannot be read or has too few batches, a length that the model cannot
+            have, a model without a tokenizer or image processor, or a model of speech.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: pathlib.Path,
+        file: pathlib.Path,
+        length: int | None,
+        batch_size: int,
+        num_batches: int,
+    ) -> None:
+        if takes_speech(model):
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} takes speech. The command distills models of text and of pictures; for this "
+                "one call hea.distill with batches of your own"
+            )
+        is_image, positions = takes_pictures(model), max_positions(model)
+        longest = length or min(positions or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+        if not is_image and positions is not None and longest > positions:
+            raise UnsupportedAttentionError(
+                f"--length {longest}: the model takes {positions} tokens: give a smaller number, or --max-length "
+                f"{longest}, which extends its positions"
+            )
+        rows = batch_size * (num_batches + _MOST_HELD_OUT)
+        self._data = data = ModelData(model, folder, file, longest=longest, rows=rows)
+        if is_image:
+            longest = length or data.native_tokens
+            # Sorted files can be sorted by class.
+            order = torch.randperm(len(data.pictures), generator=torch.Generator().manual_seed(0))
+            data.pictures = [data.pictures[index] for index in order.tolist()]
+        data.check_length(longest)
+        self._length, self._count = longest, batch_size
+        self.name, self.tokens = data.name, data.tokens_for(longest)
+        # Two batches to learn from for every process, and one that is held out.
+        found, fewest = data.rows // batch_size, 2 * world_size() + 1
+        if found < fewest:
+            inputs = "pictures" if is_image else f"windows of {self.tokens} tokens"
+            number = {0: "not one batch", 1: "a single batch"}.get(found, f"{found} batches")
+            raise UnsupportedAttentionError(
+                f"{self.name} has {data.rows} {inputs}, which are {number} of {batch_size}. Distillation needs "
+                f"{fewest} or more, two for each process to learn from and one to measure the error on: give more "
+                f"data, or a smaller --batch-size{'' if is_image else ' or --length'}"
+            )
+        held_out = min(_MOST_HELD_OUT, max(1, found // _HELD_OUT_INTERVAL))
+        self.train, self.held_out = range(min(found - held_out, num_batches)), range(found - held_out, found)
+
+    def batch(self, number: int) -> dict[str, Any]:
+        """The batch with a number. No token of a masked language model is masked."""
+        inputs = self._data.inputs(self._length, number * self._count, self._count)
+        values = dict(inputs.values)
+        if inputs.masked is not None and inputs.targets is not None:
+            values["input_ids"] = values["input_ids"].masked_scatter(inputs.masked, inputs.targets)
+        return values
+
+    def stream(self, seed: int, skip: int = 0) -> Iterator[dict[str, Any]]:
+        """The batches to learn from of this process in a random order, epoch after epoch, without the first `skip`."""
+        numbers = self.train[process_rank() :: world_size()]
+        return map(self.batch, islice(shuffled(numbers, seed), skip, None))
+
+    def digest(self) -> str:
+        """A number that other data hardly have: of all tokens, or of all names and some pixels."""
+        names = "\n".join(name for name, _ in self._data.pictures).encode("utf-8", "backslashreplace")
+        is_image = self._data.is_image
+        tensor = self.batch(self.held_out[0])["pixel_values"] if is_image else self._data.token_ids
+        return digest((repr((self.name, self._length, self._count, self._data.rows)).encode() + names, tensor))
+
+
+def digest(parts: Iterable[bytes | Tensor]) -> str:
+    """A hash of texts and tensors."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.update(repr((tuple(part.shape), part.dtype)).encode())
+            found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        else:
+            found.update(part)
+    return found.hexdigest()
