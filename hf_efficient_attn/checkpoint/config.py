@@ -39,32 +39,23 @@ def _checked(value: Any, removed: set[str]) -> Any:
         return [_checked(part, removed) for part in value]
     if not isinstance(value, dict):
         return value
-    kept: dict[str, Any] = {}
-    for key, part in value.items():
-        if key == "attn_implementation":
-            implementation = _own_methods(part)
-            kept |= {key: implementation} if implementation else {}
-        elif key == "use_pretrained_backbone" and part:
-            raise UnsupportedAttentionError(
-                "config.json asks for the weights of another model (use_pretrained_backbone), which are not downloaded"
-            )
-        elif key in _REMOVED or key.startswith("_"):
-            removed.add(key)
-        else:
-            kept[key] = _checked(part, removed)
-    return kept
-
-
-def _own_methods(implementation: Any) -> Any:
-    """Keep those names that are methods of this package.
-
-    Whoever loads the model chooses an exact implementation; the one that is named may not be installed.
-    """
-    names = implementation if isinstance(implementation, dict) else {"": implementation}
-    for name in names.values():
+    if value.get("use_pretrained_backbone"):
+        raise UnsupportedAttentionError(
+            "config.json asks for the weights of another model (use_pretrained_backbone), which are not downloaded"
+        )
+    kept = {key: part for key, part in value.items() if key not in _REMOVED and not key.startswith("_")}
+    removed |= value.keys() - kept.keys()
+    chosen = kept.pop("attn_implementation", None)
+    by_part = chosen if isinstance(chosen, dict) else {"": chosen}
+    for name in by_part.values():
         if name is not None and name not in (*available_methods(), *_IMPLEMENTATIONS):
-            known = [*available_methods(), "sdpa", "eager"]
             text = name[:60] if isinstance(name, str) else short(name)
-            raise UnsupportedAttentionError(f"config.json: {unknown_method(text, known)}")
-    own = {part: name for part, name in names.items() if name in available_methods()}
-    return own if isinstance(implementation, dict) else own.get("")
+            raise UnsupportedAttentionError(
+                f"config.json: {unknown_method(text, [*available_methods(), 'sdpa', 'eager'])}"
+            )
+    # Whoever loads the model chooses an exact implementation; the one that is named may not be installed.
+    methods = {part: name for part, name in by_part.items() if name in available_methods()}
+    kept = {key: _checked(part, removed) for key, part in kept.items()}
+    if methods:
+        kept["attn_implementation"] = methods if isinstance(chosen, dict) else chosen
+    return kept

@@ -19,7 +19,6 @@ from huggingface_hub.utils import (
 
 from hf_efficient_attn.checkpoint.config import check_config
 from hf_efficient_attn.checkpoint.files import (
-    check_encoding,
     plain_name,
     read_object,
     refusing,
@@ -95,14 +94,10 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
         OSError: The download failed.
     """
     text = os.fspath(source)
-    try:
+    with refusing(f"the source {short(text)} is not the name of a folder"):  # too long, or with a null character
+        text.encode()  # files of weights need names in UTF-8
         path = pathlib.Path(text).resolve()
-        check_encoding(path, f"the source {short(text)}")
         is_folder, exists = bool(text) and path.is_dir(), bool(text) and os.path.lexists(text)
-    except UnsupportedAttentionError:
-        raise
-    except (OSError, ValueError) as error:  # longer than a path can be, or with a null character
-        raise UnsupportedAttentionError(f"{short(text)} is not the name of a folder") from error
     if is_folder:
         return _check(path, path, None, allow_pickle)
     if exists:
@@ -115,14 +110,14 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
 @contextlib.contextmanager
 def progress_of_hub() -> Iterator[None]:
     """Hide the progress bars of huggingface_hub unless stderr is a terminal."""
-    is_quiet = not are_progress_bars_disabled() and not sys.stderr.isatty()
+    if are_progress_bars_disabled() or sys.stderr.isatty():
+        yield
+        return
+    disable_progress_bars()
     try:
-        if is_quiet:
-            disable_progress_bars()
         yield
     finally:
-        if is_quiet:
-            enable_progress_bars()
+        enable_progress_bars()
 
 
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:
@@ -151,8 +146,12 @@ def _check(folder: pathlib.Path, inside: pathlib.Path, hub_id: str | None, allow
     where = short(str(folder) if hub_id is None else hub_id)
     if not os.path.lexists(folder / "config.json"):
         text = f"{where} holds no config.json, so it is not a checkpoint of Transformers"
-        inner = [name for name in _module_folders(folder, inside) if (folder / name / "config.json").is_file()]
-        models = [name for name in inner if "model_type" in read_object(folder / name / "config.json", inside)]
+        models = [
+            name
+            for name in _module_folders(folder, inside)
+            if (config_file := folder / name / "config.json").is_file()
+            and "model_type" in read_object(config_file, inside)
+        ]
         if models:  # an old layout of sentence-transformers
             text += (
                 f"; its modules.json puts the model into the folder {short(models[0])}: convert that folder, and put "
@@ -165,31 +164,23 @@ def _check(folder: pathlib.Path, inside: pathlib.Path, hub_id: str | None, allow
     weights = find_weights(folder, inside, allow_pickle=allow_pickle)
     with refusing("config.json", UnsupportedAttentionError):
         config, dropped = check_config(values)
-    name, (companions, left_out) = hub_id or folder.name, _find_companions(folder, inside, weights)
-    return CheckedSource(folder, inside, name, hub_id, config, tuple(dropped), weights, companions, left_out)
+    companions, left_out = _find_companions(folder, inside, weights)
+    name = hub_id or folder.name
+    return CheckedSource(folder, inside, name, hub_id, config, tuple(dropped), weights, tuple(companions), left_out)
 
 
-def _find_companions(
-    folder: pathlib.Path, inside: pathlib.Path, weights: Weights
-) -> tuple[tuple[str, ...], dict[str, str]]:
+def _find_companions(folder: pathlib.Path, inside: pathlib.Path, weights: Weights) -> tuple[list[str], dict[str, str]]:
     """Return the files that are copied by a conversion, and the reasons why the others are not."""
     companions: list[str] = []
     left_out: dict[str, str] = {}
-    subfolders = ["additional_chat_templates", *_module_folders(folder, inside)]
+    subfolders = {"additional_chat_templates", *_module_folders(folder, inside)}
+    parts = [folder / name for name in sorted(subfolders) if (folder / name).is_dir()]
     skipped = {*_REPLACED, *(path.name for path in weights.files)}
-    waiting = sorted(folder.iterdir())
-    while waiting:
-        path = waiting.pop(0)
-        name, at_root = path.name, path.parent == folder
-        if name.startswith(".") or (at_root and name in skipped):
+    for path in (path for part in (folder, *parts) for path in sorted(part.iterdir())):
+        at_root = path.parent == folder
+        if path.name.startswith(".") or (at_root and (path.name in skipped or path in parts)):
             continue
-        if path.is_dir() and not path.is_symlink():
-            if at_root and name in subfolders:
-                waiting += sorted(path.iterdir())
-            else:
-                left_out[short_name(path, folder)] = "a folder that is not part of the model"
-            continue
-        reason = _why_unwanted(name, at_root)
+        reason = "a folder that is not part of the model" if path.is_dir() else _why_unwanted(path.name, at_root)
         if reason is not None:
             left_out[short_name(path, folder)] = reason
             continue
@@ -197,10 +188,10 @@ def _find_companions(
             raise UnsupportedAttentionError(
                 f"{short_name(path, folder)} is larger than {_MAX_COMPANION} bytes, the limit for such a file"
             )
-        if name in _NAMING:
+        if path.name in _NAMING:
             _check_paths(path, inside)
         companions.append(path.relative_to(folder).as_posix())
-    return tuple(companions), left_out
+    return companions, left_out
 
 
 def _why_unwanted(name: str, at_root: bool) -> str | None:
@@ -214,9 +205,8 @@ def _why_unwanted(name: str, at_root: bool) -> str | None:
         return "weights that the model does not use" if at_root else None
     if lower.endswith(".index.json"):
         return "an index of other weights"
-    if suffix in _WANTED or lower.startswith(_WANTED_NAMES):
-        return None
-    return "not of a kind that a model needs"
+    is_wanted = suffix in _WANTED or lower.startswith(_WANTED_NAMES)
+    return None if is_wanted else "not of a kind that a model needs"
 
 
 def _module_folders(folder: pathlib.Path, inside: pathlib.Path) -> list[str]:

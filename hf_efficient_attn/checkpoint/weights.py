@@ -3,7 +3,6 @@
 import math
 import os
 import pathlib
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -48,28 +47,18 @@ class Weights:
         """The number of elements of all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def tensors(self, path: pathlib.Path) -> dict[str, Tensor]:
-        """The tensors of one file, on the CPU. Those of safetensors are views of the file."""
+    def read(self, path: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors of one file on the CPU, those of safetensors as views of the file, and its metadata."""
         if path in self.loaded:
-            return dict(self.loaded[path])
+            return dict(self.loaded[path]), {}
         with refusing(path.name), safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safe_open is not a dict)
+            names = file.keys()
+            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
 
     def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all files."""
         for path in self.files:
-            yield from self.tensors(path).items()
-
-    def metadata(self, path: pathlib.Path) -> dict[str, str]:
-        """The metadata of one file, with the format, which Transformers requires."""
-        if path in self.loaded:
-            return {"format": "pt"}
-        with refusing(path.name), safe_open(path, "pt") as file:
-            return {**(file.metadata() or {}), "format": "pt"}
-
-    def output_name(self, path: pathlib.Path) -> str:
-        """The name of the safetensors file that replaces a weight file when the checkpoint is converted."""
-        return re.sub(r"^pytorch_model", "model", path.stem) + ".safetensors"
+            yield from self.read(path)[0].items()
 
 
 def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bool) -> Weights:
@@ -94,10 +83,11 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
         if not isinstance(metadata, dict):
             raise UnsupportedAttentionError(f"{index}: metadata is not a JSON object")
         paths = _files_of(listed, folder, index) if sharded else [folder / single]
-        loaded = {path: _load_pickle(path, inside) for path in paths} if single == PICKLED else {}
-        files = {path: {name: tuple(x.shape) for name, x in tensors.items()} for path, tensors in loaded.items()}
-        files = files or {path: _shapes_of(path, inside) for path in paths}
-        return Weights(files, sharded, metadata, loaded)
+        if single == PICKLED:
+            loaded = {path: _load_pickle(path, inside) for path in paths}
+            shapes = {path: {key: tuple(x.shape) for key, x in tensors.items()} for path, tensors in loaded.items()}
+            return Weights(shapes, sharded, metadata, loaded)
+        return Weights({path: _shapes_of(path, inside) for path in paths}, sharded, metadata, {})
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
     if not pickles:
         raise UnsupportedAttentionError(f"{short(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")

@@ -33,7 +33,7 @@ from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
+from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.version import __version__
 
 
@@ -119,7 +119,7 @@ class Conversion:
         self.checked = open_checkpoint(source, allow_pickle=allow_pickle)
         self.place = check_output(output, self.checked.folder, force=force)
         self.model, self._notes, self._unused = load_with_report(self.checked)
-        origin = provenance(self.checked, __version__)
+        self._origin = origin = provenance(self.checked, __version__)
         if base_model is not None:
             check_hub_id(base_model, "--base-model")
             origin |= {"base_model": base_model, "base_name": base_model.rpartition("/")[2]}
@@ -127,9 +127,8 @@ class Conversion:
             check_install(origin[INSTALL], f"{FILE}: {INSTALL}")
         if origin[TRAINED] is None and origin["max_length"] is None:
             origin[TRAINED] = num_positions(self.model)
-        if max_length is not None:
-            origin["max_length"] = max_length
-        self._origin, self._before, self._method = origin, named_tensors(self.model), EXACT
+        origin["max_length"] = max_length or origin["max_length"]
+        self._before, self._method = named_tensors(self.model), EXACT
 
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer.
@@ -144,19 +143,15 @@ class Conversion:
         positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
         if length is None or (is_rotary and positions is not None and length <= positions):  # these are computed
             return
-        try:
-            present = sum(parameter.numel() for parameter in model.parameters())
+        with _errors_of(f"--max-length {length}"):
             width = sum(embedding.embedding_dim for _, embedding, _ in position_tables(model))
-            limit = max(8 * present, 2**26) // width
+            limit = max(8 * model.num_parameters(), 2**26) // width
             if length > limit:
                 raise UnsupportedAttentionError(
                     f"position tables of that length have {length * width:,} values, while the whole model has "
-                    f"{present:,} and was made for {positions:,} tokens; give at most {limit}"
+                    f"{model.num_parameters():,} and was made for {positions:,} tokens; give at most {limit}"
                 )
-            with _errors_of("extended positions", model):
-                extend_positions(model, length)
-        except UnsupportedAttentionError as error:
-            raise UnsupportedAttentionError(f"--max-length {length}: {error}") from error
+            extend_positions(model, length)
 
     def switch(
         self,
@@ -169,19 +164,14 @@ class Conversion:
         self._method = method if isinstance(method, str) else str(method.method)
         # The hyperparameters that the checkpoint's parameters were learned with.
         present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
-        with _errors_of(self._method, model):
-            if self._max_length is not None and stored and not present:
-                convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
-            self.extend()
-            if isinstance(method, EfficientAttentionConfig):
-                for entry in method.entries:
-                    _check_size(model, entry.config)
-                convert(model, method)
-                return
-            chosen = present[0] if len(present) == 1 else method
-            if method in available_methods():
-                _check_size(model, make_config(chosen, **hyperparameters))
-            convert(model, chosen, layers=layers, **hyperparameters)
+        chosen = choice_of(present[0] if len(present) == 1 else method, layers, hyperparameters)
+        if self._max_length is not None and stored and not present:
+            convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
+        self.extend()
+        for entry in chosen.entries if chosen else ():
+            _check_size(model, entry.config)
+        with _errors_of(f"{self._method} in a {type(model).__name__}", UnsupportedAttentionError):
+            convert(model, chosen or method)
 
     def write(
         self, *, is_trained: bool = False, add_files: Callable[[pathlib.Path], None] | None = None
@@ -196,36 +186,32 @@ class Conversion:
             The report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
-        unused, notes = self._unused, list(self._notes)
         with staged(self.place) as draft:
-            changes = find_changes(model, self._before, checked, draft, is_trained=is_trained)
+            changes = find_changes(model, self._before, checked.weights, draft, is_trained=is_trained)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
             with quiet(), refusing("config.json of the result", OSError):
                 model.config.save_pretrained(draft)
-            write_weights(draft, checked, changes)
+            write_weights(draft, checked.weights, changes)
             for companion in checked.companions:
                 (draft / companion).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checked.folder / companion, draft / companion)
             limits = None if self._max_length is None else set_limits(draft, self._max_length)
-            notes += notes_of(draft, model, origin, limits)
+            notes = [*self._notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
-            _check_result(draft, changes, unused)
+            _check_result(draft, changes, self._unused)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
-        if self.place.kept is not None:
-            notes.append(f"what appeared in the output during the work is kept in {self.place.kept}")
         groups, pictures = exact_lengths(model), picture_sizes(model)
         notes += describe(groups, pictures, num_positions(model))
         removed = [key for key in checked.dropped_keys if not key.startswith("_")]
         if removed:
             notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
-        if unused:
-            notes.append(
-                f"tensors that a {type(model).__name__} does not use, copied unchanged: {', '.join(unused[:8])}"
-            )
+        if self._unused:
+            names = ", ".join(self._unused[:8])
+            notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {names}")
         if changes.dropped and self._method not in EXACT_IMPLEMENTATIONS:
             notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
         return {
@@ -238,7 +224,7 @@ class Conversion:
             "positions": num_positions(model),
             "exact_up_to": [group._asdict() for group in groups],
             "pictures": None if pictures is None else pictures._asdict(),
-            "limits": [limit._asdict() for limit in limits or ()],
+            "limits": limits or [],
             "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
             "files": sizes,
             "left_out": dict(checked.left_out),
@@ -248,9 +234,9 @@ class Conversion:
 
 
 @contextlib.contextmanager
-def _errors_of(what: str, model: PreTrainedModel) -> Iterator[None]:
+def _errors_of(what: str, *passing: type[Exception]) -> Iterator[None]:
     """Turn errors of other libraries, such as lack of memory, into refusals, and hide their warnings."""
-    with quiet(), refusing(f"{what} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
+    with quiet(), refusing(what, OSError, *passing):
         yield
 
 
@@ -261,14 +247,13 @@ def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
     """
     initial_parameters = get_method(method.method).initial_parameters
     max_length = getattr(model.config, "max_position_embeddings", None) or 1
-    with torch.device("meta"):
+    with _errors_of(f"{method.method} in a {type(model).__name__}", UnsupportedAttentionError), torch.device("meta"):
         made = initial_parameters(method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length)
-    learned = sum(tensor.numel() for tensor in made.values())
-    present = sum(parameter.numel() for parameter in model.parameters())
-    if learned > max(2 * present, 2**24):
+        learned = sum(tensor.numel() for tensor in made.values())
+    if learned > max(2 * model.num_parameters(), 2**24):
         raise UnsupportedAttentionError(
             f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
-            f"model has {present}"
+            f"model has {model.num_parameters()}"
         )
 
 

@@ -1,15 +1,12 @@
 """From which length of a text, or size of a picture, a converted model differs from exact attention."""
 
-import bisect
-import contextlib
-import copy
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import initialization
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.checkpoint.loading import quiet
@@ -18,11 +15,9 @@ from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.positions import find_tables
-from hf_efficient_attn.integration.settings import EXACT, changed_hyperparameters
+from hf_efficient_attn.integration.settings import changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
 
-# The largest picture that is considered, in multiples of the size that the model was trained on.
-_MAX_ENLARGEMENT = 32
 _ARGUMENT = "interpolate_pos_encoding"
 
 
@@ -81,32 +76,62 @@ def exact_lengths(model: PreTrainedModel) -> list[ExactUpTo]:
 def picture_sizes(model: PreTrainedModel) -> Pictures | None:
     """What the conversion means for pictures; None if the model takes other inputs or its sizes are unknown.
 
-    The numbers of tokens are measured in a copy of the model without values, so nothing is computed.
+    The numbers of tokens are measured by forward passes. That of a layer is a square of patches and a few more.
     """
-    size = getattr(model.config, "image_size", None)
+    size, patch = getattr(model.config, "image_size", None), getattr(model.config, "patch_size", None)
     if isinstance(size, (list, tuple)):
         size = size[0] if len(set(size)) == 1 else None
     exact = {layer: method.exact_length for layer, method in _methods(model).items()}
     if model.main_input_name != "pixel_values" or not isinstance(size, int) or size < 1 or not exact:
         return None
-    copied = _without_values(model)
-    native = None if copied is None else _tokens_in_picture(copied, size, size)
-    if copied is None or native is None or not exact.keys() <= native.keys():
-        return None
-
-    def differs(height: int) -> bool:
-        tokens = _tokens_in_picture(copied, height, size)
-        return tokens is None or any(tokens.get(layer, 0) > limit for layer, limit in exact.items())
-
-    patch = getattr(model.config, "patch_size", None)
     step = patch if isinstance(patch, int) and patch > 0 else 1
-    takes_larger = _tokens_in_picture(copied, size + step, size) is not None
-    # The number of tokens grows with the picture.
-    heights = range(size, size * _MAX_ENLARGEMENT if takes_larger else size + 1, step)
-    index = bisect.bisect_left(heights, True, key=differs)
-    differs_from = heights[index] if index < len(heights) else None
-    argument = _ARGUMENT if takes_larger and _ARGUMENT in inspect.signature(copied.forward).parameters else None
-    return Pictures(size, max(native[layer] for layer in exact), differs_from, takes_larger, argument)
+    argument = _ARGUMENT if _ARGUMENT in inspect.signature(model.forward).parameters else None
+    tokens = _tokens_in_picture(model, size, {})
+    takes_larger = bool(_tokens_in_picture(model, size + step, {argument: True} if argument else {}))
+    if not exact.keys() <= tokens.keys():
+        return None
+    starts = []
+    for layer, limit in exact.items():
+        side = math.isqrt(tokens[layer])
+        others = tokens[layer] - side**2
+        # The first side whose square, with the other tokens, is above the limit, in pixels.
+        pixels = size if tokens[layer] > limit else (math.isqrt(limit - others) + 1) * size / side
+        starts.append(size + math.ceil((pixels - size) / step) * step)
+    return Pictures(
+        size=size,
+        tokens=max(tokens[layer] for layer in exact),
+        differs_from=min(starts) if min(starts) == size or takes_larger else None,
+        takes_larger=takes_larger,
+        argument=argument if takes_larger else None,
+    )
+
+
+def _tokens_in_picture(model: PreTrainedModel, height: int, options: Mapping[str, bool]) -> dict[Layer, int]:
+    """The number of tokens in every layer for a square picture; empty if the model does not take it."""
+    found: dict[Layer, int] = {}
+
+    def record(label: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = kwargs.get("hidden_states", args[0] if args else None)
+        if isinstance(states, Tensor) and states.ndim == 3:
+            found[label] = states.shape[1]
+
+    hooks = [
+        part.module.register_forward_pre_hook(
+            lambda _, args, kwargs, label=part.location.label: record(label, args, kwargs), with_kwargs=True
+        )
+        for part in attention_modules(model)
+        if part.location.label is not None
+    ]
+    pixels = torch.zeros(1, getattr(model.config, "num_channels", 3), height, height, dtype=model.dtype)
+    try:
+        with torch.no_grad(), quiet():
+            model(pixel_values=pixels.to(model.device), **options)
+    except Exception:  # noqa: BLE001 (a model may refuse a size by any error)
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def describe(groups: Sequence[ExactUpTo], pictures: Pictures | None, positions: int | None) -> list[str]:
@@ -129,15 +154,13 @@ def describe(groups: Sequence[ExactUpTo], pictures: Pictures | None, positions: 
         )
     if pictures is None:
         return sentences
-    size, start, known = pictures.size, pictures.differs_from, f"{pictures.tokens} tokens at {pictures.size} px"
+    size, start = pictures.size, pictures.differs_from
+    effect = f"computed exactly; differs from exact attention from {start} px on"
     if start == size:
-        sentences.append(f"{known}: differs from exact attention at this and every larger size")
-    elif start is not None:
-        sentences.append(f"{known}: computed exactly; differs from exact attention from {start} px on")
-    else:
-        sentences.append(
-            f"{known}: computed exactly, so that the output does not change; choose smaller hyperparameters"
-        )
+        effect = "differs from exact attention at this and every larger size"
+    elif start is None:
+        effect = "computed exactly, so that the output does not change; choose smaller hyperparameters"
+    sentences.append(f"{pictures.tokens} tokens at {size} px: {effect}")
     if pictures.argument is not None:
         sentences.append(f"pictures of other sizes than {size} px: model(pixel_values, {pictures.argument}=True)")
     elif not pictures.takes_larger:
@@ -154,44 +177,3 @@ def _methods(model: PreTrainedModel) -> dict[Layer, MethodConfig]:
         if method is not None and location.label is not None:
             found.setdefault(location.label, method)
     return found
-
-
-def _without_values(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A model of the same shapes with exact attention on the meta device; None if it cannot be made."""
-    config = copy.deepcopy(model.config)
-    config.efficient_attention = None
-    config._attn_implementation = EXACT
-    safe = initialization.meta_device_safe_creation_ops()
-    with contextlib.suppress(Exception), torch.device("meta"), quiet(), initialization.no_init_weights(), safe:
-        return type(model)(config).eval()
-    return None
-
-
-def _tokens_in_picture(model: PreTrainedModel, height: int, native: int) -> Mapping[Layer, int] | None:
-    """The number of tokens in every layer for a square picture; None if the model does not take it."""
-    found: dict[Layer, int] = {}
-
-    def record(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = kwargs.get("hidden_states", args[0] if args else None)
-        if isinstance(states, Tensor) and states.ndim == 3:
-            found[layer] = states.shape[1]
-
-    hooks = [
-        module.module.register_forward_pre_hook(
-            lambda _, args, kwargs, layer=module.location.label: record(layer, args, kwargs), with_kwargs=True
-        )
-        for module in attention_modules(model)
-        if module.location.label is not None
-    ]
-    channels = getattr(model.config, "num_channels", 3)
-    pixels = torch.empty(1, channels, height, height, device="meta", dtype=model.dtype)
-    options = {_ARGUMENT: True} if _ARGUMENT in inspect.signature(model.forward).parameters and height != native else {}
-    try:
-        with torch.no_grad(), quiet():
-            model(pixel_values=pixels, **options)
-    except Exception:  # noqa: BLE001 (a model may refuse a size by any error)
-        return None
-    finally:
-        for added in hooks:
-            added.remove()
-    return found or None

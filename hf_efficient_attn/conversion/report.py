@@ -1,4 +1,4 @@
-"""The notes in the report of a conversion."""
+"""The notes in the report of a conversion, and the lines that load the result."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -6,44 +6,38 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_efficient_attn.checkpoint.limits import ChangedLimit, sentence_limit, task_lengths
+from hf_efficient_attn.checkpoint.limits import sentence_limit
 from hf_efficient_attn.checkpoint.provenance import INSTALL, TRAINED
-from hf_efficient_attn.conversion.exactness import num_positions
 from hf_efficient_attn.hub.context import own_files_of
 from hf_efficient_attn.models import auto_class
 
 
 def notes_of(
-    draft: pathlib.Path, model: PreTrainedModel, origin: Mapping[str, Any], changed: Sequence[ChangedLimit] | None
+    draft: pathlib.Path, positions: int | None, origin: Mapping[str, Any], changed: Sequence[Mapping[str, Any]] | None
 ) -> list[str]:
     """Notes about the number of tokens that a result takes, and about what its card cannot say.
 
     Args:
         draft: The folder of the result.
-        model: The model.
+        positions: The number of tokens that the model takes, or None.
         origin: The contents of `efficient_attention.json`.
-        changed: The limits that were changed to `max_length`; None if no number was given.
+        changed: The limits that were changed, as `set_limits` returns them; None if no number of tokens was asked for.
     """
-    notes, trained, positions = [], origin[TRAINED], num_positions(model)
-    if changed is None:
-        limit = sentence_limit(draft)
-        if limit is not None and positions is not None and limit.tokens < positions:
-            notes.append(
-                f"texts are truncated at {limit.tokens} tokens ({limit.key} in {limit.file}), although the model takes "
-                f"{positions}: --max-length {positions} raises that number"
-            )
-    else:
-        if trained is not None and positions is not None and positions > trained:
-            notes.append(
-                f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not "
-                f"trained on texts of more than {trained} tokens: check its results on texts as long as yours, or "
-                "fine-tune it on them"
-            )
-        notes += [f"{x.file}: {x.key} {x.after} in place of {x.before}; the rest is unchanged" for x in changed]
-        short = [x for x in task_lengths(draft) if x.tokens < origin["max_length"]]
-        if short:
-            lengths = ", ".join(f"{x.key} {x.tokens} in {x.file}" for x in short)
-            notes.append(f"texts are still truncated where the task says so: {lengths} is unchanged")
+    trained, limit = origin[TRAINED], sentence_limit(draft)
+    notes = [
+        f"{x['file']}: {x['key']} {x['after']} in place of {x['before']}; the rest is unchanged" for x in changed or ()
+    ]
+    if limit is not None and positions is not None and limit.tokens < positions:
+        notes.append(
+            f"texts are truncated at {limit.tokens} tokens ({limit.key} in {limit.file}), although the model takes "
+            f"{positions}: --max-length {positions} raises that number"
+        )
+    if changed is not None and trained is not None and positions is not None and positions > trained:
+        notes.append(
+            f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not "
+            f"trained on texts of more than {trained} tokens: check its results on texts as long as yours, or "
+            "fine-tune it on them"
+        )
     if origin["base_model"] is None:
         notes.append("the card does not name the original model: if it is on the hub, give --base-model ORG/NAME")
     if origin[INSTALL] is not None:

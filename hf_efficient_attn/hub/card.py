@@ -8,7 +8,6 @@ import functools
 import importlib.resources
 import itertools
 import logging
-import os
 import pathlib
 import re
 from typing import Any
@@ -18,6 +17,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import yaml_dump
 
+from hf_efficient_attn.checkpoint.files import refusing
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.context import PLACEHOLDER, context, escape, pipeline_of
 from hf_efficient_attn.hub.facts import TASKS, Facts, read_facts
 from hf_efficient_attn.io.writing import replacing
@@ -32,11 +33,11 @@ OWN_PART = re.compile(rf"^{START}$(.*?)^{END}$", re.S | re.M)
 _TAGS = ("efficient-attention", "hf_efficient_attn")
 _OWN_METRICS = "exact_attention_"
 _METRICS = {
-    "cosine": ("exact_attention_cosine", "Cosine similarity with exact attention"),
-    "perplexity_ratio": ("exact_attention_perplexity_ratio", "Perplexity divided by that of exact attention"),
-    "top1": ("exact_attention_top1", "Same first answer as exact attention"),
+    "cosine": (f"{_OWN_METRICS}cosine", "Cosine similarity with exact attention"),
+    "perplexity_ratio": (f"{_OWN_METRICS}perplexity_ratio", "Perplexity divided by that of exact attention"),
+    "top1": (f"{_OWN_METRICS}top1", "Same first answer as exact attention"),
 }
-_ERROR = ("exact_attention_relative_error", "Relative error of attention, mean over layers")
+_ERROR = (f"{_OWN_METRICS}relative_error", "Relative error of attention, mean over layers")
 # The form of the hub's licence identifiers, which https://hf.co/docs/hub/repositories-licenses lists.
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
@@ -75,8 +76,7 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
     text = update_card(old, facts, name)
     if old is not None and _split(old) is None:
         backups = (path.with_name(f"{NAME}.bak{number if number > 1 else ''}") for number in itertools.count(1))
-        backup = next(free for free in backups if not free.exists())
-        os.replace(path, backup)
+        backup = path.rename(next(free for free in backups if not free.exists()))
         logger.warning("%s was not written by hf_efficient_attn: it is kept as %s", path, backup.name)
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="\n")
@@ -93,8 +93,9 @@ def update_card(text: str | None, facts: Facts, name: str | None = None) -> str:
         name: The title, by default the name of the folder.
     """
     before, after, old = (None if text is None else _split(text)) or ("", "\n", ModelCardData())
-    data = _merge(old, front_matter(facts, name))
-    return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{render(facts, name)}{END}{after}"
+    with refusing(f"no card can be made from the files in {facts.folder}"):
+        data = _merge(old, front_matter(facts, name))
+        return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{render(facts, name)}{END}{after}"
 
 
 def _title(facts: Facts, name: str | None) -> str:
@@ -132,25 +133,22 @@ def for_repository(text: str, repo_id: str) -> str:
 
 def front_matter(facts: Facts, name: str | None = None) -> ModelCardData:
     """The card's own keys of the front matter; `name` as for `render`."""
-    origin, results = facts.origin, eval_results(facts)
+    origin, results, license_name = facts.origin, eval_results(facts), None
     task, license_id = origin["pipeline_tag"], origin["license"]
-    if task is None or not _SLUG.fullmatch(task):
-        task = pipeline_of(facts)
-    is_known = license_id is None or _LICENSE.fullmatch(license_id) is not None
+    if license_id is not None and not _LICENSE.fullmatch(license_id):
+        license_name = re.sub(r"[^a-z0-9.]+", "-", license_id.lower()).strip("-.") or "unnamed"
     tags = [tag for tag in origin["tags"] if _TAG.fullmatch(tag) and tag not in _OTHER_TAGS]
-    data = ModelCardData(
+    return ModelCardData(
         library_name="transformers",
         base_model=origin["base_model"],
-        license=license_id if is_known else "other",
-        language=[language for language in origin["language"] if _LANGUAGE.fullmatch(language)] or None,
-        pipeline_tag=task,
+        license=license_id if license_name is None else "other",
+        license_name=license_name,
+        language=[language for language in origin["language"] or () if _LANGUAGE.fullmatch(language)] or None,
+        pipeline_tag=task if task and _SLUG.fullmatch(task) else pipeline_of(facts),
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
         model_name=_title(facts, name) if results else None,
         eval_results=results or None,
     )
-    if not is_known:
-        data["license_name"] = re.sub(r"[^a-z0-9.]+", "-", license_id.lower()).strip("-.") or "unnamed"
-    return data
 
 
 def eval_results(facts: Facts) -> list[EvalResult]:
@@ -159,7 +157,6 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     if benchmark is None:
         return []
     data, task = benchmark["data"]["name"], TASKS[benchmark["task"]]
-    metrics = {"agreement": _METRICS[benchmark["agreement"]], "error": _ERROR}
     return [
         EvalResult(
             task_type=task,
@@ -171,26 +168,25 @@ def eval_results(facts: Facts) -> list[EvalResult]:
             metric_args={"length": row["length"], "batch": row["batch"]},
         )
         for row in benchmark["measurements"]
-        for key, (metric, title) in metrics.items()
+        for key, (metric, title) in (("agreement", _METRICS[benchmark["agreement"]]), ("error", _ERROR))
         if row["own"] and row[key] is not None
     ]
 
 
 def read_card(text: str) -> ModelCard:
-    """A card as huggingface_hub reads it; raise ValueError if that fails."""
+    """A card as huggingface_hub reads it.
+
+    Raises:
+        UnsupportedAttentionError: Its front matter cannot be read.
+    """
     text = text.replace("\r\n", "\n")
-    try:
+    with refusing("the front matter cannot be read"):  # errors of the YAML library among others
         return ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}")
-    except Exception as error:  # those of the YAML library among others
-        raise ValueError(f"the front matter cannot be read: {' '.join(str(error).split())}") from error
 
 
 def card_problems(text: str) -> list[str]:
     """What the hub's own check of a card's front matter would report, as far as that is known without the hub."""
-    try:
-        data: dict[str, Any] = read_card(text).data.to_dict()
-    except ValueError as error:
-        return [str(error)]
+    data: dict[str, Any] = read_card(text).data.to_dict()
     if not data:
         return ["there is no front matter"]
     missing = {
@@ -212,7 +208,7 @@ def _split(text: str) -> tuple[str, str, ModelCardData] | None:
     """(text before the card's part, text after it, front matter); None if the text is not a card of this package."""
     try:
         card = read_card(text)
-    except ValueError:
+    except UnsupportedAttentionError:
         return None
     body, part, lines = card.text, OWN_PART.search(card.text), card.text.split("\n")
     if part is None or lines.count(START) != 1 or lines.count(END) != 1:

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import re
-from typing import Any
 from urllib.parse import urlsplit
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -12,8 +11,6 @@ _PACKAGE = "hf_efficient_attn"
 _NAME = r"hf[-_.]efficient[-_.]attn(\[[a-z,]+\])?"
 _PINNED = re.compile(rf"{_NAME} ?== ?[0-9][0-9A-Za-z.+!-]{{0,49}}")
 _URL = re.compile(rf"({_NAME} ?@ ?)?(?P<url>(git\+)?https://[A-Za-z0-9._~:/?#@!+,=%&-]{{1,400}})")
-_SOURCES = ("repository", "source", "source code", "code", "github", "homepage", "home")
-_FORGES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "huggingface.co")
 
 
 def check_install(text: str, where: str = "--install") -> str:
@@ -42,39 +39,12 @@ def check_install(text: str, where: str = "--install") -> str:
 
 
 def known_source() -> str | None:
-    """Where this installation of the package comes from, if its metadata name a public place; None if not.
-
-    That is the URL that pip recorded (PEP 610), or else the repository that the package names. Paths are never used.
-    """
+    """The public URL that pip recorded when it installed this package (PEP 610); None if there is none."""
     try:
-        package = importlib.metadata.distribution(_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
+        recorded = json.loads(importlib.metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        if "vcs_info" in recorded:
+            system = recorded["vcs_info"]
+            return check_install(f"{system['vcs']}+{recorded['url']}@{system['commit_id']}")
+        return check_install(recorded["url"])
+    except (importlib.metadata.PackageNotFoundError, KeyError, TypeError, ValueError):  # or a path on this machine
         return None
-    candidates = [_recorded_url(package.read_text("direct_url.json"))]
-    urls = [text.partition(",")[::2] for text in package.metadata.get_all("Project-URL") or ()]
-    urls += [("home", url) for url in package.metadata.get_all("Home-page") or ()]
-    for label, url in urls:
-        parts = urlsplit(url.strip())
-        if label.strip().lower() in _SOURCES and parts.scheme == "https" and parts.netloc in _FORGES:
-            candidates.append(f"git+{url.strip().removesuffix('/')}")
-    for candidate in candidates:
-        if candidate:
-            try:
-                return check_install(candidate)
-            except UnsupportedAttentionError:
-                continue
-    return None
-
-
-def _recorded_url(text: str | None) -> str | None:
-    """The URL in a direct_url.json, with the commit of a version control system."""
-    try:
-        recorded: Any = json.loads(text or "null")
-    except ValueError:
-        return None
-    if not isinstance(recorded, dict) or not isinstance(recorded.get("url"), str) or "dir_info" in recorded:
-        return None
-    system = recorded.get("vcs_info")
-    if not isinstance(system, dict):
-        return recorded["url"]
-    return f"{system.get('vcs')}+{recorded['url']}@{system.get('commit_id')}"
