@@ -25,11 +25,12 @@ _EXTRA_PARAMETERS, _EXTRA_VALUES = 4096, 2**26
 
 
 class LoadedModel(NamedTuple):
-    """A model, notes for the user, and the names of the checkpoint's tensors that the model does not use."""
+    """A model, notes for the user, and the names of tensors that only the checkpoint or only the model has."""
 
     model: PreTrainedModel
     notes: list[str]
     unused: list[str]
+    missing: list[str]
 
 
 @contextlib.contextmanager
@@ -117,7 +118,7 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     if "generation_config.json" in checked.companions and model.can_generate():
         with quiet(), refusing("generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)
-    return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]))
+    return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]), missing)
 
 
 def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], list[str]]:

@@ -122,42 +122,29 @@ def progress_of_hub() -> Iterator[None]:
 
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:
     """Download a checkpoint, or find it in the cache; return its folder."""
-    sentence = f"{short(name)} is neither a folder nor the id of a model on the hub"
+    patterns, ignored = [*_DOWNLOADED], _NOT_DOWNLOADED
     try:
         validate_repo_id(name)
         with progress_of_hub():
-            folder = snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
-            if allow_pickle and not any(pathlib.Path(folder).glob("*.safetensors")):
-                patterns = [*_DOWNLOADED, "pytorch_model*.bin"]
-                folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
-    except HFValidationError as error:
-        raise UnsupportedAttentionError(f"{sentence}, which has the form ORGANISATION/NAME") from error
-    except RepositoryNotFoundError as error:
-        raise UnsupportedAttentionError(f"{sentence} that you can read; if it is private, log in first") from error
-    except LocalEntryNotFoundError as error:
+            folder = pathlib.Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+            if allow_pickle and not any(folder.glob("*.safetensors")):
+                snapshot_download(name, allow_patterns=[*patterns, "pytorch_model*.bin"], ignore_patterns=ignored)
+    except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise UnsupportedAttentionError(
-            f"{sentence} that is available now: it is not in the cache, and the hub cannot be reached"
+            f"{short(name)} is neither a folder nor the id (ORGANISATION/NAME) of a model that is in the cache or that "
+            "you can read on the hub: log in for a private one, and check that the hub can be reached"
         ) from error
-    return pathlib.Path(folder)
+    return folder
 
 
 def _check(folder: pathlib.Path, inside: pathlib.Path, hub_id: str | None, allow_pickle: bool) -> CheckedSource:
     """Check the files of a folder; no link in it may lead out of the folder `inside`."""
     where = short(str(folder) if hub_id is None else hub_id)
     if not os.path.lexists(folder / "config.json"):
-        text = f"{where} holds no config.json, so it is not a checkpoint of Transformers"
-        models = [
-            name
-            for name in _module_folders(folder, inside)
-            if (config_file := folder / name / "config.json").is_file()
-            and "model_type" in read_object(config_file, inside)
-        ]
-        if models:  # an old layout of sentence-transformers
-            text += (
-                f"; its modules.json puts the model into the folder {short(models[0])}: convert that folder, and put "
-                "the result in its place in a copy of the whole"
-            )
-        raise UnsupportedAttentionError(text)
+        raise UnsupportedAttentionError(
+            f"{where} holds no config.json, so it is not a checkpoint of Transformers; if modules.json of "
+            "sentence-transformers puts the model into a subfolder, convert that"
+        )
     if (folder / "adapter_config.json").exists():
         raise UnsupportedAttentionError(f"{where} holds an adapter: merge it into its model, and give the merged model")
     values = read_object(folder / "config.json", inside)
@@ -177,36 +164,25 @@ def _find_companions(folder: pathlib.Path, inside: pathlib.Path, weights: Weight
     parts = [folder / name for name in sorted(subfolders) if (folder / name).is_dir()]
     skipped = {*_REPLACED, *(path.name for path in weights.files)}
     for path in (path for part in (folder, *parts) for path in sorted(part.iterdir())):
-        at_root = path.parent == folder
-        if path.name.startswith(".") or (at_root and (path.name in skipped or path in parts)):
+        name, at_root = path.name, path.parent == folder
+        if name.startswith(".") or path in parts or (at_root and name in skipped):
             continue
-        reason = "a folder that is not part of the model" if path.is_dir() else _why_unwanted(path.name, at_root)
-        if reason is not None:
+        # The weights of a module of sentence-transformers are in its folder.
+        is_weights = path.suffix == ".safetensors" and not at_root
+        is_wanted = path.suffix.lower() in _WANTED or name.lower().startswith(_WANTED_NAMES)
+        if path.is_dir() or not name.isprintable() or name.endswith(".index.json") or not (is_weights or is_wanted):
+            is_pickle = path.suffix.lower() in PICKLES
+            reason = "a pickle, or of another kind that is not read" if is_pickle else "not a part that the model needs"
             left_out[short_name(path, folder)] = reason
             continue
-        if regular_file(path, inside).st_size > _MAX_COMPANION and path.suffix != ".safetensors":
+        if regular_file(path, inside).st_size > _MAX_COMPANION and not is_weights:
             raise UnsupportedAttentionError(
                 f"{short_name(path, folder)} is larger than {_MAX_COMPANION} bytes, the limit for such a file"
             )
-        if path.name in _NAMING:
+        if name in _NAMING:
             _check_paths(path, inside)
         companions.append(path.relative_to(folder).as_posix())
     return companions, left_out
-
-
-def _why_unwanted(name: str, at_root: bool) -> str | None:
-    """Why a file is not copied, or None if it is."""
-    suffix, lower = pathlib.PurePath(name).suffix.lower(), name.lower()
-    if not name.isprintable():
-        return "a name that cannot be printed"
-    if suffix in PICKLES:
-        return "a pickle, or of another kind that is not read"
-    if suffix == ".safetensors":
-        return "weights that the model does not use" if at_root else None
-    if lower.endswith(".index.json"):
-        return "an index of other weights"
-    is_wanted = suffix in _WANTED or lower.startswith(_WANTED_NAMES)
-    return None if is_wanted else "not of a kind that a model needs"
 
 
 def _module_folders(folder: pathlib.Path, inside: pathlib.Path) -> list[str]:

@@ -27,14 +27,12 @@ class Weights:
 
     Attributes:
         files: {path: {tensor name: shape}}. One file if the checkpoint is not sharded.
-        sharded: Whether there is an index.
-        index_metadata: The metadata of the index.
+        is_sharded: Whether there is an index.
         loaded: {path: {tensor name: tensor}} of PyTorch files, which have no header. Empty for safetensors.
     """
 
     files: Mapping[pathlib.Path, Mapping[str, tuple[int, ...]]]
-    sharded: bool
-    index_metadata: Mapping[str, Any]
+    is_sharded: bool
     loaded: Mapping[pathlib.Path, Mapping[str, Tensor]]
 
     @property
@@ -73,21 +71,16 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
         UnsupportedAttentionError: There are no weights, only pickles while `allow_pickle` is False, or a file is
             damaged; or an index names files in other folders.
     """
-    kinds = [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)] if allow_pickle else [(SINGLE, INDEX)]
-    for single, index in kinds:
-        sharded = not os.path.lexists(folder / single)
-        if sharded and not os.path.lexists(folder / index):
+    for single, index in [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)][: 1 + allow_pickle]:
+        is_sharded = not os.path.lexists(folder / single)
+        if is_sharded and not os.path.lexists(folder / index):
             continue
-        listed = read_object(folder / index, inside) if sharded else {}
-        metadata = listed.get("metadata", {})
-        if not isinstance(metadata, dict):
-            raise UnsupportedAttentionError(f"{index}: metadata is not a JSON object")
-        paths = _files_of(listed, folder, index) if sharded else [folder / single]
+        paths = _files_of(read_object(folder / index, inside), folder, index) if is_sharded else [folder / single]
         if single == PICKLED:
             loaded = {path: _load_pickle(path, inside) for path in paths}
             shapes = {path: {key: tuple(x.shape) for key, x in tensors.items()} for path, tensors in loaded.items()}
-            return Weights(shapes, sharded, metadata, loaded)
-        return Weights({path: _shapes_of(path, inside) for path in paths}, sharded, metadata, {})
+            return Weights(shapes, is_sharded, loaded)
+        return Weights({path: _shapes_of(path, inside) for path in paths}, is_sharded, {})
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
     if not pickles:
         raise UnsupportedAttentionError(f"{short(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")

@@ -6,15 +6,11 @@ that a method learns, and a position table that is extended. The result is opene
 the output folder.
 """
 
-import contextlib
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
-from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import refusing, short
@@ -26,14 +22,13 @@ from hf_efficient_attn.conversion.convert import choice_of, convert
 from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_positions, picture_sizes
 from hf_efficient_attn.conversion.positions import extend_positions, position_tables
 from hf_efficient_attn.conversion.report import loading_lines, notes_of
-from hf_efficient_attn.conversion.tensors import Changes, find_changes, named_tensors, write_weights
+from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.hub.install import check_install
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.version import __version__
 
 
@@ -118,7 +113,8 @@ class Conversion:
         self._source, self._output, self._max_length = os.fspath(source), os.fspath(output), max_length
         self.checked = open_checkpoint(source, allow_pickle=allow_pickle)
         self.place = check_output(output, self.checked.folder, force=force)
-        self.model, self._notes, self._unused = load_with_report(self.checked)
+        loaded = self._loaded = load_with_report(self.checked)
+        self.model = loaded.model
         self._origin = origin = provenance(self.checked, __version__)
         if base_model is not None:
             check_hub_id(base_model, "--base-model")
@@ -128,7 +124,7 @@ class Conversion:
         if origin[TRAINED] is None and origin["max_length"] is None:
             origin[TRAINED] = num_positions(self.model)
         origin["max_length"] = max_length or origin["max_length"]
-        self._before, self._method = named_tensors(self.model), EXACT
+        self._method = EXACT
 
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer.
@@ -143,7 +139,7 @@ class Conversion:
         positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
         if length is None or (is_rotary and positions is not None and length <= positions):  # these are computed
             return
-        with _errors_of(f"--max-length {length}"):
+        with refusing(f"--max-length {length}"):
             width = sum(embedding.embedding_dim for _, embedding, _ in position_tables(model))
             limit = max(8 * model.num_parameters(), 2**26) // width
             if length > limit:
@@ -165,21 +161,16 @@ class Conversion:
         # The hyperparameters that the checkpoint's parameters were learned with.
         present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
         chosen = choice_of(present[0] if len(present) == 1 else method, layers, hyperparameters)
-        if self._max_length is not None and stored and not present:
-            convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
-        self.extend()
-        for entry in chosen.entries if chosen else ():
-            _check_size(model, entry.config)
-        with _errors_of(f"{self._method} in a {type(model).__name__}", UnsupportedAttentionError):
+        with quiet(), refusing(f"{self._method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
+            if self._max_length is not None and stored and not present:
+                convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
+            self.extend()
             convert(model, chosen or method)
 
-    def write(
-        self, *, is_trained: bool = False, add_files: Callable[[pathlib.Path], None] | None = None
-    ) -> dict[str, Any]:
-        """Write the result.
+    def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
+        """Write the result, with the tensors of the source where the model has not changed them.
 
         Args:
-            is_trained: Whether the model's own parameters may have changed. Otherwise they are copied from the source.
             add_files: Adds files to the folder that it is given, before the model card is made from them.
 
         Returns:
@@ -187,7 +178,7 @@ class Conversion:
         """
         checked, model, origin = self.checked, self.model, self._origin
         with staged(self.place) as draft:
-            changes = find_changes(model, self._before, checked.weights, draft, is_trained=is_trained)
+            changes = find_changes(model, checked.weights, self._loaded.missing, draft)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
             with quiet(), refusing("config.json of the result", OSError):
                 model.config.save_pretrained(draft)
@@ -196,9 +187,9 @@ class Conversion:
                 (draft / companion).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checked.folder / companion, draft / companion)
             limits = None if self._max_length is None else set_limits(draft, self._max_length)
-            notes = [*self._notes, *notes_of(draft, num_positions(model), origin, limits)]
+            notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
-            _check_result(draft, changes, self._unused)
+            _check_result(draft, changes, self._loaded.unused)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
@@ -209,8 +200,8 @@ class Conversion:
         removed = [key for key in checked.dropped_keys if not key.startswith("_")]
         if removed:
             notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
-        if self._unused:
-            names = ", ".join(self._unused[:8])
+        if self._loaded.unused:
+            names = ", ".join(self._loaded.unused[:8])
             notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {names}")
         if changes.dropped and self._method not in EXACT_IMPLEMENTATIONS:
             notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
@@ -231,30 +222,6 @@ class Conversion:
             "notes": notes,
             "load": loading_lines(model, self._output, embeds_sentences="modules.json" in checked.companions),
         }
-
-
-@contextlib.contextmanager
-def _errors_of(what: str, *passing: type[Exception]) -> Iterator[None]:
-    """Turn errors of other libraries, such as lack of memory, into refusals, and hide their warnings."""
-    with quiet(), refusing(what, OSError, *passing):
-        yield
-
-
-def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
-    """Refuse hyperparameters, probably mistyped, with which a layer would learn more values than the whole model has.
-
-    The values are counted on the meta device, so no memory is used.
-    """
-    initial_parameters = get_method(method.method).initial_parameters
-    max_length = getattr(model.config, "max_position_embeddings", None) or 1
-    with _errors_of(f"{method.method} in a {type(model).__name__}", UnsupportedAttentionError), torch.device("meta"):
-        made = initial_parameters(method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length)
-        learned = sum(tensor.numel() for tensor in made.values())
-    if learned > max(2 * model.num_parameters(), 2**24):
-        raise UnsupportedAttentionError(
-            f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
-            f"model has {model.num_parameters()}"
-        )
 
 
 def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +43,13 @@ class Pictures(NamedTuple):
     Attributes:
         size: the height in pixels of the pictures that the model was trained on.
         tokens: the largest number of tokens of such a picture in a layer with a method.
-        differs_from: the smallest height at which the output differs from exact attention; None if the model takes no
-            such picture.
-        takes_larger: whether the model takes larger pictures.
-        argument: the argument of the model that larger pictures need; None if they need none.
+        differs_from: the smallest height at which the output differs from exact attention.
+        argument: the argument of the model that larger pictures need; None if it has none.
     """
 
     size: int
     tokens: int
-    differs_from: int | None
-    takes_larger: bool
+    differs_from: int
     argument: str | None
 
 
@@ -76,7 +73,7 @@ def exact_lengths(model: PreTrainedModel) -> list[ExactUpTo]:
 def picture_sizes(model: PreTrainedModel) -> Pictures | None:
     """What the conversion means for pictures; None if the model takes other inputs or its sizes are unknown.
 
-    The numbers of tokens are measured by forward passes. That of a layer is a square of patches and a few more.
+    The numbers of tokens are measured by a forward pass. That of a layer is a square of patches and a few more.
     """
     size, patch = getattr(model.config, "image_size", None), getattr(model.config, "patch_size", None)
     if isinstance(size, (list, tuple)):
@@ -86,8 +83,7 @@ def picture_sizes(model: PreTrainedModel) -> Pictures | None:
         return None
     step = patch if isinstance(patch, int) and patch > 0 else 1
     argument = _ARGUMENT if _ARGUMENT in inspect.signature(model.forward).parameters else None
-    tokens = _tokens_in_picture(model, size, {})
-    takes_larger = bool(_tokens_in_picture(model, size + step, {argument: True} if argument else {}))
+    tokens = _tokens_in_picture(model, size)
     if not exact.keys() <= tokens.keys():
         return None
     starts = []
@@ -97,16 +93,10 @@ def picture_sizes(model: PreTrainedModel) -> Pictures | None:
         # The first side whose square, with the other tokens, is above the limit, in pixels.
         pixels = size if tokens[layer] > limit else (math.isqrt(limit - others) + 1) * size / side
         starts.append(size + math.ceil((pixels - size) / step) * step)
-    return Pictures(
-        size=size,
-        tokens=max(tokens[layer] for layer in exact),
-        differs_from=min(starts) if min(starts) == size or takes_larger else None,
-        takes_larger=takes_larger,
-        argument=argument if takes_larger else None,
-    )
+    return Pictures(size, max(tokens[layer] for layer in exact), min(starts), argument)
 
 
-def _tokens_in_picture(model: PreTrainedModel, height: int, options: Mapping[str, bool]) -> dict[Layer, int]:
+def _tokens_in_picture(model: PreTrainedModel, size: int) -> dict[Layer, int]:
     """The number of tokens in every layer for a square picture; empty if the model does not take it."""
     found: dict[Layer, int] = {}
 
@@ -122,10 +112,10 @@ def _tokens_in_picture(model: PreTrainedModel, height: int, options: Mapping[str
         for part in attention_modules(model)
         if part.location.label is not None
     ]
-    pixels = torch.zeros(1, getattr(model.config, "num_channels", 3), height, height, dtype=model.dtype)
+    pixels = torch.zeros(1, getattr(model.config, "num_channels", 3), size, size, dtype=model.dtype)
     try:
         with torch.no_grad(), quiet():
-            model(pixel_values=pixels.to(model.device), **options)
+            model(pixel_values=pixels.to(model.device))
     except Exception:  # noqa: BLE001 (a model may refuse a size by any error)
         return {}
     finally:
@@ -158,13 +148,9 @@ def describe(groups: Sequence[ExactUpTo], pictures: Pictures | None, positions: 
     effect = f"computed exactly; differs from exact attention from {start} px on"
     if start == size:
         effect = "differs from exact attention at this and every larger size"
-    elif start is None:
-        effect = "computed exactly, so that the output does not change; choose smaller hyperparameters"
     sentences.append(f"{pictures.tokens} tokens at {size} px: {effect}")
     if pictures.argument is not None:
         sentences.append(f"pictures of other sizes than {size} px: model(pixel_values, {pictures.argument}=True)")
-    elif not pictures.takes_larger:
-        sentences.append(f"the model takes pictures of {size} px only")
     return sentences
 
 

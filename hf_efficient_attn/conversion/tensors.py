@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -35,67 +35,38 @@ class Changes(NamedTuple):
     dropped: list[str]
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, under each of their names, and all buffers."""
-    return {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-
-
-def find_changes(
-    model: PreTrainedModel,
-    before: Mapping[str, Tensor],
-    weights: Weights,
-    scratch: pathlib.Path,
-    *,
-    is_trained: bool,
-) -> Changes:
+def find_changes(model: PreTrainedModel, weights: Weights, missing: Sequence[str], scratch: pathlib.Path) -> Changes:
     """Compare a converted model with its source.
 
     Args:
         model: The model.
-        before: Its `named_tensors` before the conversion.
         weights: The weights of the source.
+        missing: The parameters of the model that the source does not contain either.
         scratch: A folder for temporary files.
-        is_trained: Whether the values of its parameters may have changed.
     """
-    shapes, prefix = weights.shapes, model.base_model_prefix
-    parameters = dict(model.named_parameters())
-    changed = [name for name in parameters if before.get(name) is not parameters[name]]
-    learned = [name for name in parameters if _LEARNED in name.split(".")]
-    saved = _saved_names(model, list(parameters) if is_trained else [*dict.fromkeys(changed + learned)], scratch)
-
-    def stored_name(name: str) -> str:
-        return _stored_name(saved.get(name, name), shapes, prefix)
-
-    new = {stored_name(name): parameters[name].detach() for name in changed}
-    if is_trained:
-        stored = dict(weights.all_tensors())
-        # A parameter that is shared by two modules can be stored under both names.
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            key = stored_name(name)
-            if key in stored and key not in new:
-                value = parameter.detach().to("cpu", stored[key].dtype)
-                if not torch.equal(value, stored[key]):
-                    new[key] = value.clone()
-    for name, buffer in model.named_buffers():
-        # Old checkpoints contain position ids, which grow with the position table.
-        if stored_name(name) in shapes and buffer.shape != before[name].shape:
-            new[stored_name(name)] = buffer
-    kept = {stored_name(name) for name in learned}
-    dropped = sorted(name for name in shapes if _LEARNED in name.split(".") and name not in kept)
-    return Changes(sum(name not in new and name not in dropped for name in shapes), new, dropped)
+    stored, prefix, new = dict(weights.all_tensors()), model.base_model_prefix, dict[str, Tensor]()
+    saved, present = _saved_names(model, scratch), set[str]()
+    # A parameter that is shared by two modules can be stored under both names. Old checkpoints contain position ids.
+    for name, tensor in (*model.named_buffers(), *model.named_parameters(remove_duplicate=False)):
+        key, value = _stored_name(saved.get(name, name), stored, prefix), tensor.detach().cpu()
+        if key not in stored and name in saved and name not in missing:
+            new[key] = value
+        elif key in stored and not torch.equal(stored[key].to(value.dtype), value):
+            new[key] = value.to(stored[key].dtype, copy=True)  # shared parameters need memory of their own
+        present.add(key)
+    dropped = sorted(name for name in stored if _LEARNED in name.split(".") and name not in present)
+    return Changes(sum(name not in new and name not in dropped for name in stored), new, dropped)
 
 
-def _saved_names(model: PreTrainedModel, names: Sequence[str], scratch: pathlib.Path) -> dict[str, str]:
-    """The names under which Transformers saves parameters, found by saving a different number for each."""
-    if not names:
-        return {}
-    folder, passing = scratch / "names", (OSError, SafetensorError)
-    with quiet(), refusing("names of the new tensors", *passing):
+def _saved_names(model: PreTrainedModel, scratch: pathlib.Path) -> dict[str, str]:
+    """The names under which Transformers saves the parameters, found by saving a different number for each."""
+    folder, names = scratch / "names", [name for name, _ in model.named_parameters()]
+    with quiet(), refusing("names of the tensors", OSError, SafetensorError):
         numbered = {name: torch.full((1,), float(number), dtype=torch.float64) for number, name in enumerate(names)}
         model.save_pretrained(folder, state_dict=numbered)
         found = {names[int(tensor)]: name for name, tensor in load_file(folder / SINGLE).items()}
-        shutil.rmtree(folder)
-        return {name: found[name] for name in names}
+    shutil.rmtree(folder)
+    return found
 
 
 def _stored_name(name: str, shapes: Mapping[str, Any], prefix: str) -> str:
@@ -113,23 +84,20 @@ def _stored_name(name: str, shapes: Mapping[str, Any], prefix: str) -> str:
 
 def write_weights(draft: pathlib.Path, weights: Weights, changes: Changes) -> None:
     """Write the source's tensors to the same files, and the tensors that it does not have to the last of them."""
-    last = list(weights.files)[-1]
     weight_map: dict[str, str] = {}
-    num_bytes = num_values = 0
-    for path, shapes in tqdm(weights.files.items(), unit="file", desc="writing", disable=None, leave=False):
+    sizes = {"total_parameters": 0, "total_size": 0}
+    added = {name: value for name, value in changes.new.items() if name not in weights.shapes}
+    last = list(weights.files)[-1]
+    for path in tqdm(weights.files, unit="file", desc="writing", disable=None, leave=False):
         tensors, metadata = weights.read(path)
-        tensors = {name: value for name, value in tensors.items() if name not in changes.dropped}
-        for name, value in changes.new.items():
-            if name in shapes or (path == last and name not in weights.shapes):
-                tensors[name] = value.contiguous()
+        tensors = {name: changes.new.get(name, value) for name, value in tensors.items() if name not in changes.dropped}
+        tensors |= added if path == last else {}
         target = re.sub(r"^pytorch_model", "model", path.stem) + ".safetensors"
-        save_file(tensors, draft / target, metadata={**metadata, "format": "pt"})  # Transformers requires the format
+        contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        save_file(contiguous, draft / target, metadata={**metadata, "format": "pt"})  # Transformers requires the format
         shutil.copymode(draft / "config.json", draft / target)  # save_file makes it readable for its owner only
         weight_map |= dict.fromkeys(tensors, target)
-        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        num_values += sum(tensor.numel() for tensor in tensors.values())
-    if weights.sharded:
-        about = {**weights.index_metadata, "total_size": num_bytes}
-        if "total_parameters" in about:
-            about["total_parameters"] = num_values
-        write_json(draft / INDEX, {"metadata": about, "weight_map": dict(sorted(weight_map.items()))})
+        sizes["total_parameters"] += sum(tensor.numel() for tensor in tensors.values())
+        sizes["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    if weights.is_sharded:
+        write_json(draft / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})

@@ -14,8 +14,6 @@ from typing import Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.utils import yaml_dump
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -38,12 +36,7 @@ _METRICS = {
     "top1": (f"{_OWN_METRICS}top1", "Same first answer as exact attention"),
 }
 _ERROR = (f"{_OWN_METRICS}relative_error", "Relative error of attention, mean over layers")
-# The form of the hub's licence identifiers, which https://hf.co/docs/hub/repositories-licenses lists.
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
-_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
-_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,59}")
-# Tags that need not be true of a converted checkpoint.
+# Tags of the original that need not be true of a converted checkpoint.
 _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-inference", "text-generation-inference")
 
 
@@ -53,10 +46,8 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
     The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
     card, byte for byte. In a README.md that contains a card of this package, the part between the markers is replaced,
     and in the front matter the card's own keys; tags and results of others are kept. Another README.md is kept as
-    README.md.bak (or .bak2, ...), and a warning is logged. Licence, languages, task and tags of the original are left
-    out if the hub would not accept them; a licence without an identifier on the hub becomes "other", with its name. The
-    key `base_model_relation` is not set, because none of its four values (adapter, merge, quantized, finetune)
-    describes a conversion.
+    README.md.bak (or .bak2, ...), and a warning is logged. The key `base_model_relation` is not set, because none of
+    its four values (adapter, merge, quantized, finetune) describes a conversion.
 
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to
@@ -116,35 +107,26 @@ def _template() -> jinja2.Template:
 
 
 def for_repository(text: str, repo_id: str) -> str:
-    """The text of a card with the repository's name as its title, in its examples and with its results."""
-    name = repo_id.rpartition("/")[2]
+    """The text of a card with the repository's name as its title and in its examples."""
 
     def rename(part: re.Match[str]) -> str:
-        titled = re.sub(r"^# .*$", lambda _: f"# {escape(name)}", part[0], count=1, flags=re.M)
+        title = f"# {escape(repo_id.rpartition('/')[2])}"
+        titled = re.sub(r"^# .*$", lambda _: title, part[0], count=1, flags=re.M)
         return titled.replace(f'"{PLACEHOLDER}"', f'"{repo_id}"')
 
-    def rename_results(block: re.Match[str]) -> str:
-        # Only this line changes: the rest of the front matter can be the user's.
-        entry = f"- {yaml_dump({'name': name}).strip()}"
-        return re.sub(r"^(model-index:\n)- name: .*$", lambda found: found[1] + entry, block[0], count=1, flags=re.M)
-
-    return REGEX_YAML_BLOCK.sub(rename_results, OWN_PART.sub(rename, text, count=1), count=1)
+    return OWN_PART.sub(rename, text, count=1)
 
 
 def front_matter(facts: Facts, name: str | None = None) -> ModelCardData:
     """The card's own keys of the front matter; `name` as for `render`."""
-    origin, results, license_name = facts.origin, eval_results(facts), None
-    task, license_id = origin["pipeline_tag"], origin["license"]
-    if license_id is not None and not _LICENSE.fullmatch(license_id):
-        license_name = re.sub(r"[^a-z0-9.]+", "-", license_id.lower()).strip("-.") or "unnamed"
-    tags = [tag for tag in origin["tags"] if _TAG.fullmatch(tag) and tag not in _OTHER_TAGS]
+    origin, results = facts.origin, eval_results(facts)
+    tags = [tag for tag in origin["tags"] if tag not in _OTHER_TAGS]
     return ModelCardData(
         library_name="transformers",
         base_model=origin["base_model"],
-        license=license_id if license_name is None else "other",
-        license_name=license_name,
-        language=[language for language in origin["language"] or () if _LANGUAGE.fullmatch(language)] or None,
-        pipeline_tag=task if task and _SLUG.fullmatch(task) else pipeline_of(facts),
+        license=origin["license"],
+        language=origin["language"],
+        pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
         model_name=_title(facts, name) if results else None,
         eval_results=results or None,
@@ -194,14 +176,7 @@ def card_problems(text: str) -> list[str]:
         "base_model": "readers cannot find the original; convert again with --base-model ORG/NAME, or",
         "pipeline_tag": "the hub does not know the task;",
     }
-    found = [f"no {key}: {why} add '{key}:' to the front matter" for key, why in missing.items() if key not in data]
-    for key, form, known in (("license", _LICENSE, "identifiers"), ("pipeline_tag", _SLUG, "tasks")):
-        if key in data and not (isinstance(data[key], str) and form.fullmatch(data[key])):
-            found.append(f"{key} is not one of the hub's {known}")
-    tags = data.get("tags", [])
-    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
-        found.append("tags is not a list of texts")
-    return found
+    return [f"no {key}: {why} add '{key}:' to the front matter" for key, why in missing.items() if key not in data]
 
 
 def _split(text: str) -> tuple[str, str, ModelCardData] | None:

@@ -6,7 +6,6 @@ import json
 import pathlib
 import shlex
 import warnings
-import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -316,17 +315,6 @@ def _why_refused(path: pathlib.Path, inside: pathlib.Path) -> str | None:
         return None
     if not path.is_file():
         return "not a regular file"
-    if name.endswith(PICKLES) or (not name.endswith(".safetensors") and _is_pickle(path)):
+    if name.endswith(PICKLES):
         return "a pickle or another format that can run code; only safetensors are published"
     return None
-
-
-def _is_pickle(path: pathlib.Path) -> bool:
-    """Whether a file begins like a pickle of protocol 2 to 5, or is an archive that PyTorch wrote."""
-    with path.open("rb") as file:
-        if file.read(2) in (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"):
-            return True
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith(".pkl") for name in archive.namelist())

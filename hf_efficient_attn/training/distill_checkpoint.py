@@ -326,7 +326,7 @@ class _CheckpointRun:
         if processes.rank == 0:
             move: Callable[..., object] = self.model.to
             move("cpu")
-            report = self._conversion.write(is_trained=self._finetuning is not None, add_files=add_files) | report
+            report = self._conversion.write(add_files=add_files) | report
             if result["complete"]:
                 self._state.remove()
         processes.wait()
