@@ -36,6 +36,8 @@ _METRICS = {
     "top1": (f"{_OWN_METRICS}top1", "Same first answer as exact attention"),
 }
 _ERROR = (f"{_OWN_METRICS}relative_error", "Relative error of attention, mean over layers")
+# The form of the hub's licence identifiers, which https://hf.co/docs/hub/repositories-licenses lists.
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
 # Tags of the original that need not be true of a converted checkpoint.
 _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-inference", "text-generation-inference")
 
@@ -46,7 +48,8 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
     The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
     card, byte for byte. In a README.md that contains a card of this package, the part between the markers is replaced,
     and in the front matter the card's own keys; tags and results of others are kept. Another README.md is kept as
-    README.md.bak (or .bak2, ...), and a warning is logged. The key `base_model_relation` is not set, because none of
+    README.md.bak (or .bak2, ...), and a warning is logged. A licence without an identifier on the hub becomes "other",
+    with its name. The key `base_model_relation` is not set, because none of
     its four values (adapter, merge, quantized, finetune) describes a conversion.
 
     Args:
@@ -84,7 +87,7 @@ def update_card(text: str | None, facts: Facts, name: str | None = None) -> str:
         name: The title, by default the name of the folder.
     """
     before, after, old = (None if text is None else _split(text)) or ("", "\n", ModelCardData())
-    with refusing(f"no card can be made from the files in {facts.folder}"):
+    with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
         data = _merge(old, front_matter(facts, name))
         return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{render(facts, name)}{END}{after}"
 
@@ -119,12 +122,15 @@ def for_repository(text: str, repo_id: str) -> str:
 
 def front_matter(facts: Facts, name: str | None = None) -> ModelCardData:
     """The card's own keys of the front matter; `name` as for `render`."""
-    origin, results = facts.origin, eval_results(facts)
+    origin, results, license_name = facts.origin, eval_results(facts), None
+    if origin["license"] and not _LICENSE.fullmatch(origin["license"]):
+        license_name = re.sub(r"[^a-z0-9.]+", "-", origin["license"].lower()).strip("-.") or "unnamed"
     tags = [tag for tag in origin["tags"] if tag not in _OTHER_TAGS]
     return ModelCardData(
         library_name="transformers",
         base_model=origin["base_model"],
-        license=origin["license"],
+        license=origin["license"] if license_name is None else "other",
+        license_name=license_name,
         language=origin["language"],
         pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
