@@ -29,13 +29,7 @@ _MAX_BYTES = {"tokenizer.json": 2**30}
 
 
 class Limit(NamedTuple):
-    """A number of tokens at which a file truncates texts.
-
-    Attributes:
-        file: The file, relative to the folder of the checkpoint.
-        key: The key in the file, with dots between the levels.
-        tokens: The number.
-    """
+    """A number of tokens at which a file truncates texts; in the key, dots are between the levels."""
 
     file: str
     key: str
@@ -45,10 +39,7 @@ class Limit(NamedTuple):
 def find_limits(folder: pathlib.Path) -> list[Limit]:
     """Find the limits in the files of a checkpoint: those of sentence-transformers first, then those of the tokenizer.
 
-    Files without the key, or with null in its place, set no limit.
-
-    Raises:
-        UnsupportedAttentionError: A file is not a JSON object.
+    Files without the key, or with null in its place, set no limit. A file that is no JSON object is refused.
     """
     return [limit for *_, limits in _files(folder) for limit in limits]
 
@@ -68,9 +59,6 @@ def set_limits(folder: pathlib.Path, max_length: int) -> list[dict[str, Any]]:
 
     Returns:
         "file", "key", "before" and "after" of each limit that was changed.
-
-    Raises:
-        UnsupportedAttentionError: A file is not a JSON object.
     """
     changed = []
     for path, values, limits in _files(folder):

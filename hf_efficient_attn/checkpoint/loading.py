@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.files import refusing, short
 from hf_efficient_attn.checkpoint.source import CheckedSource
-from hf_efficient_attn.checkpoint.weights import Weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
@@ -83,11 +82,11 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
             )
         config = CONFIG_MAPPING[kind].from_dict(dict(checked.config))
         cls, notes = _model_class(checked, config)
-        tensors = dict(checked.weights.all_tensors())
+        tensors = checked.weights.read_again()
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
-        with _limited_size(checked.weights):
+        with _limited_size(tensors):
             # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
             load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
             model, report = load(
@@ -153,10 +152,11 @@ def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type
 
 
 @contextlib.contextmanager
-def _limited_size(weights: Weights) -> Iterator[None]:
+def _limited_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Refuse models that are far larger than their checkpoint, while they are built on the meta device."""
-    max_parameters = _EXTRA_PARAMETERS + _PARAMETERS_PER_TENSOR * len(weights.shapes)
-    max_values = _EXTRA_VALUES + _VALUES_PER_VALUE * weights.num_values
+    present = sum(tensor.numel() for tensor in tensors.values())
+    max_parameters = _EXTRA_PARAMETERS + _PARAMETERS_PER_TENSOR * len(tensors)
+    max_values = _EXTRA_VALUES + _VALUES_PER_VALUE * present
     num_parameters = num_values = 0
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -166,8 +166,8 @@ def _limited_size(weights: Weights) -> Iterator[None]:
         num_values += tensor.numel() if tensor is not None and tensor.device.type == "meta" else 0
         if num_parameters > max_parameters or num_values > max_values:
             raise UnsupportedAttentionError(
-                f"config.json describes a model far larger than the checkpoint, which holds {weights.num_values} "
-                f"values in {len(weights.shapes)} tensors"
+                f"config.json describes a model far larger than the checkpoint, which holds {present} values in "
+                f"{len(tensors)} tensors"
             )
 
     register = nn.modules.module

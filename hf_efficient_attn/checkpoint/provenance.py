@@ -24,11 +24,8 @@ def provenance(checked: CheckedSource, version: str) -> dict[str, Any]:
 
     The base model is the one that was converted first; licence, tags, task and languages are those of its card. Values
     of the card that are not plain text are left out. `max_length` is the number of tokens that a conversion was told to
-    take, `trained_positions` those that the model took before it, `install` what pip takes to install this package.
-
-    Args:
-        checked: The checkpoint.
-        version: The version of this package, for the result.
+    take, `trained_positions` those that the model took before it, `install` what pip takes to install this package, and
+    `version` the version of this package.
 
     Raises:
         UnsupportedAttentionError: The source's card or `efficient_attention.json` cannot be read.

@@ -44,8 +44,7 @@ _REPLACED = (
     "README.md", "benchmark.json", "config.json", "distillation.json", "efficient_attention.json", "trainer_state.json",
     "training_args.bin",
 )  # fmt: skip
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.vocab", "*.bpe", "*.tiktoken", "*.spm"]
-_DOWNLOADED += ["README.md", "LICENSE*", "LICENCE*", "NOTICE*"]
+_DOWNLOADED = ["*.safetensors", "LICENSE*", "LICENCE*", "NOTICE*", *(f"*{suffix}" for suffix in _WANTED)]
 _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 
 

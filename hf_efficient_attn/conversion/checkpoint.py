@@ -256,8 +256,7 @@ def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) 
     )
     with refusing(problem, OSError):
         written = open_checkpoint(draft)
-        shapes = written.weights.shapes
-        lost = sorted(set(load_with_report(written).unused) - set(unused))
-        lost += [name for name in changes.new if name not in shapes]
-        if lost or len(shapes) != changes.kept + len(changes.new):
+        tensors = written.weights.tensors
+        lost = sorted({*load_with_report(written).unused} - {*unused} | (changes.new.keys() - tensors.keys()))
+        if lost or len(tensors) != changes.kept + len(changes.new):
             raise UnsupportedAttentionError(f"the model does not find {short(lost[0]) if lost else 'all tensors'}")

@@ -22,13 +22,9 @@ _ARGUMENT = "interpolate_pos_encoding"
 
 
 class ExactUpTo(NamedTuple):
-    """The layers that use one method.
+    """The layers that use one method, its hyperparameters that differ from the defaults, and its limit.
 
-    Attributes:
-        layers: the layers, in order.
-        method: the name of the method.
-        settings: its hyperparameters that differ from the defaults.
-        tokens: the number of tokens up to which these layers compute exact attention; 0 if they never do.
+    That is the number of tokens up to which these layers compute exact attention; 0 if they never do.
     """
 
     layers: list[Layer]

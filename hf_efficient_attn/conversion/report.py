@@ -17,11 +17,8 @@ def notes_of(
 ) -> list[str]:
     """Notes about the number of tokens that a result takes, and about what its card cannot say.
 
-    Args:
-        draft: The folder of the result.
-        positions: The number of tokens that the model takes, or None.
-        origin: The contents of `efficient_attention.json`.
-        changed: The limits that were changed, as `set_limits` returns them; None if no number of tokens was asked for.
+    The result is in the folder `draft`, and its model takes `positions` tokens, or an unknown number. `origin` are the
+    contents of `efficient_attention.json`. `changed` is what `set_limits` returned, None if no length was asked for.
     """
     trained, limit = origin[TRAINED], sentence_limit(draft)
     notes = [

@@ -36,15 +36,11 @@ class Changes(NamedTuple):
 
 
 def find_changes(model: PreTrainedModel, weights: Weights, missing: Sequence[str], scratch: pathlib.Path) -> Changes:
-    """Compare a converted model with its source.
+    """Compare a converted model with the weights of its source.
 
-    Args:
-        model: The model.
-        weights: The weights of the source.
-        missing: The parameters of the model that the source does not contain either.
-        scratch: A folder for temporary files.
+    `missing` are the parameters that the source does not contain either, `scratch` is a folder for temporary files.
     """
-    stored, prefix, new = dict(weights.all_tensors()), model.base_model_prefix, dict[str, Tensor]()
+    stored, prefix, new = weights.tensors, model.base_model_prefix, dict[str, Tensor]()
     saved, present = _saved_names(model, scratch), set[str]()
     # A parameter that is shared by two modules can be stored under both names. Old checkpoints contain position ids.
     for name, tensor in (*model.named_buffers(), *model.named_parameters(remove_duplicate=False)):
@@ -86,15 +82,13 @@ def write_weights(draft: pathlib.Path, weights: Weights, changes: Changes) -> No
     """Write the source's tensors to the same files, and the tensors that it does not have to the last of them."""
     weight_map: dict[str, str] = {}
     sizes = {"total_parameters": 0, "total_size": 0}
-    added = {name: value for name, value in changes.new.items() if name not in weights.shapes}
-    last = list(weights.files)[-1]
-    for path in tqdm(weights.files, unit="file", desc="writing", disable=None, leave=False):
-        tensors, metadata = weights.read(path)
-        tensors = {name: changes.new.get(name, value) for name, value in tensors.items() if name not in changes.dropped}
-        tensors |= added if path == last else {}
+    added, last = changes.new.keys() - weights.tensors.keys(), list(weights.files)[-1]
+    for path, stored in tqdm(weights.files.items(), unit="file", desc="writing", disable=None, leave=False):
+        names = [*(stored.keys() - changes.dropped), *(added if path == last else ())]
+        tensors = {name: (changes.new[name] if name in changes.new else stored[name]).contiguous() for name in names}
         target = re.sub(r"^pytorch_model", "model", path.stem) + ".safetensors"
-        contiguous = {name: value.contiguous() for name, value in tensors.items()}
-        save_file(contiguous, draft / target, metadata={**metadata, "format": "pt"})  # Transformers requires the format
+        # Transformers requires the format.
+        save_file(tensors, draft / target, metadata={**weights.metadata[path], "format": "pt"})
         shutil.copymode(draft / "config.json", draft / target)  # save_file makes it readable for its owner only
         weight_map |= dict.fromkeys(tensors, target)
         sizes["total_parameters"] += sum(tensor.numel() for tensor in tensors.values())

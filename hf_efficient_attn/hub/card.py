@@ -78,13 +78,9 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
 
 
 def update_card(text: str | None, facts: Facts, name: str | None = None) -> str:
-    """The text of a card made from facts.
+    """The text of a card made from facts; `name` is its title, by default the name of the folder.
 
-    Args:
-        text: The text of an earlier card, of which everything is kept that the card does not set. A text that is not a
-            card of this package counts as none.
-        facts: What the card says.
-        name: The title, by default the name of the folder.
+    Of `text`, an earlier card, everything is kept that the card does not set. Another text counts as none.
     """
     before, after, old = (None if text is None else _split(text)) or ("", "\n", ModelCardData())
     with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):

@@ -83,11 +83,7 @@ class Facts:
 
 
 def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> Facts:
-    """Read and check the files of a converted checkpoint.
-
-    Args:
-        folder: The folder of the checkpoint.
-        may_be_exact: Whether to accept a checkpoint that was converted back to exact attention.
+    """Read and check the files of a converted checkpoint, with `may_be_exact` also of one that was converted back.
 
     Raises:
         UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged

@@ -145,7 +145,7 @@ class _CheckpointRun:
     def _request(self) -> dict[str, Any]:
         checked = self._conversion.checked
         source = hashlib.sha256(repr(sorted(checked.config.items(), key=str)).encode())
-        for name, tensor in checked.weights.all_tensors():
+        for name, tensor in checked.weights.tensors.items():
             source.update(name.encode("utf-8", "backslashreplace"))
             update(source, tensor)
         return {
