@@ -22,13 +22,19 @@ from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
-from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_positions, picture_sizes
 from hf_efficient_attn.conversion.positions import extend_positions, position_tables
-from hf_efficient_attn.conversion.report import loading_lines, notes_of
+from hf_efficient_attn.conversion.report import (
+    describe,
+    exact_lengths,
+    loading_lines,
+    notes_of,
+    num_positions,
+    picture_sizes,
+)
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.card import write_card
-from hf_efficient_attn.hub.install import check_install
+from hf_efficient_attn.hub.facts import check_install
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
@@ -72,7 +78,7 @@ def convert_checkpoint(
         layers), positions (the number of tokens that the model takes, or None), exact_up_to (for each method its
         layers, the hyperparameters that differ from the defaults, and the number of tokens up to which it is exact, 0
         for none), pictures (None, or the sizes in pixels from which pictures are approximated; see
-        `exactness.Pictures`), limits (each limit of text lengths that was changed: file, key, before, after),
+        `report.Pictures`), limits (each limit of text lengths that was changed: file, key, before, after),
         parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in bytes, left_out {file:
         reason}, notes, and load, the Python lines that load the result.
 

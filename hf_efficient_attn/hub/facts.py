@@ -4,22 +4,29 @@ They are `config.json`, `efficient_attention.json`, `benchmark.json` and `distil
 and texts are brought to one line without control characters.
 """
 
+import importlib.metadata
+import json
 import pathlib
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from safetensors import safe_open
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, TRAINED, plain_origin, read_origin
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.install import check_install, known_source
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.methods import available_methods
 
+_PACKAGE = "hf_efficient_attn"
+_NAME = r"hf[-_.]efficient[-_.]attn(\[[a-z,]+\])?"
+_PINNED = re.compile(rf"{_NAME} ?== ?[0-9][0-9A-Za-z.+!-]{{0,49}}")
+_URL = re.compile(rf"({_NAME} ?@ ?)?(?P<url>(git\+)?https://[A-Za-z0-9._~:/?#@!+,=%&-]{{1,400}})")
 TASKS = {
     "embedding": "feature-extraction",
     "causal-lm": "text-generation",
@@ -217,3 +224,40 @@ def _is_same(method: str, settings: dict[str, Any], own: EfficientAttentionConfi
         return own is not None and EfficientAttentionConfig.from_dict({"method": method, **settings}) == own
     except UnsupportedAttentionError:  # exact attention, or a method that this version does not have
         return False
+
+
+def check_install(text: str, where: str = "--install") -> str:
+    """Check what a card is to tell its readers to install; the message begins with `where`.
+
+    Returns:
+        The text: a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
+        hf_efficient_attn==0.2.0.
+
+    Raises:
+        UnsupportedAttentionError: It is a path on this machine, a name without a version, a URL with a password or
+            token, or something else.
+    """
+    text = text.strip()
+    url = _URL.fullmatch(text)
+    if url is not None and "@" in urlsplit(url["url"].removeprefix("git+")).netloc:
+        raise UnsupportedAttentionError(
+            f"{where}: the URL contains a user, password or token, which everybody could read: leave it out"
+        )
+    if url is None and not _PINNED.fullmatch(text):
+        raise UnsupportedAttentionError(
+            f"{where} {text!r}: give what others can install, a URL (https://... or git+https://...) or a version "
+            f"({_PACKAGE}==0.2.0); a path exists only on this machine, and a name alone could be another package"
+        )
+    return text
+
+
+def known_source() -> str | None:
+    """The public URL that pip recorded when it installed this package (PEP 610); None if there is none."""
+    try:
+        recorded = json.loads(importlib.metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        if "vcs_info" in recorded:
+            system = recorded["vcs_info"]
+            return check_install(f"{system['vcs']}+{recorded['url']}@{system['commit_id']}")
+        return check_install(recorded["url"])
+    except (importlib.metadata.PackageNotFoundError, KeyError, TypeError, ValueError):  # or a path on this machine
+        return None

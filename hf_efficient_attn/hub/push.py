@@ -21,8 +21,7 @@ from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, update_card
 from hf_efficient_attn.hub.context import find_own_files, import_options
-from hf_efficient_attn.hub.facts import Facts, clean, read_facts
-from hf_efficient_attn.hub.install import check_install
+from hf_efficient_attn.hub.facts import Facts, check_install, clean, read_facts
 from hf_efficient_attn.io.json import encode_json, read_json_object
 from hf_efficient_attn.io.writing import replacing
 

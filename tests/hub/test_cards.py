@@ -18,8 +18,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, for_repository
 from hf_efficient_attn.hub.context import escape
-from hf_efficient_attn.hub.facts import clean
-from hf_efficient_attn.hub.install import check_install, known_source
+from hf_efficient_attn.hub.facts import check_install, clean, known_source
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from tiny_models import SMALL
 
