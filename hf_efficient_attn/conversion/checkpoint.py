@@ -87,11 +87,6 @@ def convert_checkpoint(
             Nothing has been written.
         OSError: A file could not be read or written. Nothing of the output remains.
     """
-    if isinstance(method, EfficientAttentionConfig) and (hyperparameters or layers is not None):
-        raise UnsupportedAttentionError(
-            "an EfficientAttentionConfig already contains hyperparameters and layers: do not give them again"
-        )
-    choice_of(method, layers, hyperparameters or {})  # refuses what is wrong before any file is opened
     conversion = Conversion(
         source, output, max_length=max_length, base_model=base_model, force=force, allow_pickle=allow_pickle
     )
