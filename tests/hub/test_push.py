@@ -115,7 +115,7 @@ def test_a_pushed_checkpoint_is_loaded_from_the_hub_in_new_processes(server, tmp
 
 
 def test_without_yes_or_with_dry_run_there_are_no_requests(folder, online, capsys):
-    (folder / "README.md.bak").write_text("old")
+    (folder / "README.md").rename(folder / "README.md.bak")
     _origin(folder, license=None)
     assert status("push", folder, REPOSITORY, "--private") == 0
     out = capsys.readouterr().out
