@@ -266,19 +266,20 @@ def _print_line(line: str) -> None:
 _NUMBER = re.compile(r"[<>~]?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(x|%|s|B|kB|MB|GB|MiB))?")
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], style: Callable[[str], str] = str) -> str:
-    """A Markdown table with aligned columns, those of numbers to the right, and `style` applied to the header."""
+def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *, is_printed: bool = False) -> str:
+    """A Markdown table with aligned columns; `print_table` aligns numbers to the right and makes the header bold."""
     lines, columns = list(rows), []
     for title, *cells in zip(headers, *lines, strict=True):
         texts = ["" if cell is None else str(cell) for cell in cells]
-        is_text = not texts or any(text and not _NUMBER.fullmatch(text) for text in texts)
-        columns.append(("<" if is_text else ">", max(map(len, [title, *texts]))))
-    return "\n".join([_row(headers, columns, style), _rule(columns), *(_row(line, columns) for line in lines)])
+        are_numbers = is_printed and texts and all(_NUMBER.fullmatch(text) for text in texts if text)
+        columns.append((">" if are_numbers else "<", max(map(len, [title, *texts]))))
+    header = _row(headers, columns, bold if is_printed else str)
+    return "\n".join([header, _rule(columns), *(_row(line, columns) for line in lines)])
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a `table`, on a terminal with a bold header."""
-    typer.echo(table(headers, rows, bold))
+    """Print a table whose numbers are aligned to the right, on a terminal with a bold header."""
+    typer.echo(table(headers, rows, is_printed=True))
 
 
 def split_list(values: Iterable[str]) -> list[str]:
