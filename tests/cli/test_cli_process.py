@@ -284,7 +284,11 @@ def test_a_live_table_shows_each_row_at_once(capsys):
     assert capsys.readouterr().out == "|   8192 | a longer name |          |\n"
 
 
-def test_numbers_are_aligned_to_the_right(capsys):
+def test_numbers_are_aligned_to_the_right_if_they_are_printed(capsys):
+    assert (
+        cli.table(("a", "bcd"), [("xyz", 1), (None, 22)])
+        == "| a   | bcd |\n|-----|-----|\n| xyz | 1   |\n|     | 22  |"
+    )
     cli.print_table(("file", "size", "change"), [("a", "1.2 MB", -1), ("bc", "13 MB", "+20%")])
     assert capsys.readouterr().out.splitlines() == [
         "| file |   size | change |",

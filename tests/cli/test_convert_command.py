@@ -279,16 +279,6 @@ def test_models_without_a_position_table_cannot_be_extended(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_length_that_must_be_a_mistake_is_refused_before_memory_is_used(source, tmp_path, capsys):
-    for length in (3_000_000, 10**15):
-        assert status(source, "--method", "longformer", "--max-length", length, "-o", tmp_path / "out") == 2
-        err = capsys.readouterr().err
-        values = f"position tables of that length have {length * 32:,} values"
-        assert err.startswith(f"error: --max-length {length}: {values}")
-        assert "was made for 128 tokens; give at most 2097152" in err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_repeated_table_is_compared_with_the_trained_one(tmp_path, capsys):
     source, note = save(tmp_path / "source", "roberta"), "the table of 128 positions is repeated {} times"
 
@@ -321,16 +311,6 @@ def test_what_to_install_is_carried_on_and_shown(source, tmp_path, capsys):
     assert "efficient_attention.json: install '../package'" in capsys.readouterr().err
 
 
-def test_the_report_names_the_calibrated_length(source, tmp_path, capsys):
-    file = tmp_path / "analysis.json"
-    chosen = {"method": "longformer", "window_size": 4, "layers": [1], "calibrated_length": 70, "version": 2}
-    file.write_text(json.dumps({"calibrated": chosen}))
-    assert status(source, "--config", file, "-o", tmp_path / "out") == 0
-    out = capsys.readouterr().out
-    assert "attention: longformer (window_size=4)\n" in out and "calibrated_length=" not in out
-    assert "calibrated: on inputs of up to 70 tokens" in out
-
-
 def test_a_file_can_give_the_methods_of_the_layers(source, tmp_path, capsys):
     mix = [{"layers": [0], "method": "longformer", "window_size": 4}, {"layers": [1], "method": "linear"}]
     file = tmp_path / "mix.json"
@@ -343,6 +323,12 @@ def test_a_file_can_give_the_methods_of_the_layers(source, tmp_path, capsys):
         converted = hea.convert(tiny_class("bert", head=True).from_pretrained(source), {"layers": mix}).eval()
         assert loaded.config.efficient_attention == converted.config.efficient_attention
         assert torch.equal(output(loaded, tiny_batch("bert")), output(converted, tiny_batch("bert")))
+    chosen = {"method": "longformer", "window_size": 4, "layers": [1], "calibrated_length": 70, "version": 2}
+    file.write_text(json.dumps({"calibrated": chosen}))
+    assert status(source, "--config", file, "-o", tmp_path / "out", "--force") == 0
+    out = capsys.readouterr().out
+    assert "attention: longformer (window_size=4)\n" in out and "calibrated_length=" not in out
+    assert "calibrated: on inputs of up to 70 tokens" in out
     for wrong, message in (
         ("{", "not JSON"),
         ("[1]", "a JSON object is expected"),
@@ -390,21 +376,17 @@ def test_from_one_method_to_another(source, tmp_path, capsys):
     convert_checkpoint(tmp_path / "a", tmp_path / "c", "nystromformer", max_length=256)
 
 
-def test_without_architectures_the_class_is_that_of_automodel(tmp_path):
-    tiny_model("bert").save_pretrained(tmp_path / "source")
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
+def test_configs_without_a_class_or_with_an_implementation_that_is_not_installed(tmp_path):
+    source = tmp_path / "source"
+    transformers.BertModel(tiny_config("bert"), add_pooling_layer=False).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
     del config["architectures"]
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
-    done = convert_checkpoint(tmp_path / "source", tmp_path / "out", "linear")
+    (source / "config.json").write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
+    done = convert_checkpoint(source, tmp_path / "out", "linear")
     assert done["architecture"] == "BertModel" and "AutoModel" in done["notes"][0]
-    assert same(tensors(tmp_path / "source"), tensors(tmp_path / "out"))
-
-
-def test_a_missing_pooler_is_not_added(tmp_path):
-    transformers.BertModel(tiny_config("bert"), add_pooling_layer=False).save_pretrained(tmp_path / "source")
-    done = convert_checkpoint(tmp_path / "source", tmp_path / "out", "linear")
-    assert same(tensors(tmp_path / "source"), tensors(tmp_path / "out"))
     assert any("no pooler" in note for note in done["notes"])
+    assert same(tensors(source), tensors(tmp_path / "out"))  # a missing pooler is not added
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["attn_implementation"] == "linear"
 
 
 def test_pickles_become_safetensors(tmp_path, capsys):
@@ -470,13 +452,6 @@ def test_hub_ids(source, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "other").exists()
 
 
-def test_an_exact_implementation_that_is_not_installed_is_accepted(source, tmp_path):
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
-    convert_checkpoint(source, tmp_path / "out", "linear")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["attn_implementation"] == "linear"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -490,6 +465,8 @@ def test_an_exact_implementation_that_is_not_installed_is_accepted(source, tmp_p
         (["--method", "kdeformer", "--layers", "7"], "[7]"),
         (["--method", "kdeformer", "--max-length", "64"], "shorten its position table"),
         (["--method", "kdeformer", "--max-length", "0"], "--max-length"),
+        (["--method", "linear", "--max-length", "3000000"], "length have 96,000,000 values, while"),
+        (["--method", "linear", "--max-length", f"{10**15}"], "was made for 128 tokens; give at most 2097152"),
         (["--method", "linformer", "--set", "projection_dim=2000000000"], "linformer"),
         ([], "--method"),
     ],
