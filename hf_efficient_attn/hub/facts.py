@@ -35,13 +35,18 @@ TASKS = {
     "speech-to-text": "automatic-speech-recognition",
     "image-classification": "image-classification",
 }
-# Keys of benchmark.json and distillation.json whose values are numbers or null.
-_NUMBERS = {
+# The types of values in benchmark.json and distillation.json, by their keys; null is accepted too.
+_NUMBERS = (
     "after", "batch", "batch_size", "before", "error", "error_after", "error_before", "finetune_learning_rate",
     "finetune_steps", "first_token_seconds", "held_out", "learning_rate", "length", "lora_rank", "peak_memory_mib",
     "rows", "seconds", "seed", "speed_up", "steps", "steps_done", "tokens", "tokens_per_second",
-}  # fmt: skip
-# Those of a measurement that can be missing.
+)  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(_NUMBERS, ("a finite number", (int, float))),
+    **dict.fromkeys(("data", "machine", "pays_from", "plan", "settings"), ("a JSON object", (dict,))),
+    **dict.fromkeys(("layers", "measurements", "notes"), ("a list", (list,))),
+}
+# Keys of a measurement that can be missing.
 _OPTIONAL = dict.fromkeys(("peak_memory_mib", "error", "agreement", "first_token_seconds", "tokens_per_second"))
 
 
@@ -177,9 +182,11 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _plain(value: Any, where: str, key: str = "") -> Any:
-    is_number = type(value) in (int, float)
-    if (key in _NUMBERS and value is not None and not is_number) or (is_number and not abs(value) < 1e300):
-        raise UnsupportedAttentionError(f"{where}: {key} must be a finite number, not {clean(repr(value), 60)}")
+    """A value of a JSON file with every text in one line; refuse one that is not of the type of its key."""
+    is_finite = not isinstance(value, float) or abs(value) < 1e300
+    expected, types = _TYPES.get(key, ("a finite number", (type(value),)))
+    if not is_finite or (value is not None and type(value) not in types):
+        raise UnsupportedAttentionError(f"{where}: {key} must be {expected}, not {clean(repr(value), 60)}")
     if isinstance(value, dict):
         return {clean(name): _plain(part, where, name) for name, part in value.items()}
     if isinstance(value, list):
