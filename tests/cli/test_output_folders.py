@@ -72,15 +72,16 @@ def test_existing_folders_are_replaced_only_with_force(whole, tmp_path, capsys):
     assert convert(whole, tmp_path / "empty") == 0
 
 
-@pytest.mark.parametrize("options", [[], ["--force"]], ids=["", "force"])
-@pytest.mark.parametrize("before", [None, {}, {"old__old_txt": "old", "changed_txt": "old"}], ids=str)
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [(None, []), ({}, []), (None, ["--force"]), ({"old__old_txt": "old", "changed_txt": "old"}, ["--force"])],
+    ids=["new", "empty", "new, force", "replaced"],
+)
 def test_what_appears_during_the_work_is_not_lost(before, options, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     if before is not None:
         out.mkdir()
         fill(out, **before)
-    if before and not options:
-        pytest.skip("refused at the beginning")
     at_the_end(monkeypatch, lambda: fill(out, new_txt="mine", old__new_txt="mine", changed_txt="mine now"))
     assert convert(whole, out, *options) == 2
     error = capsys.readouterr().err
