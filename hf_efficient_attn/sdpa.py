@@ -204,8 +204,8 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
         reason = "the mask is one of pairs of queries and keys"
     else:
         # Views of the inputs that have the shapes of the projected heads, (B, H, N, .).
-        heads = [x.expand(given["num_heads"], *x.shape).permute(2, 0, 1, 3) for x in (query, key, value)]
-        reason = _why_exact(replacement, *heads, is_causal)
+        shapes = (x.expand(given["num_heads"], *x.shape).permute(2, 0, 1, 3) for x in (query, key, value))
+        reason = _why_exact(replacement, next(shapes), next(shapes), next(shapes), is_causal)
     if not reason and key_mask is not None:  # True for padding, if it is bool
         key_mask = ~key_mask if key_mask.dtype == torch.bool else key_mask
         key_mask, reason = _key_mask(key_mask[:, None, None], query.shape[1], key.shape[0])

@@ -3,14 +3,10 @@
 import contextlib
 import os
 import pathlib
-import re
 import reprlib
 import stat
-import sys
 from collections.abc import Iterator
 from typing import Any
-
-from safetensors import SafetensorError
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import read_json_object
@@ -33,32 +29,6 @@ def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
     return name if name.isprintable() and len(name) <= 120 else short(name)
 
 
-def check_encoding(path: pathlib.Path, what: str) -> None:
-    """Refuse a path without a form in UTF-8, which safetensors needs, or with another one in the system's encoding."""
-    try:
-        is_possible = os.fsencode(path) == str(path).encode("utf-8")
-    except UnicodeEncodeError:
-        is_possible = False
-    if not is_possible:
-        raise UnsupportedAttentionError(
-            f"{what} is a name that cannot be used here: files of weights need names in UTF-8, and the encoding of "
-            f"this system is {sys.getfilesystemencoding()}; give a name of ASCII letters"
-        )
-
-
-@contextlib.contextmanager
-def writing(path: pathlib.Path) -> Iterator[None]:
-    """Turn errors of safetensors while it writes a file into the errors of the system that they contain."""
-    try:
-        yield
-    except SafetensorError as error:
-        code = re.search(r"os error (\d+)|code: (\d+)", str(error))
-        if code is None:
-            raise
-        number = int(code[1] or code[2])
-        raise OSError(number, os.strerror(number), str(path)) from error
-
-
 @contextlib.contextmanager
 def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
     """Turn every error inside the `with` block into an `UnsupportedAttentionError` of one short line.
@@ -78,19 +48,15 @@ def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
 
 
 def regular_file(path: pathlib.Path, inside: pathlib.Path) -> os.stat_result:
-    """Check that a path is a regular file inside a folder, or a symbolic link to one; return its status.
+    """Check that a path is a regular file, or a link to one, inside the folder `inside`; return its status.
 
     Raises:
-        UnsupportedAttentionError: The path does not exist, is not a regular file, or is a link that leads out of the
-            folder `inside`.
+        UnsupportedAttentionError: The path does not exist, is not a regular file, or is a link that leads out.
     """
     name = short_name(path, inside)
-    try:
+    with refusing(f"{name} cannot be read"):
         target = path.resolve(strict=True)
         status = target.stat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "links in a circle"
-        raise UnsupportedAttentionError(f"{name} cannot be read: {reason}") from error
     if not target.is_relative_to(inside.resolve()):
         raise UnsupportedAttentionError(
             f"{name} is a symbolic link that leads out of its folder: put the file itself there"

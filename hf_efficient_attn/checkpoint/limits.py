@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from hf_efficient_attn.io.json import MAX_BYTES, read_json_object, write_json
 
-_MAX_TOKENIZER = 2**30  # bytes; the tokenizers of many languages have tens of megabytes
 _SENTENCE = "sentence_*_config.json"
 _KEYS = {
     _SENTENCE: (
@@ -25,112 +24,70 @@ _KEYS = {
     "tokenizer_config.json": ("model_max_length",),
     "tokenizer.json": ("truncation.max_length",),
 }  # fmt: skip
-# Lengths of models that embed queries and documents differently, which belong to their training.
-_TASK_KEYS = {_SENTENCE: ("query_length", "document_length")}
+# Bytes; the tokenizers of many languages have tens of megabytes.
+_MAX_BYTES = {"tokenizer.json": 2**30}
 
 
 class Limit(NamedTuple):
-    """A number of tokens at which a file truncates texts.
-
-    Attributes:
-        file: The file, relative to the folder of the checkpoint.
-        key: The key in the file, with dots between the levels.
-        tokens: The number.
-    """
+    """A number of tokens at which a file truncates texts; in the key, dots are between the levels."""
 
     file: str
     key: str
     tokens: int
 
 
-class ChangedLimit(NamedTuple):
-    """A limit that has been changed; see `Limit`."""
-
-    file: str
-    key: str
-    before: int
-    after: int
-
-
 def find_limits(folder: pathlib.Path) -> list[Limit]:
     """Find the limits in the files of a checkpoint: those of sentence-transformers first, then those of the tokenizer.
 
-    Files without the key, or with null in its place, set no limit.
-
-    Raises:
-        UnsupportedAttentionError: A file is not a JSON object.
+    Files without the key, or with null in its place, set no limit. A file that is no JSON object is refused.
     """
-    return [limit for *_, limits in _files(folder, _KEYS) for limit in limits]
+    return [limit for *_, limits in _files(folder) for limit in limits]
 
 
 def sentence_limit(folder: pathlib.Path) -> Limit | None:
-    """The limit that applies when texts are truncated; None if there is none.
-
-    It is that of sentence-transformers if its files set one, otherwise that of the tokenizer.
-    """
+    """The limit that applies when texts are truncated: of sentence-transformers, or else of the tokenizer, or None."""
     limits = [limit for limit in find_limits(folder) if not limit.file.endswith("tokenizer.json")]
     of_sentences = [limit for limit in limits if not limit.file.endswith("tokenizer_config.json")]
     return min(of_sentences or limits, key=lambda limit: limit.tokens, default=None)
 
 
-def task_lengths(folder: pathlib.Path) -> list[Limit]:
-    """The lengths of queries and of documents that the files of sentence-transformers set apart from each other."""
-    return [limit for *_, limits in _files(folder, _TASK_KEYS) for limit in limits]
-
-
-def set_limits(folder: pathlib.Path, max_length: int) -> list[ChangedLimit]:
-    """Let nothing truncate texts below the number of tokens that the model takes.
+def set_limits(folder: pathlib.Path, max_length: int) -> list[dict[str, Any]]:
+    """Let nothing truncate texts below `max_length`, the number of tokens that the model takes.
 
     Limits of the tokenizer that are larger stay. Those of sentence-transformers become smaller too, because a text of
     more tokens than the model takes ends in an error. Limits that are not set stay so.
 
-    Args:
-        folder: The folder of the checkpoint, in which the files are changed.
-        max_length: The number of tokens that the model takes.
-
     Returns:
-        What was changed.
-
-    Raises:
-        UnsupportedAttentionError: A file is not a JSON object.
+        "file", "key", "before" and "after" of each limit that was changed.
     """
     changed = []
-    for path, values, limits in _files(folder, _KEYS):
-        is_larger_kept = path.name in _KEYS
-        wrong = [x for x in limits if x.tokens < max_length or (x.tokens > max_length and not is_larger_kept)]
+    for path, values, limits in _files(folder):
+        wrong = [x for x in limits if x.tokens < max_length or (x.tokens > max_length and path.name not in _KEYS)]
         for limit in wrong:
             inner, (*parents, last) = values, limit.key.split(".")
             for part in parents:
                 inner = inner[part]
             inner[last] = max_length
-            changed.append(ChangedLimit(limit.file, limit.key, limit.tokens, max_length))
+            changed.append({"file": limit.file, "key": limit.key, "before": limit.tokens, "after": max_length})
         if wrong:
             write_json(path, values)
     return changed
 
 
-def _files(
-    folder: pathlib.Path, keys: Mapping[str, tuple[str, ...]]
-) -> Iterator[tuple[pathlib.Path, dict[str, Any], list[Limit]]]:
-    """The files that can set limits, with their contents and the limits under the given keys.
+def _files(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any], list[Limit]]]:
+    """The files that can set limits, with their contents and their limits.
 
     Subfolders with a model of their own are skipped: their limits are those of another model.
     """
-    folders = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir() and not _has_model(path))]
-    for pattern in keys:
-        for path in (path for part in folders for path in sorted(part.glob(pattern))):
-            name, max_bytes = path.relative_to(folder).as_posix(), MAX_BYTES
-            if path.name == "tokenizer.json":
-                max_bytes = _MAX_TOKENIZER
-            values = read_json_object(path, max_bytes=max_bytes, name=name)
-            found = [(key, _number(values, key)) for key in keys[pattern]]
-            yield path, values, [Limit(name, key, number) for key, number in found if number is not None]
-
-
-def _has_model(folder: pathlib.Path) -> bool:
-    """Whether a folder contains a model of Transformers."""
-    path = folder / "config.json"
-    return path.is_file() and "model_type" in read_json_object(path, name=f"{folder.name}/config.json")
+    inner = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    for pattern, keys in _KEYS.items():
+        for path in (path for part in (folder, *inner) for path in sorted(part.glob(pattern))):
+            config, name = path.with_name("config.json"), path.relative_to(folder).as_posix()
+            if path.parent != folder and config.is_file() and "model_type" in read_json_object(config):
+                continue
+            values = read_json_object(path, max_bytes=_MAX_BYTES.get(path.name, MAX_BYTES), name=name)
+            numbers = {key: _number(values, key) for key in keys}
+            yield path, values, [Limit(name, key, number) for key, number in numbers.items() if number is not None]
 
 
 def _number(values: Mapping[str, Any], key: str) -> int | None:

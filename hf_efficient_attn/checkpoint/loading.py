@@ -1,11 +1,9 @@
 """Building the model of a checked checkpoint, by Transformers' own class and from the checked tensors only."""
 
 import contextlib
-import difflib
-import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,8 +15,7 @@ from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.files import refusing, short
 from hf_efficient_attn.checkpoint.source import CheckedSource
-from hf_efficient_attn.checkpoint.weights import Weights
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
 # or computed tables: per tensor of the checkpoint, per element of it, and beyond that.
@@ -27,11 +24,12 @@ _EXTRA_PARAMETERS, _EXTRA_VALUES = 4096, 2**26
 
 
 class LoadedModel(NamedTuple):
-    """A model, notes for the user, and the names of the checkpoint's tensors that the model does not use."""
+    """A model, notes for the user, and the names of tensors that only the checkpoint or only the model has."""
 
     model: PreTrainedModel
     notes: list[str]
     unused: list[str]
+    missing: list[str]
 
 
 @contextlib.contextmanager
@@ -75,21 +73,20 @@ def load_model(checked: CheckedSource) -> PreTrainedModel:
 
 def load_with_report(checked: CheckedSource) -> LoadedModel:
     """Load the model of a checkpoint as `load_model` does, with a report for the user."""
-    kind, counts = checked.config["model_type"], Counter[torch.dtype]()
-    with quiet(), refusing(f"{short(checked.name)}: no model can be built from its config"):
+    kind, counts, name = checked.config["model_type"], Counter[torch.dtype](), short(checked.name)
+    with quiet(), refusing(f"{name}: no model can be built from its config"):
         if kind not in CONFIG_MAPPING:
-            near = difflib.get_close_matches(kind[:60], list(CONFIG_MAPPING), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UnsupportedAttentionError(
-                f"Transformers has no model of type {short(kind)}.{hint} Code that comes with a checkpoint is never run"
+                f"Transformers has no model of type {short(kind)}.{did_you_mean(kind[:60], CONFIG_MAPPING)} Code that "
+                "comes with a checkpoint is never run"
             )
         config = CONFIG_MAPPING[kind].from_dict(dict(checked.config))
         cls, notes = _model_class(checked, config)
-        tensors = dict(checked.weights.all_tensors())
+        tensors = checked.weights.read_again()
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
-        with _limited_size(checked.weights):
+        with _limited_size(tensors):
             # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
             load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
             model, report = load(
@@ -100,20 +97,47 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    _check_report(checked, cls, report, notes)
+    mismatched, missing = sorted(report["mismatched_keys"], key=str), sorted(report["missing_keys"])
+    # Models saved without a pooler get a random one every time they are loaded, which is harmless.
+    lacking = [key for key in missing if "pooler" not in key.split(".")]
+    more = f" (and {len(mismatched or lacking) - 1} more)" if len(mismatched or lacking) > 1 else ""
+    if mismatched:
+        key, present, expected = (str(part) if isinstance(part, str) else list(part) for part in mismatched[0])
+        raise UnsupportedAttentionError(
+            f"{name}: tensor {short(key)} is of size {present} where config.json asks for {expected}{more}"
+        )
+    if lacking:
+        raise UnsupportedAttentionError(
+            f"{name}: the checkpoint lacks tensor {short(lacking[0])}{more}, which a {cls.__name__} needs"
+        )
+    if missing:
+        notes.append(
+            f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
+        )
     if "generation_config.json" in checked.companions and model.can_generate():
         with quiet(), refusing("generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)
-    return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]))
+    return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]), missing)
 
 
 def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], list[str]]:
     """The class that `config.architectures` names, and notes for the user."""
-    registered: dict[str, type] = {}  # by programs, for this config, with one of Transformers' Auto classes
-    for auto in vars(modeling_auto).values():
-        found = getattr(getattr(auto, "_model_mapping", None), "_extra_content", {}).get(type(config))
-        registered |= {cls.__name__: cls for cls in (found if isinstance(found, (tuple, list)) else [found]) if cls}
     names = checked.config.get("architectures") or []
+    if not names:
+        mapping: Any = AutoModel._model_mapping
+        if type(config) not in mapping:
+            raise UnsupportedAttentionError(
+                f"config.json names no architectures, and AutoModel knows no class for a {type(config).__name__}"
+            )
+        cls = mapping[type(config)]
+        cls = cls[0] if isinstance(cls, tuple) else cls
+        return cls, [f"config.json names no architectures: loaded as a {cls.__name__}, as AutoModel does"]
+    # Classes that programs have registered for this config with one of Transformers' Auto classes.
+    added = [
+        getattr(getattr(auto, "_model_mapping", None), "_extra_content", {}).get(type(config), ())
+        for auto in vars(modeling_auto).values()
+    ]
+    registered = {cls.__name__: cls for entry in added for cls in (entry if isinstance(entry, tuple) else (entry,))}
     for name in names:
         cls = getattr(transformers, name, None) or registered.get(name)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
@@ -122,67 +146,35 @@ def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type
                     f"config.json is of a {type(config).__name__}, which a {name} does not take"
                 )
             return cls, []
-    if names:
-        raise UnsupportedAttentionError(
-            f"Transformers has no model class {short(names[0])}; code that comes with a checkpoint is never run"
-        )
-    mapping: Any = AutoModel._model_mapping
-    if type(config) not in mapping:
-        raise UnsupportedAttentionError(
-            f"config.json names no architectures, and AutoModel knows no class for a {type(config).__name__}"
-        )
-    cls = mapping[type(config)]
-    cls = cls[0] if isinstance(cls, tuple) else cls
-    return cls, [f"config.json names no architectures: loaded as a {cls.__name__}, as AutoModel does"]
+    raise UnsupportedAttentionError(
+        f"Transformers has no model class {short(names[0])}; code that comes with a checkpoint is never run"
+    )
 
 
 @contextlib.contextmanager
-def _limited_size(weights: Weights) -> Iterator[None]:
+def _limited_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Refuse models that are far larger than their checkpoint, while they are built on the meta device."""
-    max_parameters = _EXTRA_PARAMETERS + _PARAMETERS_PER_TENSOR * len(weights.shapes)
-    max_values = _EXTRA_VALUES + _VALUES_PER_VALUE * weights.num_values
+    present = sum(tensor.numel() for tensor in tensors.values())
+    max_parameters = _EXTRA_PARAMETERS + _PARAMETERS_PER_TENSOR * len(tensors)
+    max_values = _EXTRA_VALUES + _VALUES_PER_VALUE * present
     num_parameters = num_values = 0
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         nonlocal num_parameters, num_values
         num_parameters += tensor is not None
         # Tensors on other devices are those of the checkpoint, which replace those on the meta device.
-        num_values += math.prod(tensor.shape) if tensor is not None and tensor.device.type == "meta" else 0
+        num_values += tensor.numel() if tensor is not None and tensor.device.type == "meta" else 0
         if num_parameters > max_parameters or num_values > max_values:
             raise UnsupportedAttentionError(
-                f"config.json describes a model far larger than the checkpoint, which holds {weights.num_values} "
-                f"values in {len(weights.shapes)} tensors"
+                f"config.json describes a model far larger than the checkpoint, which holds {present} values in "
+                f"{len(tensors)} tensors"
             )
 
-    hooks = [
-        nn.modules.module.register_module_parameter_registration_hook(count),
-        nn.modules.module.register_module_buffer_registration_hook(count),
-    ]
+    register = nn.modules.module
+    hooks = [register.register_module_parameter_registration_hook(count)]
+    hooks += [register.register_module_buffer_registration_hook(count)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _check_report(checked: CheckedSource, cls: type, report: Mapping[str, Any], notes: list[str]) -> None:
-    """Refuse models whose tensors are missing or have other shapes; add to `notes` if only a pooler is missing."""
-    mismatched, missing = sorted(report["mismatched_keys"], key=str), sorted(report["missing_keys"])
-    # Models saved without a pooler get a random one every time they are loaded, which is harmless.
-    lacking = [name for name in missing if "pooler" not in name.split(".")]
-    more = f" (and {len(mismatched or lacking) - 1} more)" if len(mismatched or lacking) > 1 else ""
-    if mismatched:
-        name, found, expected = mismatched[0]
-        problem = f"tensor {short(name)} is {_shape(found)} where config.json asks for {_shape(expected)}{more}"
-        raise UnsupportedAttentionError(f"{short(checked.name)}: {problem}")
-    if lacking:
-        problem = f"the checkpoint lacks tensor {short(lacking[0])}{more}, which a {cls.__name__} needs"
-        raise UnsupportedAttentionError(f"{short(checked.name)}: {problem}")
-    if missing:
-        notes.append(
-            f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
-        )
-
-
-def _shape(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes)) or "a single number"

@@ -17,9 +17,7 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 
-from hf_efficient_attn.checkpoint.config import check_config
 from hf_efficient_attn.checkpoint.files import (
-    check_encoding,
     plain_name,
     read_object,
     refusing,
@@ -28,9 +26,17 @@ from hf_efficient_attn.checkpoint.files import (
     short_name,
 )
 from hf_efficient_attn.checkpoint.weights import PICKLES, Weights, find_weights
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
 from hf_efficient_attn.io.json import read_json
+from hf_efficient_attn.methods import available_methods
 
+# Exact implementations that Transformers contains. Other names are repositories whose code it would download and run.
+_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+# Keys that can make Transformers run code or read files from elsewhere. None of them describes the model.
+_REMOVED = (
+    "auto_map", "custom_pipelines", "experts_implementation", "fusion_config", "kernel_config", "name_or_path",
+    "transformers_weights", "trust_remote_code",
+)  # fmt: skip
 _MAX_COMPANION = 2**30  # bytes
 # Files of tokenizers, processors and pipelines, and licences. Code is not among them.
 _WANTED = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe", ".tiktoken", ".spm", ".md", ".jsonl")
@@ -45,8 +51,7 @@ _REPLACED = (
     "README.md", "benchmark.json", "config.json", "distillation.json", "efficient_attention.json", "trainer_state.json",
     "training_args.bin",
 )  # fmt: skip
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.vocab", "*.bpe", "*.tiktoken", "*.spm"]
-_DOWNLOADED += ["README.md", "LICENSE*", "LICENCE*", "NOTICE*"]
+_DOWNLOADED = ["*.safetensors", "LICENSE*", "LICENCE*", "NOTICE*", *(f"*{suffix}" for suffix in _WANTED)]
 _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 
 
@@ -95,14 +100,10 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
         OSError: The download failed.
     """
     text = os.fspath(source)
-    try:
+    with refusing(f"the source {short(text)} is not the name of a folder"):  # too long, or with a null character
+        text.encode()  # files of weights need names in UTF-8
         path = pathlib.Path(text).resolve()
-        check_encoding(path, f"the source {short(text)}")
         is_folder, exists = bool(text) and path.is_dir(), bool(text) and os.path.lexists(text)
-    except UnsupportedAttentionError:
-        raise
-    except (OSError, ValueError) as error:  # longer than a path can be, or with a null character
-        raise UnsupportedAttentionError(f"{short(text)} is not the name of a folder") from error
     if is_folder:
         return _check(path, path, None, allow_pickle)
     if exists:
@@ -115,108 +116,79 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
 @contextlib.contextmanager
 def progress_of_hub() -> Iterator[None]:
     """Hide the progress bars of huggingface_hub unless stderr is a terminal."""
-    is_quiet = not are_progress_bars_disabled() and not sys.stderr.isatty()
+    if are_progress_bars_disabled() or sys.stderr.isatty():
+        yield
+        return
+    disable_progress_bars()
     try:
-        if is_quiet:
-            disable_progress_bars()
         yield
     finally:
-        if is_quiet:
-            enable_progress_bars()
+        enable_progress_bars()
 
 
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:
     """Download a checkpoint, or find it in the cache; return its folder."""
-    sentence = f"{short(name)} is neither a folder nor the id of a model on the hub"
+    patterns, ignored = [*_DOWNLOADED], _NOT_DOWNLOADED
     try:
         validate_repo_id(name)
         with progress_of_hub():
-            folder = snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
-            if allow_pickle and not any(pathlib.Path(folder).glob("*.safetensors")):
-                patterns = [*_DOWNLOADED, "pytorch_model*.bin"]
-                folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
-    except HFValidationError as error:
-        raise UnsupportedAttentionError(f"{sentence}, which has the form ORGANISATION/NAME") from error
-    except RepositoryNotFoundError as error:
-        raise UnsupportedAttentionError(f"{sentence} that you can read; if it is private, log in first") from error
-    except LocalEntryNotFoundError as error:
+            folder = pathlib.Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+            if allow_pickle and not any(folder.glob("*.safetensors")):
+                snapshot_download(name, allow_patterns=[*patterns, "pytorch_model*.bin"], ignore_patterns=ignored)
+    except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise UnsupportedAttentionError(
-            f"{sentence} that is available now: it is not in the cache, and the hub cannot be reached"
+            f"{short(name)} is neither a folder nor the id (ORGANISATION/NAME) of a model that is in the cache or that "
+            "you can read on the hub: log in for a private one, and check that the hub can be reached"
         ) from error
-    return pathlib.Path(folder)
+    return folder
 
 
 def _check(folder: pathlib.Path, inside: pathlib.Path, hub_id: str | None, allow_pickle: bool) -> CheckedSource:
     """Check the files of a folder; no link in it may lead out of the folder `inside`."""
     where = short(str(folder) if hub_id is None else hub_id)
     if not os.path.lexists(folder / "config.json"):
-        text = f"{where} holds no config.json, so it is not a checkpoint of Transformers"
-        inner = [name for name in _module_folders(folder, inside) if (folder / name / "config.json").is_file()]
-        models = [name for name in inner if "model_type" in read_object(folder / name / "config.json", inside)]
-        if models:  # an old layout of sentence-transformers
-            text += (
-                f"; its modules.json puts the model into the folder {short(models[0])}: convert that folder, and put "
-                "the result in its place in a copy of the whole"
-            )
-        raise UnsupportedAttentionError(text)
+        raise UnsupportedAttentionError(
+            f"{where} holds no config.json, so it is not a checkpoint of Transformers; if modules.json of "
+            "sentence-transformers puts the model into a subfolder, convert that"
+        )
     if (folder / "adapter_config.json").exists():
         raise UnsupportedAttentionError(f"{where} holds an adapter: merge it into its model, and give the merged model")
     values = read_object(folder / "config.json", inside)
     weights = find_weights(folder, inside, allow_pickle=allow_pickle)
     with refusing("config.json", UnsupportedAttentionError):
-        config, dropped = check_config(values)
-    name, (companions, left_out) = hub_id or folder.name, _find_companions(folder, inside, weights)
-    return CheckedSource(folder, inside, name, hub_id, config, tuple(dropped), weights, companions, left_out)
+        config, dropped = _check_config(values)
+    companions, left_out = _find_companions(folder, inside, weights)
+    name = hub_id or folder.name
+    return CheckedSource(folder, inside, name, hub_id, config, tuple(dropped), weights, tuple(companions), left_out)
 
 
-def _find_companions(
-    folder: pathlib.Path, inside: pathlib.Path, weights: Weights
-) -> tuple[tuple[str, ...], dict[str, str]]:
+def _find_companions(folder: pathlib.Path, inside: pathlib.Path, weights: Weights) -> tuple[list[str], dict[str, str]]:
     """Return the files that are copied by a conversion, and the reasons why the others are not."""
     companions: list[str] = []
     left_out: dict[str, str] = {}
-    subfolders = ["additional_chat_templates", *_module_folders(folder, inside)]
+    subfolders = {"additional_chat_templates", *_module_folders(folder, inside)}
+    parts = [folder / name for name in sorted(subfolders) if (folder / name).is_dir()]
     skipped = {*_REPLACED, *(path.name for path in weights.files)}
-    waiting = sorted(folder.iterdir())
-    while waiting:
-        path = waiting.pop(0)
+    for path in (path for part in (folder, *parts) for path in sorted(part.iterdir())):
         name, at_root = path.name, path.parent == folder
-        if name.startswith(".") or (at_root and name in skipped):
+        if name.startswith(".") or path in parts or (at_root and name in skipped):
             continue
-        if path.is_dir() and not path.is_symlink():
-            if at_root and name in subfolders:
-                waiting += sorted(path.iterdir())
-            else:
-                left_out[short_name(path, folder)] = "a folder that is not part of the model"
-            continue
-        reason = _why_unwanted(name, at_root)
-        if reason is not None:
+        # The weights of a module of sentence-transformers are in its folder.
+        is_weights = path.suffix == ".safetensors" and not at_root
+        is_wanted = path.suffix.lower() in _WANTED or name.lower().startswith(_WANTED_NAMES)
+        if path.is_dir() or not name.isprintable() or name.endswith(".index.json") or not (is_weights or is_wanted):
+            is_pickle = path.suffix.lower() in PICKLES
+            reason = "a pickle, or of another kind that is not read" if is_pickle else "not a part that the model needs"
             left_out[short_name(path, folder)] = reason
             continue
-        if regular_file(path, inside).st_size > _MAX_COMPANION and path.suffix != ".safetensors":
+        if regular_file(path, inside).st_size > _MAX_COMPANION and not is_weights:
             raise UnsupportedAttentionError(
                 f"{short_name(path, folder)} is larger than {_MAX_COMPANION} bytes, the limit for such a file"
             )
         if name in _NAMING:
             _check_paths(path, inside)
         companions.append(path.relative_to(folder).as_posix())
-    return tuple(companions), left_out
-
-
-def _why_unwanted(name: str, at_root: bool) -> str | None:
-    """Why a file is not copied, or None if it is."""
-    suffix, lower = pathlib.PurePath(name).suffix.lower(), name.lower()
-    if not name.isprintable():
-        return "a name that cannot be printed"
-    if suffix in PICKLES:
-        return "a pickle, or of another kind that is not read"
-    if suffix == ".safetensors":
-        return "weights that the model does not use" if at_root else None
-    if lower.endswith(".index.json"):
-        return "an index of other weights"
-    if suffix in _WANTED or lower.startswith(_WANTED_NAMES):
-        return None
-    return "not of a kind that a model needs"
+    return companions, left_out
 
 
 def _module_folders(folder: pathlib.Path, inside: pathlib.Path) -> list[str]:
@@ -238,3 +210,49 @@ def _check_paths(path: pathlib.Path, inside: pathlib.Path) -> None:
             pure = pathlib.PurePath(value.replace("\\", "/"))
             if pure.is_absolute() or ".." in pure.parts or value[1:2] == ":":
                 raise UnsupportedAttentionError(f"{path.name}: {short(key)} leads out of the folder, to {short(value)}")
+
+
+def _check_config(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Copy `config.json` without what refers to code or files elsewhere; also return the names of the keys left out.
+
+    Raises:
+        UnsupportedAttentionError: There is no model type, an attention implementation is unknown, or the checkpoint is
+            of a kind that cannot be converted: it is quantised, or uses the weights of another checkpoint.
+    """
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise UnsupportedAttentionError("config.json has no model_type, so the type of the model is unknown")
+    if values.get("quantization_config") is not None:
+        raise UnsupportedAttentionError(
+            "the checkpoint is quantised: convert the checkpoint that it was made from instead"
+        )
+    removed: set[str] = set()
+    return _without_code(values, removed), sorted(removed)
+
+
+def _without_code(value: Any, removed: set[str]) -> Any:
+    """Copy a part of the config without the keys that are removed, at any depth; their names go into `removed`."""
+    if isinstance(value, list):
+        return [_without_code(part, removed) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("use_pretrained_backbone"):
+        raise UnsupportedAttentionError(
+            "config.json asks for the weights of another model (use_pretrained_backbone), which are not downloaded"
+        )
+    kept = {key: part for key, part in value.items() if key not in _REMOVED and not key.startswith("_")}
+    removed |= value.keys() - kept.keys()
+    chosen = kept.pop("attn_implementation", None)
+    by_part = chosen if isinstance(chosen, dict) else {"": chosen}
+    for name in by_part.values():
+        if name is not None and name not in (*available_methods(), *_IMPLEMENTATIONS):
+            text = name[:60] if isinstance(name, str) else short(name)
+            raise UnsupportedAttentionError(
+                f"config.json: {unknown_method(text, [*available_methods(), 'sdpa', 'eager'])}"
+            )
+    # Whoever loads the model chooses an exact implementation; the one that is named may not be installed.
+    methods = {part: name for part, name in by_part.items() if name in available_methods()}
+    kept = {key: _without_code(part, removed) for key, part in kept.items()}
+    if methods:
+        kept["attn_implementation"] = methods if isinstance(chosen, dict) else chosen
+    return kept

@@ -1,16 +1,14 @@
-"""The tensors of a checkpoint: which file holds which. Their names and shapes are read before their values."""
+"""The tensors of a checkpoint: which file holds which. Their values are read when they are used."""
 
-import math
 import os
 import pathlib
-import re
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_efficient_attn.checkpoint.files import plain_name, read_object, refusing, regular_file, short, short_name
@@ -22,82 +20,51 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".msgpack", ".h5")
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """The weight files of a checkpoint.
 
     Attributes:
-        files: {path: {tensor name: shape}}. One file if the checkpoint is not sharded.
-        sharded: Whether there is an index.
-        index_metadata: The metadata of the index.
-        loaded: {path: {tensor name: tensor}} of PyTorch files, which have no header. Empty for safetensors.
+        files: {path: {tensor name: tensor}}, in order. Tensors of safetensors are views of the file, on the CPU.
+        metadata: {path: metadata of the file}.
+        is_sharded: Whether there is an index. Otherwise there is one file.
     """
 
-    files: Mapping[pathlib.Path, Mapping[str, tuple[int, ...]]]
-    sharded: bool
-    index_metadata: Mapping[str, Any]
-    loaded: Mapping[pathlib.Path, Mapping[str, Tensor]]
+    files: Mapping[pathlib.Path, Mapping[str, Tensor]]
+    metadata: Mapping[pathlib.Path, Mapping[str, str]]
+    is_sharded: bool
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{tensor name: shape} of all files."""
-        return {name: shape for shapes in self.files.values() for name, shape in shapes.items()}
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of all files."""
+        return {name: tensor for tensors in self.files.values() for name, tensor in tensors.items()}
 
-    @property
-    def num_values(self) -> int:
-        """The number of elements of all tensors."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-    def tensors(self, path: pathlib.Path) -> dict[str, Tensor]:
-        """The tensors of one file, on the CPU. Those of safetensors are views of the file."""
-        if path in self.loaded:
-            return dict(self.loaded[path])
-        with refusing(path.name), safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safe_open is not a dict)
-
-    def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of all files."""
-        for path in self.files:
-            yield from self.tensors(path).items()
-
-    def metadata(self, path: pathlib.Path) -> dict[str, str]:
-        """The metadata of one file, with the format, which Transformers requires."""
-        if path in self.loaded:
-            return {"format": "pt"}
-        with refusing(path.name), safe_open(path, "pt") as file:
-            return {**(file.metadata() or {}), "format": "pt"}
-
-    def output_name(self, path: pathlib.Path) -> str:
-        """The name of the safetensors file that replaces a weight file when the checkpoint is converted."""
-        return re.sub(r"^pytorch_model", "model", path.stem) + ".safetensors"
+    def read_again(self) -> dict[str, Tensor]:
+        """The tensors of all files for a model, whose training does not change the others."""
+        found: dict[str, Tensor] = {}
+        for path, tensors in self.files.items():
+            is_mapped = path.suffix == ".safetensors"
+            found |= load_file(path) if is_mapped else {name: tensor.clone() for name, tensor in tensors.items()}
+        return found
 
 
 def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bool) -> Weights:
-    """Find the weight files of a checkpoint, and read the names and shapes of its tensors.
+    """Find the weight files of a checkpoint, and open them.
 
-    Args:
-        folder: The folder of the checkpoint.
-        inside: Links to files inside this folder are followed.
-        allow_pickle: Whether to read `pytorch_model.bin` if there are no safetensors.
+    Links inside the folder `inside` are followed. `allow_pickle` allows `pytorch_model.bin` without safetensors.
 
     Raises:
         UnsupportedAttentionError: There are no weights, only pickles while `allow_pickle` is False, or a file is
             damaged; or an index names files in other folders.
     """
-    kinds = [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)] if allow_pickle else [(SINGLE, INDEX)]
-    for single, index in kinds:
-        sharded = not os.path.lexists(folder / single)
-        if sharded and not os.path.lexists(folder / index):
+    for single, index in [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)][: 1 + allow_pickle]:
+        is_sharded = not os.path.lexists(folder / single)
+        if is_sharded and not os.path.lexists(folder / index):
             continue
-        listed = read_object(folder / index, inside) if sharded else {}
-        metadata = listed.get("metadata", {})
-        if not isinstance(metadata, dict):
-            raise UnsupportedAttentionError(f"{index}: metadata is not a JSON object")
-        paths = _files_of(listed, folder, index) if sharded else [folder / single]
-        loaded = {path: _load_pickle(path, inside) for path in paths} if single == PICKLED else {}
-        files = {path: {name: tuple(x.shape) for name, x in tensors.items()} for path, tensors in loaded.items()}
-        files = files or {path: _shapes_of(path, inside) for path in paths}
-        return Weights(files, sharded, metadata, loaded)
+        paths = _files_of(read_object(folder / index, inside), folder, index) if is_sharded else [folder / single]
+        read = _load_pickle if single == PICKLED else _open_safetensors
+        loaded = {path: read(path, inside) for path in paths}
+        tensors = {path: found for path, (found, _) in loaded.items()}
+        return Weights(tensors, {path: about for path, (_, about) in loaded.items()}, is_sharded)
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
     if not pickles:
         raise UnsupportedAttentionError(f"{short(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")
@@ -123,20 +90,18 @@ def _files_of(listed: Mapping[str, Any], folder: pathlib.Path, index: str) -> li
     return [folder / name for name in sorted(names)]
 
 
-def _shapes_of(path: pathlib.Path, inside: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """{tensor name: shape} of a safetensors file, from its header, which the library checks."""
+def _open_safetensors(path: pathlib.Path, inside: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file, whose header the library checks."""
     regular_file(path, inside)
-    shapes = {}
-    with refusing(f"{short_name(path, inside)} is damaged", UnsupportedAttentionError), safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (a safe_open is not a dict)
-            part = file.get_slice(name)
-            _check_type(name, part.get_dtype() in ("F64", "F32", "F16", "BF16"), part.get_dtype())
-            shapes[name] = tuple(part.get_shape())
-    return shapes
+    with refusing(f"{short_name(path, inside)} is damaged"), safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safe_open is not a dict)
+        metadata = dict(file.metadata() or {})
+    _check_types(tensors)
+    return tensors, metadata
 
 
-def _load_pickle(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Tensor]:
-    """The tensors of a PyTorch file, read with weights_only=True, so that no code in the file runs."""
+def _load_pickle(path: pathlib.Path, inside: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a PyTorch file, read with weights_only=True, so that no code in the file runs; no metadata."""
     regular_file(path, inside)
     name = short_name(path, inside)
     with refusing(f"{name} is damaged"), warnings.catch_warnings():
@@ -147,15 +112,16 @@ def _load_pickle(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Tensor]:
     for key, tensor in state.items():
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise UnsupportedAttentionError(f"{name}: tensor {short(key)} is sparse or quantised, which is not read")
-        _check_type(key, tensor.is_floating_point() and tensor.element_size() > 1, tensor.dtype)
+    _check_types(state)
     # Safetensors refuses tensors that share memory, such as tied weights, so each tensor gets its own.
-    return {str(key): tensor.detach().clone().contiguous() for key, tensor in state.items()}
+    return {str(key): tensor.detach().clone().contiguous() for key, tensor in state.items()}, {}
 
 
-def _check_type(name: str, supported: bool, dtype: object) -> None:
+def _check_types(tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights of types that need other values to be understood."""
-    if str(name).endswith(".weight") and not supported:
-        raise UnsupportedAttentionError(
-            f"tensor {short(name)} is of type {dtype}: quantised checkpoints are not read; give the checkpoint that "
-            "this one was made from"
-        )
+    for name, tensor in tensors.items():
+        if str(name).endswith(".weight") and not (tensor.is_floating_point() and tensor.element_size() > 1):
+            raise UnsupportedAttentionError(
+                f"tensor {short(name)} is of type {tensor.dtype}: quantised checkpoints are not read; give the "
+                "checkpoint that this one was made from"
+            )

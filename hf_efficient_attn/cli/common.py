@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 import hf_efficient_attn
 from hf_efficient_attn.cli.own_files import with_import
@@ -29,29 +29,27 @@ ResultT = TypeVar("ResultT")
 CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 
-def _bold_titles(text: str) -> str:
-    """Make the titles of a help text bold: "Usage:", "Options:" and so on, which are not indented."""
-    return re.sub(r"(?m)^\w+:", lambda title: bold(title[0]), text)
-
-
-class _Group(TyperGroup):
-    """The command without a subcommand."""
-
-    def get_help(self, ctx: Any) -> str:
-        return _bold_titles(super().get_help(ctx))
-
-
 class _Command(TyperCommand):
     """A command that imports PyTorch and Transformers after its arguments have been checked, so not for --help."""
 
     package, libraries = "hf_efficient_attn._api", "PyTorch and Transformers"
 
     def invoke(self, ctx: Any) -> Any:
-        _load(self.package, self.libraries)
-        return super().invoke(ctx)
+        """Import the libraries, and run the command.
 
-    def get_help(self, ctx: Any) -> str:
-        return _bold_titles(super().get_help(ctx))
+        A terminal shows what it waits for. Until then Ctrl-C ends the process at once; afterwards it raises
+        KeyboardInterrupt, so that drafts of files are deleted and partial results are printed.
+        """
+        message = f"Loading {self.libraries} ..."
+        is_shown = self.package not in sys.modules and sys.stderr is not None and sys.stderr.isatty()
+        if is_shown:
+            print(message, end="", file=sys.stderr, flush=True)
+        importlib.import_module(self.package)
+        if is_shown:
+            print("\r" + " " * len(message), end="\r", file=sys.stderr, flush=True)
+        if signal.getsignal(signal.SIGINT) is hf_efficient_attn.exit_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return super().invoke(ctx)
 
 
 class _MethodsCommand(_Command):
@@ -61,27 +59,10 @@ class _MethodsCommand(_Command):
 
 
 app = typer.Typer(
-    name="hf-efficient-attn", cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False,
+    name="hf-efficient-attn", rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Sub-quadratic attention for Transformers: the methods, what they gain, and what they cost.",
     epilog="Example: hf-efficient-attn demo --method nearfar --length 512,4096",
 )  # fmt: skip
-
-
-def _load(package: str, libraries: str) -> None:
-    """Import a part of this package with the libraries that it needs.
-
-    A terminal shows what it waits for. Until then Ctrl-C ends the process at once; afterwards it raises
-    KeyboardInterrupt, so that drafts of files are deleted and partial results are printed.
-    """
-    is_shown = package not in sys.modules and sys.stderr is not None and sys.stderr.isatty()
-    message = f"Loading {libraries} ..."
-    if is_shown:
-        print(message, end="", file=sys.stderr, flush=True)
-    importlib.import_module(package)
-    if is_shown:
-        print("\r" + " " * len(message), end="\r", file=sys.stderr, flush=True)
-    if signal.getsignal(signal.SIGINT) is hf_efficient_attn.exit_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], CommandT]:
@@ -95,8 +76,7 @@ def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], 
     def add(function: CommandT) -> CommandT:
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
         kind = _Command if needs_models else _MethodsCommand
-        register = app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")
-        register(with_import(function))
+        app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")(with_import(function))
         return function
 
     return add
@@ -148,18 +128,14 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
         if status == 130:  # Ctrl-C; older versions of typer raise Abort
             raise typer.Abort
         return status if isinstance(status, int) else 0
-    except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", 130)
-    except _NothingCompleteError as error:
-        return _complain(str(error), 130)
-    except BrokenPipeError:
-        _drop_output()  # the reader of the pipe has stopped
-        return 1
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _complain(str(error) or "interrupted", 130)
     except UnsupportedAttentionError as error:
         return _complain(str(error), 2)
     except (OSError, MemoryError) as error:
         _drop_output()
-        return _complain(str(error) or "out of memory", 1)
+        # The reader of a closed pipe has stopped, which is no error.
+        return 1 if isinstance(error, BrokenPipeError) else _complain(str(error) or "out of memory", 1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's exceptions for an invalid command line have it
             raise
@@ -192,10 +168,6 @@ def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None
     sys.exit(run(application, arguments, name))
 
 
-class _NothingCompleteError(Exception):
-    """The user interrupted long work before any of it was complete; typer would replace a KeyboardInterrupt."""
-
-
 def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
@@ -213,37 +185,27 @@ def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     except Interrupted as interruption:
         return interruption.result, 130
     except KeyboardInterrupt:
-        message = "interrupted before the first measurement was complete: nothing was written"
-        raise _NothingCompleteError(message) from None
+        raise typer.Abort("interrupted before the first measurement was complete: nothing was written") from None
 
 
 def parse_device(name: str | None) -> "torch.device":
-    """Return the device for the value of --device, cpu if it is None.
-
-    Raises:
-        UnsupportedAttentionError: PyTorch does not know the device, or cannot compute on it here.
-    """
+    """Return the device for the value of --device, cpu if it is None; refuse one on which PyTorch cannot compute."""
     import torch
 
     try:
         device = torch.device("cpu" if name is None else name)
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError):
-        found = ["cpu"]
-        if torch.accelerator.is_available():
-            kind = torch.accelerator.current_accelerator()
-            found += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
-        usable = f"on this machine it can use {', '.join(found)}"
-        raise UnsupportedAttentionError(f"--device {name}: PyTorch cannot compute there; {usable}") from None
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        usable = ["cpu", *(f"{kind}:{index}" for index in range(torch.accelerator.device_count() if kind else 0))]
+        raise UnsupportedAttentionError(
+            f"--device {name}: PyTorch cannot compute there; on this machine it can use {', '.join(usable)}"
+        ) from None
     return device
 
 
 def parse_dtype(name: str | None) -> "torch.dtype | None":
-    """Return the dtype for the value of --dtype, None if it is None.
-
-    Raises:
-        UnsupportedAttentionError: models are not measured in that dtype.
-    """
+    """Return the dtype for the value of --dtype, None if it is None; refuse one in which models are not measured."""
     import torch
 
     if name is not None and name not in DTYPES:
@@ -267,32 +229,28 @@ class LiveTable:
     """
 
     def __init__(self, headers: Sequence[str], widths: Sequence[int], *, left: Collection[str] = ()) -> None:
-        self._widths = [max(len(title), width) for title, width in zip(headers, widths, strict=True)]
-        self._signs = ["<" if title in left else ">" for title in headers]
-        _print_line(_row([bold(cell) for cell in self._align(headers)]))
-        _print_line(_rule(self._widths, self._signs))
+        self._columns = [
+            ("<" if title in left else ">", max(len(title), width))
+            for title, width in zip(headers, widths, strict=True)
+        ]
+        _print_line(_row(headers, self._columns, bold))
+        _print_line(_rule(self._columns))
 
     def add(self, cells: Sequence[Any]) -> None:
         """Print a row; None is an empty cell."""
-        _print_line(_row(self._align(cells)))
-
-    def _align(self, cells: Sequence[Any]) -> list[str]:
-        columns = zip(_texts(cells), self._signs, self._widths, strict=True)
-        return [f"{cell:{sign}{width}}" for cell, sign, width in columns]
+        _print_line(_row(cells, self._columns))
 
 
-def _texts(cells: Sequence[Any]) -> list[str]:
-    return ["" if cell is None else str(cell) for cell in cells]
+def _row(cells: Sequence[Any], columns: Iterable[tuple[str, int]], style: Callable[[str], str] = str) -> str:
+    """A line of a table whose columns have the given alignments (< or >) and widths."""
+    texts = ["" if cell is None else str(cell) for cell in cells]
+    aligned = [f"{text:{sign}{width}}" for text, (sign, width) in zip(texts, columns, strict=True)]
+    return f"| {' | '.join(map(style, aligned))} |"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _rule(widths: Sequence[int], signs: Sequence[str]) -> str:
+def _rule(columns: Iterable[tuple[str, int]]) -> str:
     """The line below the header, which tells Markdown how the columns are aligned."""
-    ends = {"<": "-", ">": ":"}
-    return "|" + "|".join("-" * (width + 1) + ends[sign] for width, sign in zip(widths, signs, strict=True)) + "|"
+    return f"|{'|'.join('-' * (width + 1) + ('-' if sign == '<' else ':') for sign, width in columns)}|"
 
 
 def _print_line(line: str) -> None:
@@ -308,23 +266,20 @@ def _print_line(line: str) -> None:
 _NUMBER = re.compile(r"[<>~]?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(x|%|s|B|kB|MB|GB|MiB))?")
 
 
+def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *, is_printed: bool = False) -> str:
+    """A Markdown table with aligned columns; `print_table` aligns numbers to the right and makes the header bold."""
+    lines, columns = list(rows), []
+    for title, *cells in zip(headers, *lines, strict=True):
+        texts = ["" if cell is None else str(cell) for cell in cells]
+        are_numbers = is_printed and texts and all(_NUMBER.fullmatch(text) for text in texts if text)
+        columns.append((">" if are_numbers else "<", max(map(len, [title, *texts]))))
+    header = _row(headers, columns, bold if is_printed else str)
+    return "\n".join([header, _rule(columns), *(_row(line, columns) for line in lines)])
+
+
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table as `LiveTable` does; columns that contain anything but numbers are aligned to the left."""
-    lines = [_texts(cells) for cells in rows]
-    columns = list(zip(*lines, strict=True)) or [()] * len(headers)
-    is_text = [any(cell and not _NUMBER.fullmatch(cell) for cell in column) for column in columns]
-    left = [title for title, text in zip(headers, is_text, strict=True) if text]
-    live = LiveTable(headers, [max(map(len, column), default=0) for column in columns], left=left)
-    for line in lines:
-        live.add(line)
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table with aligned columns."""
-    lines = [[str(cell) for cell in row] for row in (headers, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    header, *body = [_row([f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]) for line in lines]
-    return "\n".join([header, _rule(widths, "<" * len(widths)), *body])
+    """Print a table whose numbers are aligned to the right, on a terminal with a bold header."""
+    typer.echo(table(headers, rows, is_printed=True))
 
 
 def split_list(values: Iterable[str]) -> list[str]:

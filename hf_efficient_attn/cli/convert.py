@@ -8,6 +8,7 @@ import typer
 from hf_efficient_attn.cli.common import (
     AllowPickle,
     Json,
+    Source,
     command,
     complete_methods,
     parse_layers,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     "--set num_landmarks=64 --layers 0-3,5 -o minilm-nystromformer"
 )
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub id of a checkpoint.")],
+    source: Source,
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder.")],
     method: Annotated[
         str | None,
@@ -87,17 +88,11 @@ def convert(
                 "--config determines the method of every layer: leave out --method, --set and --layers"
             )
         chosen, hyperparameters = _read_settings(config), None
+    chosen_layers = None if layers is None else parse_layers(layers)
     done = convert_checkpoint(
-        source,
-        output,
-        chosen,
-        hyperparameters=hyperparameters,
-        layers=None if layers is None else parse_layers(layers),
-        max_length=max_length,
-        base_model=base_model,
-        force=force,
-        allow_pickle=allow_pickle,
-    )
+        source, output, chosen, hyperparameters=hyperparameters, layers=chosen_layers, max_length=max_length,
+        base_model=base_model, force=force, allow_pickle=allow_pickle,
+    )  # fmt: skip
     if as_json:
         return print_json(done)
     typer.echo("\n".join(describe_conversion(done)))
@@ -142,18 +137,17 @@ def parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAtten
 def describe_conversion(done: dict[str, Any]) -> list[str]:
     """Lines that describe a conversion."""
     lines = [f"{done['architecture']} of {done['source']} -> {done['output']}"]
-    labels: dict[Any, tuple[str, str]] = {}
-    for group in done["exact_up_to"]:
-        own = ", ".join(f"{key}={value}" for key, value in group["settings"].items())
-        label = group["method"] + (f" ({own})" if own else "")
-        exact = f", exact up to {group['tokens']} tokens" if group["tokens"] else ""
-        labels |= dict.fromkeys(group["layers"], (label, exact))
-    if len(done["exact_up_to"]) > 1:
-        lines += ["layers:", *(f"  {layer}: {''.join(labels[layer])}" for layer in done["layers"])]
+    labels, groups = dict[Any, str](), done["exact_up_to"]
+    for group in groups:
+        changed = ", ".join(f"{key}={value}" for key, value in group["settings"].items())
+        label = group["method"] + (f" ({changed})" if changed else "")
+        exact = f", exact up to {group['tokens']} tokens" if group["tokens"] and len(groups) > 1 else ""
+        labels |= dict.fromkeys(group["layers"], label + exact)
+    if len(groups) > 1:
+        lines += ["layers:", *(f"  {layer}: {labels[layer]}" for layer in done["layers"])]
     else:
-        lines.append(f"attention: {next(iter(labels.values()))[0] if labels else done['method']}")
-        if done["layers"]:
-            lines.append(f"layers: {', '.join(map(str, done['layers']))}")
+        lines.append(f"attention: {next(iter(labels.values()), done['method'])}")
+        lines += [f"layers: {', '.join(map(str, done['layers']))}"] if done["layers"] else []
     if "calibrated_length" in done["settings"]:
         lines.append(f"calibrated: on inputs of up to {done['settings']['calibrated_length']} tokens")
     if done["positions"]:
@@ -161,9 +155,8 @@ def describe_conversion(done: dict[str, Any]) -> list[str]:
     kept, new, dropped = (done["parameters"][kind] for kind in ("kept", "new", "dropped"))
     lines.append(f"tensors: {kept} kept bit for bit, {len(new)} new or changed, {len(dropped)} dropped")
     for kind, names in (("new", new), ("dropped", dropped)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  {kind}: {', '.join(names[:3])}{more}")
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines += [f"  {kind}: {', '.join(names[:3])}{more}"] if names else []
     lines += ["", table(("file", "bytes"), [(entry["name"], f"{entry['bytes']:,}") for entry in done["files"]])]
     lines += [f"left out: {name} ({why})" for name, why in done["left_out"].items()]
     lines += [f"note: {note}" for note in done["notes"]]

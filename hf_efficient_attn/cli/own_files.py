@@ -13,39 +13,28 @@ import typer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-_NAME = "own_files"
-_Files = Annotated[
-    list[pathlib.Path],
-    typer.Option(
-        "--import",
-        metavar="FILE",
-        show_default=False,
-        help="A Python file that registers a method of your own; repeatable.",
-    ),
-]
+_help = "A Python file that registers a method of your own; repeatable."
+_Files = Annotated[list[pathlib.Path], typer.Option("--import", metavar="FILE", show_default=False, help=_help)]
 
 
 def with_import(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that first imports the files which its option --import names.
-
-    Raises:
-        UnsupportedAttentionError: a file does not exist, cannot be imported, or registers no method.
-    """
+    """A command that first imports the files which its option --import names."""
 
     @functools.wraps(function)
-    def command(**values: Any) -> None:
-        for path in values.pop(_NAME):
+    def command(own_files: list[pathlib.Path], **values: Any) -> None:
+        for path in own_files:
             _import(path)
         function(**values)
 
     signature = inspect.signature(function)
-    option = inspect.Parameter(_NAME, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=[], annotation=_Files)
+    option = inspect.Parameter("own_files", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=[], annotation=_Files)
     vars(command)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), option])
-    command.__annotations__ = {**function.__annotations__, _NAME: _Files}
+    command.__annotations__ = {**function.__annotations__, "own_files": _Files}
     return command
 
 
 def _import(path: pathlib.Path) -> None:
+    """Import a Python file; refuse one that does not exist, cannot be imported, or registers no method."""
     from hf_efficient_attn.methods import available_methods, get_method
 
     def refuse(problem: str) -> NoReturn:
@@ -63,14 +52,11 @@ def _import(path: pathlib.Path) -> None:
     if name in sys.modules:
         return
     before = {method: get_method(method) for method in available_methods()}
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    sys.path.append(str(file.parent))  # for what it imports from its folder; last, so that it hides nothing
+    sys.path.append(str(file.parent))  # also for what it imports from its folder; last, so that it hides nothing
+    importlib.invalidate_caches()
     try:
-        spec.loader.exec_module(module)
+        importlib.import_module(name)
     except Exception as error:
-        del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f" in line {lines[-1]}" if lines else ""
         raise UnsupportedAttentionError(

@@ -1,9 +1,7 @@
 """`hf-efficient-attn push`."""
 
-import contextlib
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,7 +40,10 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Push a converted checkpoint to the Hugging Face Hub. Without --yes, only list what would be sent."""
+    from huggingface_hub.utils import logging
+
     from hf_efficient_attn import hub
+    from hf_efficient_attn.checkpoint.source import progress_of_hub
 
     if yes and dry_run:
         raise UnsupportedAttentionError("--dry-run sends nothing, and --yes sends the files: give one of them")
@@ -58,17 +59,19 @@ def push(
         for reason in plan.refusals:
             typer.echo(f"--yes would refuse: {reason}", err=True)
         return None
-    with _quiet():
+    if not sys.stderr.isatty():
+        logging.set_verbosity_error()
+    with progress_of_hub():
         report = hub.push(folder, repository, private=private, install=install, message=message)
     if as_json:
         done = {"url": report.url, "commits": list(report.commits), "warnings": list(report.warnings)}
         return print_json({**_to_dict(report.plan), "sent": True, **done})
     size = sum(size for _, size in report.plan.files)
     typer.echo(f"{len(report.plan.files)} files, {_format_bytes(size)}: {report.url}")
-    for problem in report.plan.problems:
-        typer.echo(f"Card: {problem}")
-    for line in report.warnings:
-        typer.echo(f"The hub says: {line}")
+    for line in [f"Card: {problem}" for problem in report.plan.problems] + [
+        f"The hub says: {x}" for x in report.warnings
+    ]:
+        typer.echo(line)
 
 
 def _to_dict(plan: "PushPlan") -> dict[str, Any]:
@@ -90,21 +93,17 @@ def _show_plan(plan: "PushPlan") -> None:
     typer.echo(f"Files that would be sent to {plan.repo_id} ({visibility}), in this order:\n")
     print_table(("file", "size"), [(path, _format_bytes(size)) for path, size in plan.files])
     size = sum(size for _, size in plan.files)
-    typer.echo(
+    lines = [
         f"\n{len(plan.files)} files, {_format_bytes(size)}. The model card is sent last, in a commit of its own; "
-        "--show-card prints it."
-    )
-    typer.echo("Weights of an earlier push that are not in the folder would be deleted from the repository.")
-    for name in plan.stays:
-        typer.echo(f"Not sent: {name}")
-    if plan.install is not None:
-        typer.echo(f"Card: tells its readers to 'pip install {plan.install}'")
-    for problem in plan.problems:
-        typer.echo(f"Card: {problem}")
-    for reason in plan.refusals:
-        typer.echo(f"--yes would refuse: {reason}")
-    todo = "Correct this first, then add" if plan.refusals else "Add"
-    typer.echo(f"\nNothing was sent. {todo} --yes to send the files.")
+        "--show-card prints it.",
+        "Weights of an earlier push that are not in the folder would be deleted from the repository.",
+        *(f"Not sent: {name}" for name in plan.stays),
+        *([] if plan.install is None else [f"Card: tells its readers to 'pip install {plan.install}'"]),
+        *(f"Card: {problem}" for problem in plan.problems),
+        *(f"--yes would refuse: {reason}" for reason in plan.refusals),
+        f"\nNothing was sent. {'Correct this first, then add' if plan.refusals else 'Add'} --yes to send the files.",
+    ]
+    typer.echo("\n".join(lines))
 
 
 def _format_bytes(count: int) -> str:
@@ -112,20 +111,3 @@ def _format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide progress bars and warnings of huggingface_hub unless stderr is a terminal."""
-    from huggingface_hub.utils import logging
-
-    from hf_efficient_attn.checkpoint.source import progress_of_hub
-
-    level = logging.get_verbosity()
-    if not sys.stderr.isatty():
-        logging.set_verbosity_error()
-    try:
-        with progress_of_hub():
-            yield
-    finally:
-        logging.set_verbosity(level)

@@ -6,11 +6,10 @@ that a method learns, and a position table that is extended. The result is opene
 the output folder.
 """
 
-import contextlib
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +22,23 @@ from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
-from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_positions, picture_sizes
 from hf_efficient_attn.conversion.positions import extend_positions, position_tables
-from hf_efficient_attn.conversion.report import loading_lines, notes_of
-from hf_efficient_attn.conversion.tensors import Changes, find_changes, named_tensors, write_weights
+from hf_efficient_attn.conversion.report import (
+    describe,
+    exact_lengths,
+    loading_lines,
+    notes_of,
+    num_positions,
+    picture_sizes,
+)
+from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.card import write_card
-from hf_efficient_attn.hub.install import check_install
+from hf_efficient_attn.hub.facts import check_install
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
+from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.version import __version__
 
 
@@ -73,7 +78,7 @@ def convert_checkpoint(
         layers), positions (the number of tokens that the model takes, or None), exact_up_to (for each method its
         layers, the hyperparameters that differ from the defaults, and the number of tokens up to which it is exact, 0
         for none), pictures (None, or the sizes in pixels from which pictures are approximated; see
-        `exactness.Pictures`), limits (each limit of text lengths that was changed: file, key, before, after),
+        `report.Pictures`), limits (each limit of text lengths that was changed: file, key, before, after),
         parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in bytes, left_out {file:
         reason}, notes, and load, the Python lines that load the result.
 
@@ -82,11 +87,6 @@ def convert_checkpoint(
             Nothing has been written.
         OSError: A file could not be read or written. Nothing of the output remains.
     """
-    if isinstance(method, EfficientAttentionConfig) and (hyperparameters or layers is not None):
-        raise UnsupportedAttentionError(
-            "an EfficientAttentionConfig already contains hyperparameters and layers: do not give them again"
-        )
-    choice_of(method, layers, hyperparameters or {})  # refuses what is wrong before any file is opened
     conversion = Conversion(
         source, output, max_length=max_length, base_model=base_model, force=force, allow_pickle=allow_pickle
     )
@@ -118,8 +118,9 @@ class Conversion:
         self._source, self._output, self._max_length = os.fspath(source), os.fspath(output), max_length
         self.checked = open_checkpoint(source, allow_pickle=allow_pickle)
         self.place = check_output(output, self.checked.folder, force=force)
-        self.model, self._notes, self._unused = load_with_report(self.checked)
-        origin = provenance(self.checked, __version__)
+        loaded = self._loaded = load_with_report(self.checked)
+        self.model = loaded.model
+        self._origin = origin = provenance(self.checked, __version__)
         if base_model is not None:
             check_hub_id(base_model, "--base-model")
             origin |= {"base_model": base_model, "base_name": base_model.rpartition("/")[2]}
@@ -127,9 +128,8 @@ class Conversion:
             check_install(origin[INSTALL], f"{FILE}: {INSTALL}")
         if origin[TRAINED] is None and origin["max_length"] is None:
             origin[TRAINED] = num_positions(self.model)
-        if max_length is not None:
-            origin["max_length"] = max_length
-        self._origin, self._before, self._method = origin, named_tensors(self.model), EXACT
+        origin["max_length"] = max_length or origin["max_length"]
+        self._method = EXACT
 
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer.
@@ -144,19 +144,15 @@ class Conversion:
         positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
         if length is None or (is_rotary and positions is not None and length <= positions):  # these are computed
             return
-        try:
-            present = sum(parameter.numel() for parameter in model.parameters())
+        with refusing(f"--max-length {length}"):
             width = sum(embedding.embedding_dim for _, embedding, _ in position_tables(model))
-            limit = max(8 * present, 2**26) // width
+            limit = max(8 * model.num_parameters(), 2**26) // width
             if length > limit:
                 raise UnsupportedAttentionError(
                     f"position tables of that length have {length * width:,} values, while the whole model has "
-                    f"{present:,} and was made for {positions:,} tokens; give at most {limit}"
+                    f"{model.num_parameters():,} and was made for {positions:,} tokens; give at most {limit}"
                 )
-            with _errors_of("extended positions", model):
-                extend_positions(model, length)
-        except UnsupportedAttentionError as error:
-            raise UnsupportedAttentionError(f"--max-length {length}: {error}") from error
+            extend_positions(model, length)
 
     def switch(
         self,
@@ -169,63 +165,51 @@ class Conversion:
         self._method = method if isinstance(method, str) else str(method.method)
         # The hyperparameters that the checkpoint's parameters were learned with.
         present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
-        with _errors_of(self._method, model):
+        chosen = choice_of(present[0] if len(present) == 1 else method, layers, hyperparameters)
+        with quiet(), refusing(f"{self._method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
             if self._max_length is not None and stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
             self.extend()
-            if isinstance(method, EfficientAttentionConfig):
-                for entry in method.entries:
-                    _check_size(model, entry.config)
-                convert(model, method)
-                return
-            chosen = present[0] if len(present) == 1 else method
-            if method in available_methods():
-                _check_size(model, make_config(chosen, **hyperparameters))
-            convert(model, chosen, layers=layers, **hyperparameters)
+            for entry in chosen.entries if chosen else ():
+                _check_size(model, entry.config)
+            convert(model, chosen or method)
 
-    def write(
-        self, *, is_trained: bool = False, add_files: Callable[[pathlib.Path], None] | None = None
-    ) -> dict[str, Any]:
-        """Write the result.
+    def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
+        """Write the result, with the tensors of the source where the model has not changed them.
 
         Args:
-            is_trained: Whether the model's own parameters may have changed. Otherwise they are copied from the source.
             add_files: Adds files to the folder that it is given, before the model card is made from them.
 
         Returns:
             The report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
-        unused, notes = self._unused, list(self._notes)
         with staged(self.place) as draft:
-            changes = find_changes(model, self._before, checked, draft, is_trained=is_trained)
+            changes = find_changes(model, checked.weights, self._loaded.missing, draft)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
             with quiet(), refusing("config.json of the result", OSError):
                 model.config.save_pretrained(draft)
-            write_weights(draft, checked, changes)
+            write_weights(draft, checked.weights, changes)
             for companion in checked.companions:
                 (draft / companion).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checked.folder / companion, draft / companion)
             limits = None if self._max_length is None else set_limits(draft, self._max_length)
-            notes += notes_of(draft, model, origin, limits)
+            notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
-            _check_result(draft, changes, unused)
+            _check_result(draft, changes, self._loaded.unused)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
-        if self.place.kept is not None:
-            notes.append(f"what appeared in the output during the work is kept in {self.place.kept}")
         groups, pictures = exact_lengths(model), picture_sizes(model)
         notes += describe(groups, pictures, num_positions(model))
         removed = [key for key in checked.dropped_keys if not key.startswith("_")]
         if removed:
             notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
-        if unused:
-            notes.append(
-                f"tensors that a {type(model).__name__} does not use, copied unchanged: {', '.join(unused[:8])}"
-            )
+        if self._loaded.unused:
+            names = ", ".join(self._loaded.unused[:8])
+            notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {names}")
         if changes.dropped and self._method not in EXACT_IMPLEMENTATIONS:
             notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
         return {
@@ -238,7 +222,7 @@ class Conversion:
             "positions": num_positions(model),
             "exact_up_to": [group._asdict() for group in groups],
             "pictures": None if pictures is None else pictures._asdict(),
-            "limits": [limit._asdict() for limit in limits or ()],
+            "limits": limits or [],
             "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
             "files": sizes,
             "left_out": dict(checked.left_out),
@@ -247,24 +231,17 @@ class Conversion:
         }
 
 
-@contextlib.contextmanager
-def _errors_of(what: str, model: PreTrainedModel) -> Iterator[None]:
-    """Turn errors of other libraries, such as lack of memory, into refusals, and hide their warnings."""
-    with quiet(), refusing(f"{what} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
-        yield
-
-
 def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
     """Refuse hyperparameters, probably mistyped, with which a layer would learn more values than the whole model has.
 
     The values are counted on the meta device, so no memory is used.
     """
-    initial_parameters = get_method(method.method).initial_parameters
     max_length = getattr(model.config, "max_position_embeddings", None) or 1
     with torch.device("meta"):
-        made = initial_parameters(method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length)
-    learned = sum(tensor.numel() for tensor in made.values())
-    present = sum(parameter.numel() for parameter in model.parameters())
+        made = get_method(method.method).initial_parameters(
+            method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length
+        )
+    learned, present = sum(tensor.numel() for tensor in made.values()), model.num_parameters()
     if learned > max(2 * present, 2**24):
         raise UnsupportedAttentionError(
             f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
@@ -280,8 +257,7 @@ def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) 
     )
     with refusing(problem, OSError):
         written = open_checkpoint(draft)
-        shapes = written.weights.shapes
-        lost = sorted(set(load_with_report(written).unused) - set(unused))
-        lost += [name for name in changes.new if name not in shapes]
-        if lost or len(shapes) != changes.kept + len(changes.new):
+        tensors = written.weights.tensors
+        lost = sorted({*load_with_report(written).unused} - {*unused} | (changes.new.keys() - tensors.keys()))
+        if lost or len(tensors) != changes.kept + len(changes.new):
             raise UnsupportedAttentionError(f"the model does not find {short(lost[0]) if lost else 'all tensors'}")

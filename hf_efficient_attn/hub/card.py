@@ -8,16 +8,15 @@ import functools
 import importlib.resources
 import itertools
 import logging
-import os
 import pathlib
 import re
 from typing import Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.utils import yaml_dump
 
+from hf_efficient_attn.checkpoint.files import refusing
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.context import PLACEHOLDER, context, escape, pipeline_of
 from hf_efficient_attn.hub.facts import TASKS, Facts, read_facts
 from hf_efficient_attn.io.writing import replacing
@@ -32,17 +31,14 @@ OWN_PART = re.compile(rf"^{START}$(.*?)^{END}$", re.S | re.M)
 _TAGS = ("efficient-attention", "hf_efficient_attn")
 _OWN_METRICS = "exact_attention_"
 _METRICS = {
-    "cosine": ("exact_attention_cosine", "Cosine similarity with exact attention"),
-    "perplexity_ratio": ("exact_attention_perplexity_ratio", "Perplexity divided by that of exact attention"),
-    "top1": ("exact_attention_top1", "Same first answer as exact attention"),
+    "cosine": (f"{_OWN_METRICS}cosine", "Cosine similarity with exact attention"),
+    "perplexity_ratio": (f"{_OWN_METRICS}perplexity_ratio", "Perplexity divided by that of exact attention"),
+    "top1": (f"{_OWN_METRICS}top1", "Same first answer as exact attention"),
 }
-_ERROR = ("exact_attention_relative_error", "Relative error of attention, mean over layers")
+_ERROR = (f"{_OWN_METRICS}relative_error", "Relative error of attention, mean over layers")
 # The form of the hub's licence identifiers, which https://hf.co/docs/hub/repositories-licenses lists.
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
-_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
-_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,59}")
-# Tags that need not be true of a converted checkpoint.
+# Tags of the original that need not be true of a converted checkpoint.
 _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-inference", "text-generation-inference")
 
 
@@ -52,10 +48,9 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
     The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
     card, byte for byte. In a README.md that contains a card of this package, the part between the markers is replaced,
     and in the front matter the card's own keys; tags and results of others are kept. Another README.md is kept as
-    README.md.bak (or .bak2, ...), and a warning is logged. Licence, languages, task and tags of the original are left
-    out if the hub would not accept them; a licence without an identifier on the hub becomes "other", with its name. The
-    key `base_model_relation` is not set, because none of its four values (adapter, merge, quantized, finetune)
-    describes a conversion.
+    README.md.bak (or .bak2, ...), and a warning is logged. A licence without an identifier on the hub becomes "other",
+    with its name. The key `base_model_relation` is not set, because none of
+    its four values (adapter, merge, quantized, finetune) describes a conversion.
 
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to
@@ -75,8 +70,7 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
     text = update_card(old, facts, name)
     if old is not None and _split(old) is None:
         backups = (path.with_name(f"{NAME}.bak{number if number > 1 else ''}") for number in itertools.count(1))
-        backup = next(free for free in backups if not free.exists())
-        os.replace(path, backup)
+        backup = path.rename(next(free for free in backups if not free.exists()))
         logger.warning("%s was not written by hf_efficient_attn: it is kept as %s", path, backup.name)
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="\n")
@@ -84,17 +78,14 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
 
 
 def update_card(text: str | None, facts: Facts, name: str | None = None) -> str:
-    """The text of a card made from facts.
+    """The text of a card made from facts; `name` is its title, by default the name of the folder.
 
-    Args:
-        text: The text of an earlier card, of which everything is kept that the card does not set. A text that is not a
-            card of this package counts as none.
-        facts: What the card says.
-        name: The title, by default the name of the folder.
+    Of `text`, an earlier card, everything is kept that the card does not set. Another text counts as none.
     """
     before, after, old = (None if text is None else _split(text)) or ("", "\n", ModelCardData())
-    data = _merge(old, front_matter(facts, name))
-    return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{render(facts, name)}{END}{after}"
+    with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
+        data = _merge(old, front_matter(facts, name))
+        return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{render(facts, name)}{END}{after}"
 
 
 def _title(facts: Facts, name: str | None) -> str:
@@ -115,42 +106,33 @@ def _template() -> jinja2.Template:
 
 
 def for_repository(text: str, repo_id: str) -> str:
-    """The text of a card with the repository's name as its title, in its examples and with its results."""
-    name = repo_id.rpartition("/")[2]
+    """The text of a card with the repository's name as its title and in its examples."""
 
     def rename(part: re.Match[str]) -> str:
-        titled = re.sub(r"^# .*$", lambda _: f"# {escape(name)}", part[0], count=1, flags=re.M)
+        title = f"# {escape(repo_id.rpartition('/')[2])}"
+        titled = re.sub(r"^# .*$", lambda _: title, part[0], count=1, flags=re.M)
         return titled.replace(f'"{PLACEHOLDER}"', f'"{repo_id}"')
 
-    def rename_results(block: re.Match[str]) -> str:
-        # Only this line changes: the rest of the front matter can be the user's.
-        entry = f"- {yaml_dump({'name': name}).strip()}"
-        return re.sub(r"^(model-index:\n)- name: .*$", lambda found: found[1] + entry, block[0], count=1, flags=re.M)
-
-    return REGEX_YAML_BLOCK.sub(rename_results, OWN_PART.sub(rename, text, count=1), count=1)
+    return OWN_PART.sub(rename, text, count=1)
 
 
 def front_matter(facts: Facts, name: str | None = None) -> ModelCardData:
     """The card's own keys of the front matter; `name` as for `render`."""
-    origin, results = facts.origin, eval_results(facts)
-    task, license_id = origin["pipeline_tag"], origin["license"]
-    if task is None or not _SLUG.fullmatch(task):
-        task = pipeline_of(facts)
-    is_known = license_id is None or _LICENSE.fullmatch(license_id) is not None
-    tags = [tag for tag in origin["tags"] if _TAG.fullmatch(tag) and tag not in _OTHER_TAGS]
-    data = ModelCardData(
+    origin, results, license_name = facts.origin, eval_results(facts), None
+    if origin["license"] and not _LICENSE.fullmatch(origin["license"]):
+        license_name = re.sub(r"[^a-z0-9.]+", "-", origin["license"].lower()).strip("-.") or "unnamed"
+    tags = [tag for tag in origin["tags"] if tag not in _OTHER_TAGS]
+    return ModelCardData(
         library_name="transformers",
         base_model=origin["base_model"],
-        license=license_id if is_known else "other",
-        language=[language for language in origin["language"] if _LANGUAGE.fullmatch(language)] or None,
-        pipeline_tag=task,
+        license=origin["license"] if license_name is None else "other",
+        license_name=license_name,
+        language=origin["language"],
+        pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
         model_name=_title(facts, name) if results else None,
         eval_results=results or None,
     )
-    if not is_known:
-        data["license_name"] = re.sub(r"[^a-z0-9.]+", "-", license_id.lower()).strip("-.") or "unnamed"
-    return data
 
 
 def eval_results(facts: Facts) -> list[EvalResult]:
@@ -159,7 +141,6 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     if benchmark is None:
         return []
     data, task = benchmark["data"]["name"], TASKS[benchmark["task"]]
-    metrics = {"agreement": _METRICS[benchmark["agreement"]], "error": _ERROR}
     return [
         EvalResult(
             task_type=task,
@@ -171,26 +152,25 @@ def eval_results(facts: Facts) -> list[EvalResult]:
             metric_args={"length": row["length"], "batch": row["batch"]},
         )
         for row in benchmark["measurements"]
-        for key, (metric, title) in metrics.items()
+        for key, (metric, title) in (("agreement", _METRICS[benchmark["agreement"]]), ("error", _ERROR))
         if row["own"] and row[key] is not None
     ]
 
 
 def read_card(text: str) -> ModelCard:
-    """A card as huggingface_hub reads it; raise ValueError if that fails."""
+    """A card as huggingface_hub reads it.
+
+    Raises:
+        UnsupportedAttentionError: Its front matter cannot be read.
+    """
     text = text.replace("\r\n", "\n")
-    try:
+    with refusing("the front matter cannot be read"):  # errors of the YAML library among others
         return ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}")
-    except Exception as error:  # those of the YAML library among others
-        raise ValueError(f"the front matter cannot be read: {' '.join(str(error).split())}") from error
 
 
 def card_problems(text: str) -> list[str]:
     """What the hub's own check of a card's front matter would report, as far as that is known without the hub."""
-    try:
-        data: dict[str, Any] = read_card(text).data.to_dict()
-    except ValueError as error:
-        return [str(error)]
+    data: dict[str, Any] = read_card(text).data.to_dict()
     if not data:
         return ["there is no front matter"]
     missing = {
@@ -198,21 +178,14 @@ def card_problems(text: str) -> list[str]:
         "base_model": "readers cannot find the original; convert again with --base-model ORG/NAME, or",
         "pipeline_tag": "the hub does not know the task;",
     }
-    found = [f"no {key}: {why} add '{key}:' to the front matter" for key, why in missing.items() if key not in data]
-    for key, form, known in (("license", _LICENSE, "identifiers"), ("pipeline_tag", _SLUG, "tasks")):
-        if key in data and not (isinstance(data[key], str) and form.fullmatch(data[key])):
-            found.append(f"{key} is not one of the hub's {known}")
-    tags = data.get("tags", [])
-    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
-        found.append("tags is not a list of texts")
-    return found
+    return [f"no {key}: {why} add '{key}:' to the front matter" for key, why in missing.items() if key not in data]
 
 
 def _split(text: str) -> tuple[str, str, ModelCardData] | None:
     """(text before the card's part, text after it, front matter); None if the text is not a card of this package."""
     try:
         card = read_card(text)
-    except ValueError:
+    except UnsupportedAttentionError:
         return None
     body, part, lines = card.text, OWN_PART.search(card.text), card.text.split("\n")
     if part is None or lines.count(START) != 1 or lines.count(END) != 1:

@@ -12,7 +12,7 @@ import transformers
 from hf_efficient_attn.checkpoint.provenance import INSTALL
 from hf_efficient_attn.hub.facts import TASKS, Facts, clean
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.integration.settings import changed_hyperparameters
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models import auto_class, model_type
 
@@ -20,8 +20,11 @@ from hf_efficient_attn.models import auto_class, model_type
 PLACEHOLDER = "ORG/NAME"
 # The original model in the command, if its id on the hub is not known.
 SOURCE = "SOURCE"
-
-
+# The options of `distill` that say how it trains.
+_DISTILLATION_OPTIONS = (
+    "data", "steps", "loss", "learning_rate", "length", "batch_size", "seed", "finetune_steps", "finetune_target",
+    "finetune_learning_rate", "lora_rank",
+)  # fmt: skip
 # Tasks of pipelines of Transformers by the end of the architecture's name. The first that fits counts.
 _TASKS = {
     "ForMaskedLM": "fill-mask",
@@ -55,24 +58,22 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
     """The variables of the template; `name` is the title of the card."""
     architecture = facts.architecture or ""
     own_type = model_type(architecture)
-    # A model of this package also has attention outside its numbered layers.
-    num_layers = None if own_type else facts.layers
     configs = [entry.config for _, choice in facts.choices for entry in choice.entries]
     exact = {config.method: config.exact_length for config in sorted(configs, key=lambda c: -c.exact_length)}
     own_files, install = find_own_files(facts), facts.origin[INSTALL]
     # Whether a model of Transformers interpolates its positions for pictures of another size.
     forward = getattr(getattr(transformers, architecture, None), "forward", None)
-    other_sizes = forward is not None and "interpolate_pos_encoding" in inspect.signature(forward).parameters
     return {
         "facts": facts,
         "command": _command(facts, own_files),
         "import_options": import_options(own_files),
         "install": install and shlex.quote(install),
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
-        "methods": _methods(facts, num_layers),
+        "methods": [_method(facts, part, choice, entry) for part, choice in facts.choices for entry in choice.entries],
         "model_class": auto_class(architecture) or architecture or "AutoModel",
-        "num_layers": num_layers,
-        "other_sizes": other_sizes,
+        # A model of this package also has attention outside its numbered layers.
+        "num_layers": None if own_type else facts.layers,
+        "other_sizes": forward is not None and "interpolate_pos_encoding" in inspect.signature(forward).parameters,
         "own_files": own_files,
         "own_type": own_type,
         "pipeline": pipeline_of(facts),
@@ -82,38 +83,21 @@ def context(facts: Facts, name: str) -> dict[str, Any]:
     }
 
 
-def _methods(facts: Facts, num_layers: int | None) -> list[dict[str, Any]]:
-    """Every method of the checkpoint with its layers and hyperparameters."""
-    found = []
-    for part, settings in facts.choices:
-        for entry in settings.entries:
-            config, layers = entry.config, entry.layers
-            exact = [layer for layer in range(num_layers or 0) if settings.for_layer(layer) is None]
-            if layers is None and num_layers and facts.windowed and not part:
-                layers = tuple(layer for layer in range(num_layers) if layer not in facts.windowed)
-            rows = [(x.name, getattr(config, x.name), x.default, x.metadata.get("help", "")) for x in fields(config)]
-            found.append(
-                {
-                    "info": method_info(config.method),
-                    "part": part,
-                    "layers": None if layers is None else ranges(layers),
-                    "numbered": any(isinstance(layer, int) for layer in layers or ()),
-                    "exact": ranges(exact) if len(settings.entries) > 1 else "",
-                    "hyperparameters": [row for row in rows if row[1] != row[2]],
-                }
-            )
-    return found
-
-
-def _distillation_words(distilled: dict[str, Any]) -> list[str]:
-    """The options of `distill` that say how it trains."""
-    values = {**distilled["plan"], "data": distilled["data"]["name"], "length": distilled["tokens"]}
-    keys = ["data", "steps", "loss", "learning_rate", "length", "batch_size", "seed"]
-    if distilled["finetuning"] is not None:
-        values |= distilled["finetuning"]
-        keys += ["finetune_steps", "finetune_target", "finetune_learning_rate", "lora_rank"]
-    given = [key for key in keys if values[key] is not None]
-    return [word for key in given for word in (f"--{key.replace('_', '-')}", str(values[key]))]
+def _method(facts: Facts, part: str, choice: EfficientAttentionConfig, entry: Entry) -> dict[str, Any]:
+    """A method of the checkpoint with its layers and hyperparameters."""
+    config, layers = entry.config, entry.layers
+    numbers = range(0 if model_type(facts.architecture or "") else facts.layers or 0)
+    if layers is None and facts.windowed and not part:
+        layers = tuple(layer for layer in numbers if layer not in facts.windowed)
+    rows = [(x.name, getattr(config, x.name), x.default, x.metadata.get("help", "")) for x in fields(entry.config)]
+    return {
+        "info": method_info(config.method),
+        "part": part,
+        "layers": None if layers is None else ranges(layers),
+        "numbered": any(isinstance(layer, int) for layer in layers or ()),
+        "exact": ranges(n for n in numbers if choice.for_layer(n) is None) if len(choice.entries) > 1 else "",
+        "hyperparameters": [row for row in rows if row[1] != row[2]],
+    }
 
 
 class OwnFile(NamedTuple):
@@ -157,25 +141,20 @@ def import_options(own_files: Iterable[OwnFile]) -> list[str]:
 
 def _command(facts: Facts, own_files: Iterable[OwnFile]) -> str | None:
     """The command that makes this checkpoint; None for mixes and composite models, which need more."""
-    if len(facts.choices) != 1:
+    if len(facts.choices) != 1 or facts.choices[0][0] or len(facts.choices[0][1].entries) != 1:
         return None
-    part, settings = facts.choices[0]
-    if part or len(settings.entries) != 1:
-        return None
-    config, layers = settings.entries[0].config, settings.entries[0].layers
-    distilled, max_length = facts.distillation, facts.origin["max_length"]
-    words = [
-        "convert" if distilled is None else "distill",
-        facts.origin["base_model"] or SOURCE,
-        "--method",
-        config.method,
-    ]
-    for key, value in changed_hyperparameters(config).items():
+    entry, distilled = facts.choices[0][1].entries[0], facts.distillation
+    words = ["convert" if distilled is None else "distill", facts.origin["base_model"] or SOURCE]
+    words += ["--method", entry.config.method]
+    for key, value in changed_hyperparameters(entry.config).items():
         words += ["--set", f"{key}={value}"]
-    if layers is not None:
-        words += ["--layers", ranges(layers)]
-    if max_length is not None:
-        words += ["--max-length", str(max_length)]
+    options = {
+        "layers": None if entry.layers is None else ranges(entry.layers),
+        "max_length": facts.origin["max_length"],
+    }
     if distilled is not None:
-        words += _distillation_words(distilled)
+        plan = {**distilled["plan"], "data": distilled["data"]["name"], "length": distilled["tokens"]}
+        options |= {key: plan.get(key) for key in _DISTILLATION_OPTIONS}
+    for key, value in options.items():
+        words += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
     return shlex.join(["hf-efficient-attn", *words, "-o", "OUT", *import_options(own_files)])

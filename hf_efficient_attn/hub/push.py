@@ -1,12 +1,11 @@
 """Uploading a converted checkpoint to the Hugging Face Hub: the files first, and the model card last."""
 
+import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import shlex
 import warnings
-import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -15,22 +14,27 @@ from huggingface_hub import HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hf_efficient_attn.checkpoint import open_checkpoint
+from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.limits import find_limits
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, check_hub_id
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, read_card, update_card
+from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, update_card
 from hf_efficient_attn.hub.context import find_own_files, import_options
-from hf_efficient_attn.hub.facts import Facts, clean, read_facts
-from hf_efficient_attn.hub.install import check_install
+from hf_efficient_attn.hub.facts import Facts, check_install, clean, read_facts
 from hf_efficient_attn.io.json import encode_json, read_json_object
 from hf_efficient_attn.io.writing import replacing
 
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
 _HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", "~", ".swp")
-_BACKUPS = f"{NAME}.bak*"  # cards that `write_card` renamed
+_BACKUPS = f"{NAME}.bak"  # with a number, cards that `write_card` renamed
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_NO_INSTALL = (
+    "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be another "
+    "one: give --install with a URL (https://... or git+https://...) or a version (hf_efficient_attn==0.2.0); a push "
+    "with --yes stores it for later ones"
+)
 _HINTS = {
     401: "the hub does not accept the token ('hf auth login' stores a new one)",
     403: "the token may not write there",
@@ -126,32 +130,39 @@ def plan_push(
             f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card({str(folder)!r}) writes the card"
         )
     text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
-    try:
-        read_card(text)
-    except ValueError as error:
-        raise UnsupportedAttentionError(f"{folder / NAME}: {error}") from error
-    stays = tuple(name for name in found if pathlib.PurePath(name).match(_BACKUPS) and "/" not in name)
-    sizes = {name: (folder / name).stat().st_size for name in found if name not in stays and name != NAME}
-    install = install or facts.origin[INSTALL]
-    is_own, changes = OWN_PART.search(text) is not None, {}
-    if is_own and install is not None:
+    with refusing(str(folder / NAME)):
+        problems = [*card_problems(text), *_problems(facts, found)]
+    stays = tuple(name for name in found if name.startswith(_BACKUPS))
+    is_own, changes = OWN_PART.search(text) is not None, dict[str, bytes]()
+    install = (install or facts.origin[INSTALL]) if is_own else None
+    if install is not None:
         stored = read_json_object(folder / FILE) if FILE in found else {}
         if stored.get(INSTALL) != install:
             changes[FILE] = encode_json({**stored, INSTALL: install})
-            sizes[FILE] = len(changes[FILE])
         if f"pip install {shlex.quote(install)}\n" not in text:
             text = update_card(text, dataclasses.replace(facts, origin={**facts.origin, INSTALL: install}))
             changes[NAME] = text.encode()
+    refusals = [_NO_INSTALL] if is_own and install is None else []
+    max_length = facts.origin["max_length"] or 0
+    refusals += [
+        f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims {max_length}: "
+        f"convert again with --max-length {max_length}, or change the number in the file"
+        for limit in find_limits(folder)
+        if limit.tokens < max_length
+    ]
     card = for_repository(text, repo_id)
+    sizes = {name: (folder / name).stat().st_size for name in found if name not in stays}
+    sizes |= {name: len(content) for name, content in changes.items()}
+    del sizes[NAME]
     return PushPlan(
         folder=folder,
         repo_id=repo_id,
         private=private,
         files=(*sorted(sizes.items()), (NAME, len(card.encode()))),
         stays=stays,
-        problems=(*card_problems(text), *_problems(facts, found)),
-        refusals=tuple(_why_not_yet(facts, install if is_own else "written by hand")),
-        install=install if is_own else None,
+        problems=tuple(problems),
+        refusals=tuple(refusals),
+        install=install,
         card=card,
         changes=changes,
     )
@@ -174,25 +185,6 @@ def _problems(facts: Facts, found: Collection[str]) -> list[str]:
         for file in own_files
         if file.name not in found
     ]
-
-
-def _why_not_yet(facts: Facts, install: str | None) -> list[str]:
-    """What is wrong with the contents of a folder that could be published."""
-    found = []
-    if install is None:
-        found.append(
-            "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be "
-            "another one: give --install with a URL (https://... or git+https://...) or a version "
-            "(hf_efficient_attn==0.2.0); a push with --yes stores it for later ones"
-        )
-    max_length = facts.origin["max_length"] or 0
-    found += [
-        f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims {max_length}: "
-        f"convert again with --max-length {max_length}, or change the number in the file"
-        for limit in find_limits(facts.folder)
-        if limit.tokens < max_length
-    ]
-    return found
 
 
 def push(
@@ -234,8 +226,7 @@ def push(
     if plan.refusals:
         raise UnsupportedAttentionError("; ".join(plan.refusals))
     if constants.HF_HUB_OFFLINE:
-        names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)]
-        raise UnsupportedAttentionError(f"offline mode is on: unset {' and '.join(names) or 'HF_HUB_OFFLINE'} to push")
+        raise UnsupportedAttentionError("offline mode is on: unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE to push")
     token = token or get_token()
     if not token:
         raise UnsupportedAttentionError(
@@ -246,23 +237,23 @@ def push(
             draft.write_bytes(content)
     api = HfApi(token=token, library_name="hf_efficient_attn")
     title = message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn"
-    done: list[str] = []
+    done = "nothing had been sent"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            _check_card(plan.card)
+            ModelCard(plan.card).validate()
             url = str(api.create_repo(repo_id, private=True if private else None, exist_ok=True))
-            done.append("the repository exists or was created")
+            done = "the repository exists or was created"
             if private and not api.model_info(repo_id).private:
                 raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
             files = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=plan.folder,
-                ignore_patterns=[NAME, _BACKUPS],
+                ignore_patterns=[NAME, f"{_BACKUPS}*"],
                 delete_patterns=_WEIGHTS,
                 commit_message=title,
             )
-            done.append(f"all {len(plan.files) - 1} files but the card are there")
+            done += f"; all {len(plan.files) - 1} files but the card are there"
             last = api.upload_file(
                 path_or_fileobj=plan.card.encode(),
                 path_in_repo=NAME,
@@ -271,44 +262,33 @@ def push(
             )
         # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
         except (OSError, _HTTPError, RuntimeError, ValueError) as error:
-            raise PushError(f"{_reason(error)}; {'; '.join(done) or 'nothing had been sent'}") from error
+            raise PushError(f"{_reason(error)}; {done}") from error
     # Warnings of other libraries do not concern the user.
-    about_card = [str(item.message) for item in caught if NAME in str(item.message)]
-    return PushReport(plan, url, (files.oid, last.oid), tuple(clean(text, 500) for text in dict.fromkeys(about_card)))
-
-
-def _check_card(text: str) -> None:
-    """Let the hub check a card before anything is created; raise PushError with what it reports."""
-    try:
-        ModelCard(text).validate()
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:
-        try:
-            found = [str(entry["message"]) for entry in json.loads(str(error))["errors"]]
-        except (ValueError, KeyError, TypeError):
-            found = [str(error)]
-        raise PushError(f"the hub does not accept the card's front matter: {clean('; '.join(found), 400)}") from error
+    about_card = dict.fromkeys(str(item.message) for item in caught if NAME in str(item.message))
+    return PushReport(plan, url, (files.oid, last.oid), tuple(clean(text, 500) for text in about_card))
 
 
 def _reason(error: BaseException) -> str:
     """Describe an error of huggingface_hub in one sentence, with the status code if the hub answered."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:  # uploads of large files wrap their errors
         error = error.__cause__
-    if isinstance(error, PushError):
-        return str(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
     text = clean(str(error), 400)
-    if status is None:
-        return f"the hub could not be reached or its answer could not be read: {text or type(error).__name__}"
-    return f"{status}: {_HINTS.get(status, 'the hub failed' if status >= 500 else 'the hub refused')}: {text}"
+    if isinstance(error, PushError):
+        return text
+    if status is not None:
+        return f"{status}: {_HINTS.get(status, 'the hub failed' if status >= 500 else 'the hub refused')}: {text}"
+    if type(error) is ValueError:  # from `ModelCard.validate`
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = clean("; ".join(entry["message"] for entry in json.loads(str(error))["errors"]), 400)
+        return f"the hub does not accept the card's front matter: {text}"
+    return f"the hub could not be reached or its answer could not be read: {text or type(error).__name__}"
 
 
 def _publishable_files(folder: pathlib.Path) -> list[str]:
     """The paths of all files in a folder and its subfolders, sorted; refuse the folder if one must not be published."""
-    inside = folder.resolve()
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
-    reasons = {name: _why_refused(path, inside) for name, path in paths.items()}
+    reasons = {name: _why_refused(path, folder.resolve()) for name, path in paths.items()}
     refused = [f"{clean(name)} ({reason})" for name, reason in reasons.items() if reason]
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
@@ -322,35 +302,18 @@ def _why_refused(path: pathlib.Path, inside: pathlib.Path) -> str | None:
     """Why a file or folder must not be published, or None if it may."""
     name = path.name.lower()
     if path.is_symlink():
-        try:
-            target = path.resolve(strict=True)
-        except (OSError, RuntimeError):
+        if not path.exists():
             return "a link that leads nowhere"
-        if not target.is_relative_to(inside):
+        if not path.resolve().is_relative_to(inside):
             return "a link that leads outside"
-        if target.is_dir():
+        if path.is_dir():
             return "a link to a folder"
-    if name.endswith(_UNFINISHED):
-        return "an unfinished file"
-    if name.startswith(".") and name != ".gitattributes":
+    if name.endswith(_UNFINISHED) or (name.startswith(".") and name != ".gitattributes"):
         return "a hidden or unfinished file"
     if path.is_dir():
         return None
     if not path.is_file():
         return "not a regular file"
-    if name.endswith(PICKLES) or (not name.endswith(".safetensors") and _is_pickle(path)):
+    if name.endswith(PICKLES):
         return "a pickle or another format that can run code; only safetensors are published"
     return None
-
-
-def _is_pickle(path: pathlib.Path) -> bool:
-    """Whether a file begins like a pickle of protocol 2 to 5, or is an archive that PyTorch wrote."""
-    with path.open("rb") as file:
-        start = file.read(2)
-    if start[:1] == b"\x80" and start[1:] in (b"\2", b"\3", b"\4", b"\5"):
-        return True
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith(".pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError):
-        return False

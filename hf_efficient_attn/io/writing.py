@@ -9,11 +9,10 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from safetensors import SafetensorError
+
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import write_json
-
-# Results that this process has written. Later, more complete results of the same work may replace them.
-_written: set[pathlib.Path] = set()
 
 
 def check_drawing() -> None:
@@ -64,6 +63,8 @@ def naming_full_disk(what: str, remark: str = "") -> Iterator[None]:
     """Let errors about a full disk say what could not be written: some of them name nothing."""
     try:
         yield
+    except SafetensorError as error:  # in which the library puts the errors of the system, as text
+        raise OSError(f"{what} cannot be written: {error}{remark}") from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -100,7 +101,7 @@ def write_results(
         result: The measurements, as plain values; or a function that returns them for the path of their JSON file.
         folder: Where the files are written. It is created if it does not exist.
         name: The name of the files without their endings.
-        draw: Draws the measurements to a file.
+        draw: Draws the measurements to a file, as a whole or not at all.
         force: Replace files that exist. Otherwise files that have appeared since `check_folder` stay, and the results
             get another name: <name>-1.json, ...
 
@@ -108,32 +109,11 @@ def write_results(
         The paths of <name>.json and <name>.png.
     """
     folder.mkdir(exist_ok=True)
-    written = [folder / f"{name}.json", folder / f"{name}.png"]
-    if not force:
-        written = _reserve(folder, name)
-    try:
-        values = result(written[0]) if callable(result) else result
-        draw(values, written[1])
-        with replacing(written[0]) as draft:
-            write_json(draft, values)
-    except BaseException:
-        if not force and written[0].stat().st_size == 0:
-            written[0].unlink()
-        raise
-    _written.update(path.absolute() for path in written)
+    stems = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))
+    pairs = ([folder / f"{stem}.json", folder / f"{stem}.png"] for stem in stems)
+    written = next(pair for pair in pairs if force or not any(map(os.path.lexists, pair)))
+    values = result(written[0]) if callable(result) else result
+    draw(values, written[1])
+    with replacing(written[0]) as draft:
+        write_json(draft, values)
     return written
-
-
-def _reserve(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
-    """The first names for results that nothing has, or that this process has written; the first file is created."""
-    for number in itertools.count():
-        stem = f"{name}-{number}" if number else name
-        paths = [folder / f"{stem}.json", folder / f"{stem}.png"]
-        if all(path.absolute() in _written for path in paths):
-            break
-        if os.path.lexists(paths[1]):
-            continue
-        with contextlib.suppress(FileExistsError):
-            paths[0].touch(exist_ok=False)
-            break
-    return paths

@@ -190,7 +190,7 @@ class _CheckpointRun:
         """Plain values, by the names of options, that must be equal when the work is continued."""
         checked = self._conversion.checked
         config = repr(sorted(checked.config.items(), key=str))
-        tensors = ((name.encode("utf-8", "backslashreplace"), p) for name, p in checked.weights.all_tensors())
+        tensors = ((name.encode("utf-8", "backslashreplace"), p) for name, p in checked.weights.tensors.items())
         return {
             "version": FORMAT_OF_STATE,
             "source": digest(itertools.chain((config.encode(),), itertools.chain.from_iterable(tensors))),
@@ -358,7 +358,7 @@ class _CheckpointRun:
         report: dict[str, Any] = {"distillation": result}
         if steps.process_rank() == 0:
             nn.Module.to(self.model, "cpu")
-            report |= self._conversion.write(is_trained=len(self._stages) > 1, add_files=add_files)
+            report |= self._conversion.write(add_files=add_files)
         if result["complete"]:
             self._remove_state()
         return report

@@ -9,7 +9,6 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from test_benchmark_command import command, made, photographs, run_json, text  # noqa: F401 (fixtures)
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import forward
@@ -19,6 +18,7 @@ from hf_efficient_attn.training import distill_checkpoint, distillation
 from hf_efficient_attn.training.data import TrainingData
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning
+from test_benchmark_command import command, made, photographs, run_json, text  # noqa: F401 (fixtures)
 from tiny_models import tiny_class
 
 HEDGEHOG = ("--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16")

@@ -13,7 +13,7 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.limits import find_limits, sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.conversion.exactness import describe, exact_lengths, num_positions, picture_sizes
+from hf_efficient_attn.conversion.report import describe, exact_lengths, num_positions, picture_sizes
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 from instances import INSTANCES
@@ -48,10 +48,7 @@ def convert(*arguments):
 
 # Limits of texts
 
-NAMES = [
-    "sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
-    "sentence_xlm-roberta_config.json", "sentence_xlnet_config.json",
-]  # fmt: skip
+NAMES = ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,7 +101,7 @@ def test_limits_that_are_not_set_or_larger(tmp_path):
         changed = set_limits(folder, 300)
         # A text of more tokens than the model takes would be an error, so the larger limit of sentences shrinks.
         assert read(folder, NAMES[0]) == (before if after is None else after)
-        assert [limit.before for limit in changed] == ([512] if after == {"max_seq_length": 300} else [])
+        assert [limit["before"] for limit in changed] == ([512] if after == {"max_seq_length": 300} else [])
         assert len(find_limits(folder)) == 1 + (type(before.get("max_seq_length")) is int)
 
 
@@ -114,7 +111,7 @@ def test_the_limits_of_another_model_in_a_subfolder_stay(tmp_path):
         for part in ("", "query_0"):
             (tmp_path / part).mkdir(exist_ok=True)
             (tmp_path / part / name).write_text(json.dumps(values))
-    assert [limit.file for limit in set_limits(tmp_path, 300)] == [NAMES[0]]
+    assert [limit["file"] for limit in set_limits(tmp_path, 300)] == [NAMES[0]]
     assert read(tmp_path / "query_0", NAMES[0]) == {"max_seq_length": 7}
 
 
@@ -132,13 +129,10 @@ def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):
     third = convert_checkpoint(tmp_path / "second", tmp_path / "third", "linear")
     assert not any("truncated" in text for text in [*second["notes"], *third["notes"]])
     assert sentence_limit(tmp_path / "third").tokens == 128
-
-
-def test_lengths_of_queries_and_documents_are_noted(tmp_path):
-    source = sentence_model(tmp_path / "source", **{NAMES[0]: {"query_length": 32, "document_length": 100}})
-    done = convert_checkpoint(source, tmp_path / "out", "linear", max_length=300)
-    assert any("query_length 32" in note and "document_length 100" in note for note in done["notes"])
-    assert read(tmp_path / "out", NAMES[0]) == {"query_length": 32, "document_length": 100}
+    (source / NAMES[0]).write_text("[]")
+    with pytest.raises(UnsupportedAttentionError, match=NAMES[0]):
+        convert_checkpoint(source, tmp_path / "no", "linear", max_length=300)
+    assert not (tmp_path / "no").exists()
 
 
 def test_rotary_positions_need_no_extension_up_to_what_the_model_takes(tmp_path):
@@ -158,16 +152,9 @@ def test_a_model_in_the_folder_of_a_module(tmp_path, capsys):
     (whole / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}, {"path": "1_Pooling"}]))
     assert convert(whole, "--method", "linear", "-o", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert "no config.json" in error and "'0_Transformer': convert that folder" in error
+    assert "no config.json" in error and "modules.json" in error
     assert convert(inner, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 0
     assert read(tmp_path / "out", NAMES[0]) == {"max_seq_length": 300}
-
-
-def test_a_damaged_file_is_refused(tmp_path, capsys):
-    source = sentence_model(tmp_path / "source")
-    (source / NAMES[0]).write_text("[]")
-    assert convert(source, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 2
-    assert NAMES[0] in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_sentence_transformers_reads_the_whole_text(minilm, tmp_path):
@@ -175,15 +162,15 @@ def test_sentence_transformers_reads_the_whole_text(minilm, tmp_path):
     source = shutil.copytree(minilm, tmp_path / "source")
     assert read(source, NAMES[0])["max_seq_length"] == 256
     chosen = {"window_size": 64}
-    done = convert_checkpoint(source, tmp_path / "out", "longformer", hyperparameters=chosen, max_length=2048)
+    done = convert_checkpoint(source, tmp_path / "out", "longformer", hyperparameters=chosen, max_length=640)
     exec(done["load"], found := {})
     model = found["model"].to("cpu")
     assert isinstance(model, library.SentenceTransformer)
-    assert model.max_seq_length == 2048
+    assert model.max_seq_length == 640
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "it"]
     start = " ".join(words[i % 14] for i in range(250))
-    text = start + " " + " ".join(words[(i * i) % 13] for i in range(1750))
-    assert 1900 < model.tokenizer(text, return_tensors="pt")["input_ids"].shape[1] < 2048
+    text = start + " " + " ".join(words[(i * i) % 13] for i in range(350))
+    assert 590 < model.tokenizer(text, return_tensors="pt")["input_ids"].shape[1] < 640
     whole, cut = model.encode([text, start], convert_to_tensor=True)
     assert (whole @ cut).item() < 0.99
     before = library.SentenceTransformer(str(source), device="cpu").encode([text, start], convert_to_tensor=True)
@@ -198,11 +185,6 @@ def test_every_method_says_up_to_where_it_is_exact(instance):
     assert instance.config().exact_length == instance.budget
 
 
-def test_methods_with_something_learned_or_shared_are_never_exact():
-    assert hea.NystromformerConfig(conv_kernel_size=3).exact_length == 0
-    assert hea.ReformerConfig(shared_query_key=True).exact_length == 0
-
-
 @pytest.mark.parametrize("method", ["kdeformer", "longformer"])
 def test_the_size_from_which_pictures_differ_is_where_outputs_differ(method):
     model = tiny_model("vit")
@@ -210,7 +192,7 @@ def test_the_size_from_which_pictures_differ_is_where_outputs_differ(method):
     options = {"block_size": 60, "num_samples": 60} if method == "kdeformer" else {"window_size": 119}
     found = picture_sizes(hea.convert(model, method, **options))
     # 32 px are 8 x 8 patches of 4 px, and a class token; 11 x 11 + 1 = 122 is the first number above 120.
-    assert found == (32, 65, 44, True, "interpolate_pos_encoding")
+    assert found == (32, 65, 44, "interpolate_pos_encoding")
     for size, before in exact.items():
         same = torch.allclose(output(model, larger(size), interpolate_pos_encoding=True), before, atol=1e-5)
         assert same == (size < 44), size
@@ -222,7 +204,7 @@ def larger(size):
 
 def test_sizes_of_other_models_of_pictures():
     deit = hea.convert(tiny_model("deit", head=True), "linear")
-    assert picture_sizes(deit) == (32, 66, 32, True, "interpolate_pos_encoding")
+    assert picture_sizes(deit) == (32, 66, 32, "interpolate_pos_encoding")
     config = T2TViTConfig(image_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, token_dim=8)
     stages = hea.convert(T2TViTForImageClassification(config), "kdeformer")
     assert picture_sizes(stages)[:3] == (64, 256, 96)  # in the first stage, with a token every 4 px
@@ -232,7 +214,7 @@ def test_sizes_of_other_models_of_pictures():
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
     )
     model = hea.convert(transformers.Dinov2Model(dino), "longformer", window_size=20)
-    assert picture_sizes(model) == (28, 5, 70, True, None)  # interpolates by itself
+    assert picture_sizes(model) == (28, 5, 70, None)  # interpolates by itself
     assert picture_sizes(hea.convert(tiny_model("bert"), "linear")) is None
     assert picture_sizes(tiny_model("vit")) is None
 
@@ -251,9 +233,7 @@ def test_convert_says_where_pictures_differ(tmp_path, capsys):
         {"layers": [0, 1], "method": "longformer", "settings": {"window_size": 99}, "tokens": 100}
     ]
     argument = "interpolate_pos_encoding"
-    assert done["pictures"] == {
-        "size": 32, "tokens": 65, "differs_from": 40, "takes_larger": True, "argument": argument
-    }  # fmt: skip
+    assert done["pictures"] == {"size": 32, "tokens": 65, "differs_from": 40, "argument": argument}
     # What the report says is so.
     model = tiny_class("vit", head=True).from_pretrained(tmp_path / "out")
     with pytest.raises(ValueError, match="Input image size"):

@@ -169,40 +169,36 @@ def test_models_copy_and_pickle(tmp_path):
 # The real weights
 
 
-@pytest.mark.exhaustive
-@each_method
-def test_the_real_bert(method, minilm, tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
-    text = "Attention is the weighted mean of values, by the likeness of keys to a query. " * 20
-    inputs = tokenizer([text, text[: len(text) // 3]], return_tensors="pt", padding=True)
-    assert inputs["input_ids"].shape[1] > 300
-    budget = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(64)
-    with torch.no_grad():
-        exact = transformers.AutoModel.from_pretrained(minilm)(**inputs)[0]
-    model = transformers.AutoModel.from_pretrained(
-        minilm, attn_implementation=method, efficient_attention=budget.to_dict()
-    )
-    first = output(model, inputs)
-    assert not torch.equal(first, exact) and torch.isfinite(first).all()
-    _check_real(model, inputs, transformers.AutoModel, minilm, tmp_path)
+REAL = {
+    "minilm": (transformers.AutoModel, lambda: {"input_ids": torch.randint(1000, 20000, (2, 300))}),
+    "deit-tiny-imagenet": (
+        transformers.AutoModelForImageClassification, lambda: {"pixel_values": torch.randn(1, 3, 224, 224)},
+    ),
+    "gpt2-char-shakespeare": (
+        transformers.AutoModelForCausalLM, lambda: {"input_ids": torch.randint(0, 65, (2, 200))},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.exhaustive
 @each_method
-@pytest.mark.parametrize("name", ["deit-tiny-imagenet", "gpt2-char-shakespeare"])
-def test_the_real_vit_and_gpt2(name, method, data, tmp_path):
-    auto = transformers.AutoModelForImageClassification if "deit" in name else transformers.AutoModelForCausalLM
+@pytest.mark.parametrize("name", REAL)
+def test_real_checkpoints(name, method, data, minilm, tmp_path):
     torch.manual_seed(0)
-    inputs = (
-        {"pixel_values": torch.randn(1, 3, 224, 224)}
-        if "deit" in name
-        else {"input_ids": torch.randint(0, 65, (2, 200))}
-    )
+    (auto, make), folder = REAL[name], minilm if name == "minilm" else data / "models" / name
+    inputs = make()
     budget = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(64)
-    model = auto.from_pretrained(
-        data / "models" / name, attn_implementation=method, efficient_attention=budget.to_dict()
-    )
-    _check_real(model, inputs, auto, data / "models" / name, tmp_path)
+    options = {"attn_implementation": method, "efficient_attention": budget.to_dict()}
+    model = auto.from_pretrained(folder, **options)
+    exact = output(realigned(auto.from_pretrained(folder)), inputs)
+    first = output(realigned(model), inputs)
+    assert not torch.equal(first, exact) and torch.isfinite(first).all()
+    for turn in range(2):
+        model.save_pretrained(tmp_path / str(turn))
+        saved, model = model.state_dict(), realigned(auto.from_pretrained(tmp_path / str(turn)))
+        assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
+        assert torch.equal(output(model, inputs), first)
+    assert torch.equal(output(realigned(hea.convert(model, "sdpa")), inputs), exact)
 
 
 def realigned(model):
@@ -214,15 +210,3 @@ def realigned(model):
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
-
-
-def _check_real(model, inputs, auto, name, folder):
-    exact = output(realigned(auto.from_pretrained(name)), inputs)
-    first = output(realigned(model), inputs)
-    assert not torch.equal(first, exact)
-    for turn in range(2):
-        model.save_pretrained(folder / str(turn))
-        saved, model = model.state_dict(), realigned(auto.from_pretrained(folder / str(turn)))
-        assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
-        assert torch.equal(output(model, inputs), first)
-    assert torch.equal(output(realigned(hea.convert(model, "sdpa")), inputs), exact)

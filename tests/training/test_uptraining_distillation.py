@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of
 from torch.utils.data import DataLoader, IterableDataset
 
 import hf_efficient_attn as hea
@@ -18,6 +17,7 @@ from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation, training_batches
 from hf_efficient_attn.training.steps import learned_parameters
 from hf_efficient_attn.training.switch import is_in_stage, switch_stage
+from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of
 from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
 
 HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
