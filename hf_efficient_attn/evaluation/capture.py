@@ -103,6 +103,14 @@ class Call(NamedTuple):
             error = row_error(out.flatten(0, 1), self.exact.flatten(0, 1), valid).estimate
         return error.view(batch, num_heads).double().cpu()
 
+    def sequence_errors(self, config: MethodConfig) -> dict[int, Tensor]:
+        """The `errors` (H,) of each sequence of the batch that has a valid token."""
+        return dict(filter(lambda one: self.has_tokens(one[0]), enumerate(self.errors(config))))
+
+    def has_tokens(self, index: int) -> bool:
+        """Whether a sequence of the batch has a valid key."""
+        return self.key_mask is None or bool(self.key_mask[index].any())
+
     def compute(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
         heads = head_slice_of(config.method, self.module, self.query.shape[1])

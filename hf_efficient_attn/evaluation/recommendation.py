@@ -30,7 +30,6 @@ from hf_efficient_attn.evaluation.defaults import Candidate
 from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, Timing
 from hf_efficient_attn.integration.layers import Layer, ranges
 from hf_efficient_attn.integration.settings import EXACT, changed_hyperparameters
-from hf_efficient_attn.methods import MethodConfig
 
 # A larger budget should reduce the error of a method at least by this factor.
 _FALLS = 0.9
@@ -43,7 +42,6 @@ Row = Mapping[str, Any]
 class Measured(NamedTuple):
     """What a recommendation is made from."""
 
-    methods: Mapping[str, MethodConfig]  # label -> config without a budget
     candidates: Sequence[Candidate]  # the methods at their budgets, the cheapest first
     table: ErrorTable
     tokens: Mapping[Layer, int]  # of the longest sequence
@@ -77,54 +75,47 @@ def recommend(
         - "output_error": relative error of the last hidden states, or of the logits, on that sequence, or None.
         - "tokens": the length up to which this was measured.
     """
-    summary = measured.summary
+    summary, table = measured.summary, measured.table
     # In causal attention a query has half of the keys on average.
     num_keys = (summary.max_kv_len + 1) / 2 if summary.is_causal else float(summary.max_kv_len)
     candidates = [one for one in measured.candidates if one.columns < num_keys]
-    chosen = choose_each(measured.table, candidates, max_error)
-    if not per_layer:
-        chosen = choose_one(measured.table, candidates, max_error, num_keys)
-
-    def attention(candidate: Candidate) -> dict[str, Any]:
-        for label, method in measured.methods.items():
-            sized = method.with_budget(candidate.columns)
-            if candidate.config in (sized, sized.calibrated(max_error, accepted=True)):
-                return {"attention": label, "columns": candidate.columns}
-        raise AssertionError(candidate)
-
+    choose = choose_each if per_layer else choose_one
+    chosen = choose(table, candidates, max_error, num_keys)
     if not chosen:
-        pooled = {one: spread(measured.table, one, max_error) for one in measured.candidates}
-        bounds = {key: bound(errors, pooled[key[1]], max_error) for key, errors in measured.table.items() if errors}
-        found: dict[str, Any] = {"recommended": None, "calibrated": None, "nearest": None}
+        bounds = {
+            (layer, one): bound(errors, spread(table, one, max_error), max_error)
+            for (layer, one), errors in table.items()
+            if errors
+        }
+        nearest = None
         if bounds:
-            layer, nearest = min(bounds, key=lambda key: bounds[key])
-            found["nearest"] = {"layer": layer, **attention(nearest), "bound": bounds[layer, nearest]}
-        return found
+            layer, one = min(bounds, key=lambda key: bounds[key])
+            nearest = {"layer": layer, "attention": one.label, "columns": one.columns, "bound": bounds[layer, one]}
+        return {"recommended": None, "calibrated": None, "nearest": nearest}
     settings = make_settings(chosen, max(measured.tokens[layer] for layer in chosen))
     exact = [layer for layer in summary.layers if layer not in chosen]
-    costs = [choice.candidate.columns for choice in chosen.values()] + [num_keys] * len(exact)
-    one = None if run is None else (run[0], _first_sequence(run[1]), settings)
-    speed = None if one is None else measure_speed(*one)
-    layers = [
-        {
-            "layer": layer,
-            **attention(choice.candidate),
-            "method": choice.candidate.config.method,
-            "settings": changed_hyperparameters(choice.candidate.config),
-            "error": choice.error,
-            "bound": choice.bound,
-        }
-        for layer, choice in chosen.items()
-    ]
+    one_run = None if run is None else (run[0], _first_sequence(run[1]), settings)
+    speed = None if one_run is None else measure_speed(*one_run)
     recommended = {
-        "layers": layers,
+        "layers": [
+            {
+                "layer": layer,
+                "attention": choice.candidate.label,
+                "columns": choice.candidate.columns,
+                "method": choice.candidate.config.method,
+                "settings": changed_hyperparameters(choice.candidate.config),
+                "error": choice.error,
+                "bound": choice.bound,
+            }
+            for layer, choice in chosen.items()
+        ],
         "exact_layers": exact,
         "error": statistics.fmean(choice.error for choice in chosen.values()),
-        "columns": statistics.fmean(costs),
+        "columns": statistics.fmean([*(one.candidate.columns for one in chosen.values()), *[num_keys] * len(exact)]),
         "keys": num_keys,
         "speed_up": None if speed is None else speed.ratio,
         "saves": None if speed is None else speed.is_gain,
-        "output_error": None if one is None else measure_output_error(*one),
+        "output_error": None if one_run is None else measure_output_error(*one_run),
         "tokens": settings.calibrated_length,
     }
     return {"recommended": recommended, "calibrated": settings.to_dict(defaults=False), "nearest": None}
@@ -146,21 +137,19 @@ def budget_warnings(entries: Sequence[Mapping[str, Any]], budgets: Sequence[int]
     small, large = str(budgets[0]), str(budgets[-1])
     sentences = []
     for label in entries[0]["errors"]:
-        flat = []  # the entries in which the error hardly falls: name, first and last error
+        flat: dict[Any, tuple[float, float]] = {}  # layer -> first and last error, where the error hardly falls
         for entry in entries:
             first, last = (statistics.fmean(entry["errors"][label][size]) for size in (small, large))
             # An error that is small anyway, such as that of uniform attention, needs no warning.
             if not last <= max(_FALLS * first, 1e-3):
-                flat.append((entry["name"] if entry["layer"] is None else entry["layer"], first, last))
-        if not flat:
-            continue
-        names, firsts, lasts = zip(*flat, strict=True)
-        first, last, distinct = statistics.fmean(firsts), statistics.fmean(lasts), list(dict.fromkeys(names))
-        where = f" in layer{'s' * (len(distinct) > 1)} {ranges(distinct)}" if len(names) < len(entries) else ""
-        sentences.append(
-            f"{label}: the error hardly falls with the budget{where}: {first:.2f} at {small} columns, {last:.2f} at "
-            f"{large}. A larger budget does not help there."
-        )
+                flat[entry["name"] if entry["layer"] is None else entry["layer"]] = first, last
+        if flat:
+            first, last = map(statistics.fmean, zip(*flat.values(), strict=True))
+            where = f" in layer{'s' * (len(flat) > 1)} {ranges(flat)}" if len(flat) < len(entries) else ""
+            sentences.append(
+                f"{label}: the error hardly falls with the budget{where}: {first:.2f} at {small} columns, {last:.2f} "
+                f"at {large}. A larger budget does not help there."
+            )
     return sentences
 
 

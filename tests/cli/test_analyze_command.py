@@ -9,7 +9,7 @@ import transformers
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis
-from hf_efficient_attn.evaluation import analyze, calibration, capture, heat_maps, recommendation, timing
+from hf_efficient_attn.evaluation import analyze, calibration, capture, pictures, recommendation, timing
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
@@ -24,7 +24,7 @@ from test_benchmark_command import (  # noqa: F401 (fixtures)
 )
 from tiny_models import tiny_batch, tiny_model
 
-WINDOW = {"methods": {"w": hea.LongformerConfig()}, "budgets": [8], "max_error": 9.0}
+WINDOW = {"methods": [hea.LongformerConfig()], "budgets": [8], "max_error": 9.0}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_padding_does_not_count_in_an_analysis():
     for one, other in zip(short["layers"], long["layers"], strict=True):
         for key in ("stable_rank", "head_to_tail"):
             assert one[key] == pytest.approx(other[key], rel=1e-4)
-        assert one["errors"]["w"]["8"] == pytest.approx(other["errors"]["w"]["8"], rel=1e-3)
+        assert one["errors"]["longformer"]["8"] == pytest.approx(other["errors"]["longformer"]["8"], rel=1e-3)
     assert short["calibrated"]["calibrated_length"] == long["calibrated"]["calibrated_length"] == 40
 
 
@@ -73,7 +73,7 @@ def test_batches_are_averaged():
     both = {name: torch.cat((one[name], other[name])) for name in one}
     together, apart = (analyze.analyze(model, batches, **WINDOW) for batches in ([both], [one, other]))
     for entry, same in zip(together["layers"], apart["layers"], strict=True):
-        assert entry["errors"]["w"]["8"] == pytest.approx(same["errors"]["w"]["8"], rel=1e-4)
+        assert entry["errors"]["longformer"]["8"] == pytest.approx(same["errors"]["longformer"]["8"], rel=1e-4)
     pairs = zip(together["recommended"]["layers"], apart["recommended"]["layers"], strict=True)
     assert all(entry["bound"] == pytest.approx(same["bound"], rel=1e-4) for entry, same in pairs)
 
@@ -286,21 +286,21 @@ def test_properties_of_few_or_short_inputs(monkeypatch):
     assert three["property_inputs"] == 1
     for entry, other in zip(three["layers"], one["layers"], strict=True):
         assert entry["stable_rank"] == pytest.approx(other["stable_rank"], rel=1e-4)
-        assert entry["errors"]["w"]["8"] != pytest.approx(other["errors"]["w"]["8"], rel=1e-4)
+        assert entry["errors"]["longformer"]["8"] != pytest.approx(other["errors"]["longformer"]["8"], rel=1e-4)
     monkeypatch.setattr(analyze, "_MAX_LENGTH", 60)
     long = analyze.analyze(model, [batch], **WINDOW)
     assert long["property_inputs"] == 0
     assert [entry["stable_rank"] for entry in long["layers"]] == [None, None]
-    assert all(entry["errors"]["w"]["8"] for entry in long["layers"])
+    assert all(entry["errors"]["longformer"]["8"] for entry in long["layers"])
 
 
 # rows as they finish, interruption, limit of time
 
 
 def test_a_method_that_stores_the_limit_is_recommended():
-    options = {"methods": {"a": make_config("auto")}, "budgets": [16], "max_error": 9.0}
+    options = {"methods": [make_config("auto")], "budgets": [16], "max_error": 9.0}
     (one, _) = analyze.analyze(tiny_model("bert"), [tiny_batch("bert")], **options)["recommended"]["layers"]
-    assert (one["attention"], one["method"], one["settings"]) == ("a", "auto", {"columns": 16, "max_error": 9.0})
+    assert (one["attention"], one["method"], one["settings"]) == ("auto", "auto", {"columns": 16, "max_error": 9.0})
 
 
 def test_rows_as_they_finish():
@@ -442,7 +442,7 @@ def drawn(num_layers, num_heads, errors=(0.3, 0.1, 7.0), properties=True):
 def test_a_method_that_fails_does_not_own_the_colours(figure, tmp_path):
     from matplotlib.colors import LogNorm
 
-    heat_maps.draw_maps(drawn(6, 12), tmp_path / "a.png")
+    pictures.draw_analysis(drawn(6, 12), tmp_path / "a.png")
     (one,) = figure
     assert one._suptitle.get_text() == "org/model, book.txt, 4 texts of 2,048 tokens"
     images = {axes.get_title(): axes.images[0] for axes in one.axes if axes.images and axes.get_title()}
@@ -459,7 +459,7 @@ def test_a_method_that_fails_does_not_own_the_colours(figure, tmp_path):
 
 
 def test_many_heads_have_no_numbers(figure, tmp_path):
-    heat_maps.draw_maps(drawn(13, 12, errors=(0.2,), properties=False), tmp_path / "a.png")
+    pictures.draw_analysis(drawn(13, 12, errors=(0.2,), properties=False), tmp_path / "a.png")
     (one,) = figure
     assert not any(axes.texts for axes in one.axes)
     images = [axes.images[0] for axes in one.axes if axes.get_title().startswith("m0")]
@@ -471,7 +471,7 @@ def test_many_heads_have_no_numbers(figure, tmp_path):
     [(0.0, ".00"), (0.126, ".13"), (0.997, "1.0"), (1.26, "1.3"), (9.97, "10"), (412.3, "412"), (12345.0, "12k")],
 )
 def test_short_numbers(value, shown):
-    assert heat_maps.short_number(value) == shown
+    assert pictures.short_number(value) == shown
 
 
 @pytest.mark.parametrize(

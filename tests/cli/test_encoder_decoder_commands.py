@@ -98,7 +98,7 @@ def test_whisper_is_calibrated_and_analyzed_from_batches():
     batch["decoder_input_ids"] = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     found = hea.calibrate(model, [batch], max_error=9.0, methods=["nystromformer"], budgets=[16])
     assert found.named_layers() == ["encoder.layers.0", "encoder.layers.1"]
-    result = analyze(model, [batch], methods={"longformer": hea.LongformerConfig()}, budgets=[17], max_error=9.0)
+    result = analyze(model, [batch], methods=[hea.LongformerConfig()], budgets=[17], max_error=9.0)
     assert len(result["layers"]) == 6
     errors = hea.attention_error(hea.convert(model, found), batch)
     assert [one.layer for one in errors.layers if one.method != "sdpa"] == ["encoder.layers.0", "encoder.layers.1"]
