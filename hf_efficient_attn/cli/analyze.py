@@ -112,7 +112,7 @@ def analyze(
     from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
     from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
     from hf_efficient_attn.evaluation.progress import Execution
-    from hf_efficient_attn.evaluation.recommendation import apply_command, note_on_command
+    from hf_efficient_attn.evaluation.recommendation import apply_command
     from hf_efficient_attn.evaluation.timing import describe, use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
 
@@ -145,13 +145,11 @@ def analyze(
         return {**result, "command": apply_command(source, result, config)}
 
     written = [] if output is None else write_results(with_command, output, "analysis", draw_analysis, force=force)
-    config = written[0] if written else None
-    result = with_command(config)
+    result = with_command(written[0] if written else None)
     if as_json:
         print_json(result)
     else:
-        notes = [*_wrap(note_on_command(result, config)), *(f"Written: {path}" for path in written)]
-        typer.echo("\n".join([*_report(result), *notes]))
+        typer.echo("\n".join([*_report(result), *(f"Written: {path}" for path in written)]))
     raise typer.Exit(status)
 
 
@@ -180,11 +178,6 @@ def _short(error: float) -> str:
     return f"{error:.2f}".removeprefix("0")
 
 
-def _wrap(note: str | None) -> list[str]:
-    """The lines of a sentence; none for None."""
-    return textwrap.wrap(note or "", 100, subsequent_indent="    ")
-
-
 def _report(result: dict[str, Any]) -> list[str]:
     """What follows the table: what it contains, and the recommendation."""
     from hf_efficient_attn.integration.layers import ranges
@@ -209,7 +202,7 @@ def _report(result: dict[str, Any]) -> list[str]:
             f"Not complete. Layers that were not measured and stay exact: {layers}. Give more time, or fewer --rows, "
             "--methods or --budgets."
         )
-    lines = [line for note in notes for line in _wrap(note)]
+    lines = [line for note in notes for line in textwrap.wrap(note, 100, subsequent_indent="    ")]
     return ["", *textwrap.wrap(about, 100), *lines, "", *_recommendation(result)]
 
 

@@ -9,6 +9,7 @@ layer.
 """
 
 import contextlib
+import itertools
 import math
 import pathlib
 import time
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_efficient_attn.analysis import head_to_tail, softmax_matrix, stable_rank
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
@@ -34,12 +36,10 @@ from hf_efficient_attn.evaluation.capture import (
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
-from hf_efficient_attn.evaluation.matrices import softmax_matrix
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
-from hf_efficient_attn.evaluation.sparsity import head_to_tail, stable_rank
+from hf_efficient_attn.evaluation.recommendation import Measured, recommend
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT
@@ -76,19 +76,9 @@ def analyze(
     """Measure stable rank, tail-to-head ratio and errors in every layer and head, and recommend layers to convert.
 
     A layer can be converted if its error stays below `max_error` on unseen sequences too, by the criterion of
-    `hea.calibrate`. The error of a layer and a sequence is an average over heads.
-
-    Args:
-        model: as in `hea.calibrate`.
-        batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch.
-        methods: None for the default methods, as in `hea.calibrate`.
-        budgets: costs per query in columns; None for 64, 128, 256 and 512. Those that reach the number of tokens are
-            left out.
-        max_error: the limit.
-        per_layer: as in `recommendation.recommend`.
-        execution: its functions get `about` and "tokens" of the result, the estimate, and each complete entry of
-            "layers".
-        about: what is known of the model and the data, for the result.
+    `hea.calibrate`, whose arguments these are; the default budgets are 64, 128, 256 and 512 columns. For `per_layer`
+    see `recommendation.recommend`. The functions of `execution` get `about` and "tokens" of the result, the estimate,
+    and each complete entry of "layers". `about` is what is known of the model and the data, for the result.
 
     Returns:
         a dictionary for JSON:
@@ -97,7 +87,7 @@ def analyze(
           {budget: [one number per head]}}}]. "head_to_tail" is None for attention between two sequences, and both
           properties are for sequences of more than 4,096 tokens.
         - "recommended", "calibrated": see `recommendation.recommend`.
-        - "warnings": sentences about methods whose error does not fall as their budget grows.
+        - "warnings": sentences about what is left out.
         - "max_error", "per_layer", "budgets", "is_causal", "tokens".
         - "property_inputs": the number of sequences per batch that the properties were measured on.
         - "complete": whether all was measured; "left_out": the layers that were not. They stay exact.
@@ -113,6 +103,9 @@ def analyze(
     study = _Study(candidates, summary, len(batches))
     about = {**(about or {}), "tokens": summary.max_kv_len}
     execution.on_begin(about)
+    dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
+    short = f"budgets of {', '.join(dropped)} columns, because an input has only {summary.max_kv_len} tokens"
+    warnings = [f"Left out: {short}."] if dropped else []
     plan = study.plan(_time_sequence(model, largest(batches), candidates), batches)
 
     def result(run: tuple[nn.Module, Batch] | None) -> dict[str, Any] | None:
@@ -120,11 +113,6 @@ def analyze(
         if not entries:
             return None
         measured = Measured(candidates, study.errors(), study.tokens, summary)
-        warnings = budget_warnings(entries, study.budgets)
-        dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
-        if dropped:
-            short = f"an input has only {summary.max_kv_len} tokens"
-            warnings.insert(0, f"Left out: budgets of {', '.join(dropped)} columns, because {short}.")
         missing = [name for name in study.layers if study.batches_done(name) < len(batches)]
         left_out = list(dict.fromkeys(name if study.layers[name] is None else study.layers[name] for name in missing))
         return {
@@ -178,12 +166,9 @@ class _Study:
         calls = self._summary.calls
         pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in calls]
         names = [call.name if call.layer is None else f"layer {call.layer}" for call in calls]
+        steps = [Step(name, seconds * count / pairs[0]) for name, count in zip(names, pairs, strict=True)]
         sizes = [max(map(len, tensors_of(batch).values()), default=1) for batch in batches]
-        return [
-            Step(name, size * seconds * count / pairs[0])
-            for size in sizes
-            for name, count in zip(names, pairs, strict=True)
-        ]
+        return [step._replace(seconds=size * step.seconds) for size in sizes for step in steps]
 
     def add(self, call: Call, batch: int) -> None:
         """Measure a call."""
@@ -210,11 +195,9 @@ class _Study:
             return None if values is None else torch.stack(list(values.values())).mean(0).tolist()
 
         errors: dict[str, dict[str, Any]] = {}
-        for columns in self.budgets:
-            for candidate in self._candidates:
-                # A method without a budget has one candidate, the cheapest.
-                if candidate.columns <= columns:
-                    errors.setdefault(candidate.label, {})[str(columns)] = mean(candidate)
+        for columns, candidate in itertools.product(self.budgets, self._candidates):
+            if candidate.columns <= columns:  # a method without a budget has one candidate, the cheapest
+                errors.setdefault(candidate.label, {})[str(columns)] = mean(candidate)
         properties = {key: mean(key) for key in ("stable_rank", "head_to_tail")}
         return {"layer": self.layers[name], "name": name, **properties, "errors": errors}
 
@@ -289,16 +272,11 @@ class Source(NamedTuple):
 def analyze_checkpoint(
     source: Source, data: "str | pathlib.Path", *, length: int | None = None, rows: int = TEXT_ROWS, **options: Any
 ) -> dict[str, Any]:
-    """`analyze` the model of a checkpoint on a text, on pictures or on recordings.
+    """`analyze` the model of a checkpoint on `rows` inputs of a file as in `data.ModelData`, with options of `analyze`.
 
-    Args:
-        source: the checkpoint.
-        data: as in `data.ModelData`.
-        length: number of tokens, to which pictures are resized and the position table of a text model is extended. None
-            for 2,048 tokens or those of the whole text; for models of speech, of pictures of a fixed size, or whose own
-            pictures have more tokens, the number that they have.
-        rows: number of texts, pictures or excerpts of recordings.
-        **options: `methods`, `budgets`, `max_error`, `per_layer` and `execution` of `analyze`.
+    Pictures are resized to `length` tokens, and the position table of a text model is extended. Without a length it is
+    2,048 tokens or that of the whole text; for models of speech, of pictures of a fixed size, or whose own pictures
+    have more tokens, the number that they have.
 
     Returns:
         the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and

@@ -78,9 +78,8 @@ def benchmark_checkpoint(
     """Measure time, memory, errors of layers and agreement of a checkpoint's model with several methods.
 
     Args:
-        source: folder or hub id of a checkpoint.
-        methods: label -> method. None for the method of a converted checkpoint, or else for the default methods
-            (`MethodConfig.default_rank`) that support the model.
+        source: folder or hub id of a checkpoint; with `allow_pickle`, weights in a .bin file may be read.
+        methods: label -> method. None for the method of a converted checkpoint, or else for the default methods.
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
             tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute, or
             the time limit of `execution`, allows; for models of speech, the only length that they take.
@@ -88,7 +87,7 @@ def benchmark_checkpoint(
         procedure: how the methods are measured.
         execution: a limit of time, and functions that get the estimate and each row of "measurements". With a limit,
             the greatest length that fits comes first, then shorter ones; what does not fit is left out.
-        allow_pickle: whether weights in a .bin file may be read.
+        allow_pickle: see `source`.
 
     Returns:
         a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
@@ -119,15 +118,7 @@ def benchmark_checkpoint(
     """
     execution = execution or Execution()
     with memory_errors("give shorter lengths or a smaller batch"):
-        benchmark = Benchmark(
-            source,
-            methods,
-            lengths,
-            data=data,
-            procedure=procedure or Procedure(),
-            execution=execution,
-            allow_pickle=allow_pickle,
-        )
+        benchmark = Benchmark(source, methods, lengths, data, procedure or Procedure(), execution, allow_pickle)
         execution.on_begin(benchmark.result())
         with (
             partial_result(lambda: benchmark.result() if benchmark.measurements else None),
@@ -152,8 +143,7 @@ class Benchmark:
         source: "str | pathlib.Path",
         methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
         lengths: Sequence[int] | None,
-        *,
-        data: "str | pathlib.Path | None" = None,
+        data: "str | pathlib.Path | None",
         procedure: Procedure,
         execution: Execution,
         allow_pickle: bool = False,
@@ -286,8 +276,8 @@ class Benchmark:
         compared = [row for row in rows if row["attention"] in self._labels]
         return {**result, "summary": summarise(result), **recommend_method(compared)}
 
-    def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        data, notes = self._data, [self._note_on_exactness(rows)]
+    def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        data, notes = self._data, []
         if data.is_image:
             sides = {row["length"]: data.pixels_for(row["length"]) for row in rows}
             sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
@@ -313,22 +303,6 @@ class Benchmark:
                 "long attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
             )
         return notes
-
-    def _note_on_exactness(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
-        """A sentence about methods that were only measured where they compute exact attention."""
-        longest = {row["attention"]: row["length"] for row in sorted(rows, key=lambda row: row["length"])}
-        exact = [
-            label
-            for label, variant in self.variants.items()
-            if variant.settings is not None
-            and all(longest.get(label, math.inf) <= entry.config.exact_length for entry in variant.settings.entries)
-        ]
-        if not exact:
-            return None
-        computed = f"{' and '.join(exact)} computed exact attention. Time and error of the approximation show"
-        if self._data.speech is not None:
-            return f"At this length {computed} with smaller budgets: give them by --methods and --set."
-        return f"At these lengths {computed} at greater ones: give --lengths."
 
 
 def _pass_time(model: PreTrainedModel, data: ModelData, tokens: int, batch: int) -> Callable[[int, int], float]:

@@ -44,18 +44,11 @@ ERROR_INPUTS = 2
 
 
 class Variant(NamedTuple):
-    """The model with one attention method.
-
-    Attributes:
-        model: shares its weights with the other variants.
-        settings: None for exact attention.
-        chunk: the tokens of each piece if a text is embedded as the mean of the embeddings of its pieces; None if it is
-            not divided.
-    """
+    """The model with one attention method, which shares its weights with the other variants."""
 
     model: PreTrainedModel
-    settings: EfficientAttentionConfig | None = None
-    chunk: int | None = None
+    settings: EfficientAttentionConfig | None = None  # None for exact attention
+    chunk: int | None = None  # if a text is embedded as the mean of the embeddings of its pieces, their tokens
 
 
 def make_variants(
@@ -73,16 +66,13 @@ def make_variants(
     exact = exact_copy(model)
     variants = {EXACT: Variant(exact)}
     for label, wanted in settings.items():
-        if wanted is own:
-            variants[label] = Variant(model, wanted)
-            continue
-        if takes_pictures(exact) and len(wanted.entries) == 1:
-            # Without a length, learned tables have the number of tokens of the pictures that the model was made for.
-            entry = wanted.entries[0]
-            if getattr(entry.config, "max_length", None) == 0:
+        entry, converted = wanted.entries[0], model
+        if wanted is not own:
+            if takes_pictures(exact) and getattr(entry.config, "max_length", None) == 0 and len(wanted.entries) == 1:
+                # Learned tables otherwise have the number of tokens of the pictures that the model was made for.
                 wanted = EfficientAttentionConfig(make_config(entry.config, max_length=longest), None, entry.layers)
-        converted = copy_with_shared_weights(exact)
-        convert(converted, wanted)
+            converted = copy_with_shared_weights(exact)
+            convert(converted, wanted)
         variants[label] = Variant(converted.eval(), wanted)
     if chunk is not None:
         variants[chunk_label(chunk)] = Variant(exact, chunk=chunk)
@@ -107,45 +97,26 @@ def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Answer(NamedTuple):
-    """What is kept of the output of a model for a batch of B inputs.
+    """What is kept of the output of a model for a batch of B inputs."""
 
-    Attributes:
-        compared: what is compared between methods. "embedding": (B, W), the normalised mean of the last hidden states.
-            "causal-lm": (B,), `losses`. "masked-lm": the most likely token at each masked position, one after another.
-            "image-classification": (B,), the most likely class. "text-to-text" and "speech-to-text": the most likely
-            successor of each token of the decoder, one after another.
-        losses: negative log likelihoods in nats; None for models that predict no tokens. "causal-lm": (B,), the mean
-            over the tokens after the first. "masked-lm": that of each masked token.
-        states: (B, N, W), the last hidden states of the model without its head, or its logits where it does not give
-            them; None if they are not compared.
-    """
-
+    # Normalised mean embeddings (B, W), losses (B,), or the most likely classes or tokens, one after another.
     compared: Tensor
+    # Negative log likelihoods in nats, means (B,) over the tokens after the first, or of each masked token.
     losses: Tensor | None = None
+    # (B, N, W), the last hidden states of the model without its head, or its logits; None if they are not compared.
     states: Tensor | None = None
 
 
 class Procedure(NamedTuple):
-    """How variants are measured.
+    """How variants are measured."""
 
-    Attributes:
-        batch: number of inputs of a forward pass.
-        rounds: number of measurements of each time.
-        memory: whether to measure memory.
-        rows: number of inputs on which the agreement is measured; None for 4 texts, 4 excerpts
-            of recordings, or 32 pictures.
-        device: where PyTorch computes.
-        dtype: of the model, such as torch.bfloat16; None for that of the checkpoint.
-        new_tokens: number of tokens that a causal language model generates at the end of each length; below 2 none.
-    """
-
-    batch: int = 1
-    rounds: int = 3
-    memory: bool = True
-    rows: int | None = None
-    device: "torch.device | str" = "cpu"
-    dtype: "torch.dtype | None" = None
-    new_tokens: int = 8
+    batch: int = 1  # inputs of a forward pass
+    rounds: int = 3  # measurements of each time
+    memory: bool = True  # whether to measure memory
+    rows: int | None = None  # inputs for the agreement; None for 4 texts or excerpts of recordings, or 32 pictures
+    device: "torch.device | str" = "cpu"  # where PyTorch computes
+    dtype: "torch.dtype | None" = None  # of the model; None for that of the checkpoint
+    new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
 
 
 class LengthComparison:
@@ -321,7 +292,8 @@ def _state_errors(answer: Answer, exact: Answer) -> Tensor:
     if answer.states is None or exact.states is None or exact.states.ndim != 3:
         return torch.empty(0)
     reference = exact.states.double().flatten(1)
-    return (answer.states.double().flatten(1) - reference).norm(dim=1) / reference.norm(dim=1)
+    errors: Tensor = (answer.states.double().flatten(1) - reference).norm(dim=1) / reference.norm(dim=1)
+    return errors
 
 
 def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> Any:

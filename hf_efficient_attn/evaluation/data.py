@@ -42,21 +42,13 @@ _MAX_EXTRA_TOKENS = 16
 
 
 class Inputs(NamedTuple):
-    """A batch of inputs of one length.
+    """A batch of inputs of one length."""
 
-    Attributes:
-        values: the arguments of the model.
-        tokens: number of tokens of each input in the model's attention.
-        pixels: height and width of the pictures; None for text and speech.
-        masked: bool (B, N), the tokens that a masked language model predicts; None for other models.
-        targets: (number of masked tokens,), the tokens that are masked, one input after another; None if none are.
-    """
-
-    values: dict[str, Any]
-    tokens: int
-    pixels: int | None = None
-    masked: Tensor | None = None
-    targets: Tensor | None = None
+    values: dict[str, Any]  # the arguments of the model
+    tokens: int  # of each input in the model's attention
+    pixels: int | None = None  # height and width of the pictures; None for text and speech
+    masked: Tensor | None = None  # bool (B, N), the tokens that a masked language model predicts
+    targets: Tensor | None = None  # (number of masked tokens,), what they were, one input after another
 
     def to(self, device: torch.device) -> "Inputs":
         """The inputs on a device."""
@@ -179,9 +171,11 @@ class ModelData:
             self.longest = self.native_tokens = self.speech.positions
         else:
             self._open_text(folder, file, shorter)
-        items = self.pictures if self.speech is None else self.speech.excerpts
+        items: list[Any] = self.pictures if self.speech is None else self.speech.excerpts
         if items:
-            self.keep(min(rows, len(items)))
+            self.rows = min(rows, len(items))
+            # At regular intervals: if files are sorted by class, the first ones belong to one class.
+            items[:] = items[:: len(items) // self.rows][: self.rows]
 
     @property
     def is_real(self) -> bool:
@@ -249,13 +243,6 @@ class ModelData:
         load: Any = AutoImageProcessor.from_pretrained
         self.processor = load(folder, backend="pil")
         self.pictures = pictures_of(file)
-
-    def keep(self, rows: int) -> None:
-        """Reduce the number of inputs to `rows`."""
-        self.rows = rows
-        items: list[Any] = self.pictures if self.speech is None else self.speech.excerpts
-        # At regular intervals: if files are sorted by class, the first ones belong to one class.
-        items[:] = items[:: max(1, len(items) // rows)][:rows]
 
     def pixels_for(self, length: int) -> int:
         """Height and width of the square picture of whole patches whose number of tokens is nearest to `length`."""

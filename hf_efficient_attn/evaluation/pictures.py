@@ -20,8 +20,6 @@ _PANELS = {
     "speed_up": ("Speed-up: higher is better", "times as fast as exact attention", 1.0, math.inf),
     "error": ("Error of a layer: lower is better", "relative error (operator norm)", 0.0, _LARGEST_ERROR),
 }
-# Up to so many layers and heads, the cells of heat maps contain their numbers.
-_MOST_NUMBERS = 12
 # Largest ratio of the ends of a logarithmic scale of colours.
 _LOG_RANGE = 1000.0
 
@@ -128,9 +126,7 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
     rows = [maps for maps in rows if maps]
     num_columns = max(map(len, rows))
     num_heads = max(len(heads) for maps in rows for _, values, _ in maps for heads in values if heads)
-    has_numbers = max(len(layers), num_heads) <= _MOST_NUMBERS
-    width = max(2.4, (0.36 if has_numbers else min(0.3, 5 / num_heads)) * num_heads + 0.8)
-    height = min(6.0, max(1.2, (0.24 if has_numbers else 0.2) * len(layers))) + 1.0
+    width, height = max(2.4, min(0.3 * num_heads, 5.0) + 0.8), min(6.0, max(1.2, 0.2 * len(layers))) + 1.0
     # A title that is wider than the maps below it would be cut.
     figure = Figure(figsize=(max(7.0, width * num_columns + 1.0), height * len(rows) + 0.7), layout="constrained")
     panels = figure.subplots(len(rows), num_columns, squeeze=False)
@@ -139,7 +135,7 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
     with_errors = []
     for maps, places in zip(rows, panels, strict=True):
         for (title, values, norm), axes in zip(maps, places, strict=False):
-            image = _draw_map(axes, values, norm, names, has_numbers=has_numbers)
+            image = _draw_map(axes, values, norm, names)
             axes.set_title(title, fontsize="small")
             if norm is scale:
                 with_errors.append(axes)
@@ -164,7 +160,7 @@ def title_of(result: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _draw_map(axes: Any, values: Values, norm: Any, names: list[str], *, has_numbers: bool) -> Any:
+def _draw_map(axes: Any, values: Values, norm: Any, names: list[str]) -> Any:
     """Draw one heat map; layers may have different numbers of heads."""
     num_heads = max(len(heads or ()) for heads in values)
     padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in values]
@@ -176,18 +172,4 @@ def _draw_map(axes: Any, values: Values, norm: Any, names: list[str], *, has_num
     axes.set_yticks(range(0, len(names), step), names[::step], fontsize="x-small")
     axes.set_xticks(range(0, num_heads, max(1, round(num_heads / 16))))
     axes.tick_params(labelsize="x-small", length=2)
-    for layer, head in itertools.product(range(len(names)), range(num_heads)) if has_numbers else ():
-        value = padded[layer][head]
-        if math.isfinite(value):
-            color = "white" if norm(value) < 0.6 else "black"  # the map of colours becomes lighter
-            axes.text(head, layer, short_number(value), ha="center", va="center", fontsize=6, color=color)
     return image
-
-
-def short_number(value: float) -> str:
-    """A number with two or three digits and without a zero before the point: .07, 1.2, 34, 1.2k."""
-    if value >= 1e4:
-        return f"{value / 1e3:.0f}k"
-    if value >= 9.95:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 0.995 else f"{value:.2f}".removeprefix("0")

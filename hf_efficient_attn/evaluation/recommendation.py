@@ -28,11 +28,9 @@ from hf_efficient_attn.evaluation.calibration import (
 from hf_efficient_attn.evaluation.capture import AttentionSummary, Batch, tensors_of
 from hf_efficient_attn.evaluation.defaults import Candidate
 from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, Timing
-from hf_efficient_attn.integration.layers import Layer, ranges
+from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT, changed_hyperparameters
 
-# A larger budget should reduce the error of a method at least by this factor.
-_FALLS = 0.9
 # A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
 _MAX_ERROR = 0.1
 
@@ -130,70 +128,23 @@ def _first_sequence(batch: Batch) -> Batch:
     return {**batch, **{name: x[:1] for name, x in tensors.items()}} if is_aligned else batch
 
 
-def budget_warnings(entries: Sequence[Mapping[str, Any]], budgets: Sequence[int]) -> list[str]:
-    """Sentences about methods whose error hardly falls from the smallest to the largest budget."""
-    if len(budgets) < 2:
-        return []
-    small, large = str(budgets[0]), str(budgets[-1])
-    sentences = []
-    for label in entries[0]["errors"]:
-        flat: dict[Any, tuple[float, float]] = {}  # layer -> first and last error, where the error hardly falls
-        for entry in entries:
-            first, last = (statistics.fmean(entry["errors"][label][size]) for size in (small, large))
-            # An error that is small anyway, such as that of uniform attention, needs no warning.
-            if not last <= max(_FALLS * first, 1e-3):
-                flat[entry["name"] if entry["layer"] is None else entry["layer"]] = first, last
-        if flat:
-            first, last = map(statistics.fmean, zip(*flat.values(), strict=True))
-            where = f" in layer{'s' * (len(flat) > 1)} {ranges(flat)}" if len(flat) < len(entries) else ""
-            sentences.append(
-                f"{label}: the error hardly falls with the budget{where}: {first:.2f} at {small} columns, {last:.2f} "
-                f"at {large}. A larger budget does not help there."
-            )
-    return sentences
-
-
 def apply_command(
     source: "str | pathlib.Path", result: Mapping[str, Any], config: "pathlib.Path | None" = None
 ) -> str | None:
     """The command line that applies a recommendation, quoted for a shell; None if nothing is recommended.
 
     The "source" of the result gives the new checkpoint its name. Without `config`, the analysis.json that the result is
-    written to, the command contains the recommendation.
+    written to, the command writes the recommendation into a file first.
     """
-    settings = result["calibrated"]
-    if settings is None:
+    if result["calibrated"] is None:
         return None
-    entries, before, words = result["recommended"]["layers"], "", ["--config", str(config)]
-    if config is None and _is_mix(entries):
-        before = shlex.join(["printf", "%s", json.dumps(settings)]) + " > calibrated.json && "
-        words = ["--config", "calibrated.json"]
-    elif config is None:
-        words = ["--method", entries[0]["method"]]
-        for key, value in entries[0]["settings"].items():
-            words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-        if result["recommended"]["exact_layers"]:
-            words += ["--layers", ranges(one["layer"] for one in entries)]
+    before, words = "", ["--config", "calibrated.json" if config is None else str(config)]
+    if config is None:
+        before = shlex.join(["printf", "%s", json.dumps(result["calibrated"])]) + " > calibrated.json && "
     if result["max_length"] is not None:
         words += ["--max-length", str(result["max_length"])]
     name = str(result["source"]).rpartition("/")[2].lstrip("-") + "-efficient"
     return before + shlex.join(["hf-efficient-attn", "convert", str(source), *words, "-o", name])
-
-
-def note_on_command(result: Mapping[str, Any], config: "pathlib.Path | None" = None) -> str | None:
-    """A sentence about what the command of `apply_command` does not store; None if it stores everything."""
-    found = result["recommended"]
-    if config is not None or found is None or _is_mix(found["layers"]):
-        return None
-    return (
-        f"This command does not store the length of {found['tokens']:,} tokens up to which this holds. With --output "
-        "FOLDER, analyze prints one that does, and the converted model warns of longer inputs."
-    )
-
-
-def _is_mix(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the layers of a recommendation have different methods or hyperparameters."""
-    return any((one["method"], one["settings"]) != (entries[0]["method"], entries[0]["settings"]) for one in entries)
 
 
 def timing_of(row: Row) -> Timing:

@@ -39,11 +39,6 @@ class Speech:
     from excerpt to excerpt. So agreement shows how the encoder's error changes the decoder's guesses, but not how it
     changes a transcript.
 
-    Args:
-        model: the model, see `takes_speech`, as loaded from `folder`.
-        folder: the checkpoint, with the configuration of its feature extractor.
-        file: a .wav file or a folder of them; None for random features.
-
     Attributes:
         positions: number of positions of the encoder, the only length that it takes.
         seconds: length of an excerpt.
@@ -51,8 +46,8 @@ class Speech:
         note: what a report says about the inputs.
 
     Raises:
-        UnsupportedAttentionError: files that cannot be read or have another sampling rate, or a checkpoint without a
-            feature extractor that fits the model.
+        UnsupportedAttentionError: a `file` that is neither a .wav file that can be used nor a folder of them, or a
+            checkpoint `folder` without a feature extractor that fits the model.
     """
 
     def __init__(self, model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path | None) -> None:
@@ -60,7 +55,12 @@ class Speech:
         self.positions: int = model.config.max_source_positions
         self._frames = _FRAMES_PER_POSITION * self.positions
         self.seconds = self._frames * _FRAME_SECONDS
-        self._prompt = _prompt_of(model)
+        # Every transcript begins with the start token and those that generation forces, pairs (position, token).
+        # There is no token where generation finds out the language itself.
+        generation = getattr(model, "generation_config", None) or model.config
+        forced = sorted(getattr(generation, "forced_decoder_ids", None) or [])
+        start = model.config.decoder_start_token_id or 0
+        self._prompt = [start, *(token for _, token in forced if token is not None)]
         self.excerpts: list[tuple[pathlib.Path, int, int]] = []
         self.note = "The decoder gets the first tokens of every transcript, and random ones after them."
         if file is None:
@@ -115,28 +115,13 @@ class Speech:
         return features[0], decoder_ids
 
 
-def _prompt_of(model: PreTrainedModel) -> list[int]:
-    """The tokens that every transcript begins with: the decoder's start token, and those that generation forces."""
-    configs = (getattr(model, "generation_config", None), model.config)
-    start = next((token for one in configs if (token := getattr(one, "decoder_start_token_id", None)) is not None), 0)
-    lists = (getattr(one, "forced_decoder_ids", None) for one in configs)
-    forced: list[tuple[int, int | None]] = next((ids for ids in lists if ids), [])
-    # A pair of position and token; no token where generation finds out the language itself.
-    return [start, *(token for _, token in sorted(forced, key=lambda pair: pair[0]) if token is not None)]
-
-
 def _recordings_in(path: pathlib.Path) -> list[pathlib.Path]:
     """A .wav file, or those in a folder and its subfolders, sorted by name."""
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".wav" and file.is_file())
-        if not files:
-            raise UnsupportedAttentionError(f"{path}: no recordings in it (.wav)")
-        return files
-    if not path.is_file():
-        raise UnsupportedAttentionError(f"{path}: no such file; recordings are .wav files, or a folder of them")
-    if path.suffix.lower() != ".wav":
-        raise UnsupportedAttentionError(f"{path}: recordings come from a .wav file, or from a folder of them")
-    return [path]
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [file for file in files if file.suffix.lower() == ".wav" and file.is_file()]
+    if not files:
+        raise UnsupportedAttentionError(f"{path}: no recordings: give a .wav file that exists, or a folder of them")
+    return files
 
 
 @contextlib.contextmanager

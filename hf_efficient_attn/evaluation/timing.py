@@ -92,7 +92,7 @@ def calls_to_time(work: Work, first: float | None = None) -> int:
 def paired(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[Timing, dict[str, Timing]]:
-    """The timing of `reference`, and label -> timing of the call; the arguments are those of `paired_seconds`."""
+    """The timing of `reference`, and label -> timing of the call, from `paired_seconds`."""
     references, times = paired_seconds(reference, calls, rounds, bar)
     return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
@@ -100,17 +100,11 @@ def paired(
 def paired_seconds(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
-    """Measure the time of a reference, and of every call between two runs of the reference.
-
-    Args:
-        reference: the function that the others are compared with.
-        calls: label -> function to time.
-        rounds: number of measurements of each call.
-        bar: a progress bar that is updated once per round and call.
+    """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
     Returns:
         the seconds of every measurement of the reference, and label -> (seconds of the call, of the reference) of each
-        round.
+        round. The bar is updated once per round and call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}

@@ -8,8 +8,6 @@ import json
 import math
 import pathlib
 import shutil
-import subprocess
-import sys
 import zipfile
 
 import pytest
@@ -163,10 +161,8 @@ def run_json(capsys, *arguments):
 @pytest.mark.parametrize(
     ("family", "head", "task", "agreement"),
     [
-        ("bert", False, "embedding", "cosine"),
         ("bert", True, "masked-lm", "top1"),
         ("gpt2", True, "causal-lm", "perplexity_ratio"),
-        ("llama", True, "causal-lm", "perplexity_ratio"),
         ("vit", False, "embedding", "cosine"),
         ("deit", True, "image-classification", "top1"),
     ],
@@ -279,7 +275,7 @@ def test_the_perplexity_is_printed_and_a_card_takes_it(family, title, made, text
     assert not speeds or all(f" {row['tokens_per_second']:.4g} |\n" in card for row in measured)
 
 
-@pytest.mark.parametrize("method", ["sdpa", "kdeformer", "linear"])
+@pytest.mark.parametrize("method", ["sdpa", "linear"])
 def test_the_speed_of_generation_is_that_of_greedy_search(method, made):
     """The prompt comes in one call without the logits of all its tokens, and then one token at a time with a cache."""
     model = transformers.GPT2LMHeadModel.from_pretrained(made("gpt2", True)).eval()
@@ -342,28 +338,12 @@ def test_masked_tokens_are_predicted(made, text):
     assert comparison.compare("masked-lm", other, guesses).tolist() == [0.0] * 3 + [1.0] * 7
 
 
-def test_embeddings_are_mean_pooled(made, text):
-    model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    inputs = ModelData(model, made("bert"), text, longest=40, rows=2).inputs(40, 0, 2)
-    with torch.no_grad():
-        given = comparison.answer_of("embedding", capture.forward(model, inputs.values), inputs).compared
-        pooled = model(**inputs.values).last_hidden_state.mean(1)
-    torch.testing.assert_close(given, pooled / pooled.norm(dim=1, keepdim=True))
-    torch.testing.assert_close(comparison.compare("embedding", given, given), torch.ones(2))
-
-
 def test_no_errors_on_random_inputs(made):
     result = bench(made("bert", False, tokenizer=False), WINDOW, [40])
     assert result["data"]["name"] == "generated" and has_note(result, "generated")
     for row in result["measurements"]:
         assert (row["error"], row["agreement"], row["layer_errors"]) == (None, None, [])
         assert row["seconds"] > 0
-
-
-def test_default_text_is_the_documentation_of_python(made):
-    result = bench(made("bert"), WINDOW, [30])
-    assert result["data"] == {"name": "pydoc_data.topics", "rows": 4}
-    assert has_note(result, "Python's own documentation")
 
 
 def test_the_first_token_of_pictures_is_global(made, photographs, capsys):
@@ -392,8 +372,10 @@ def test_default_methods_and_lengths(made, text, tmp_path, monkeypatch):
     found = bench(made("bert"), WINDOW, data=tmp_path / "short.txt", rows=1)
     assert {row["length"] for row in found["measurements"]} == {128}
     monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
-    found = bench(made("bert"), WINDOW, data=text, rows=1)
+    found = bench(made("bert"), WINDOW)
     assert {row["length"] for row in found["measurements"]} == {128}
+    assert found["data"] == {"name": "pydoc_data.topics", "rows": 4}
+    assert has_note(found, "Python's own documentation")
     assert "Left out to save time: lengths of 256, 512 tokens. --lengths N measures them." in found["notes"]
 
 
@@ -437,15 +419,6 @@ def test_recommendations(rows, recommended, why):
         assert recommendation.pays_from(rows, "a") == (None if recommended == "sdpa" else 4096)
 
 
-def test_a_method_that_was_only_measured_where_it_is_exact(made, text):
-    kdeformer, longformer = hea.KDEformerConfig(block_size=100, num_samples=60), hea.LongformerConfig(window_size=100)
-    methods = {"one": kdeformer, "two": longformer}
-    for lengths, labels in (((64, 101), "one and two"), ((102,), "one"), ((64, 161), None)):
-        notes = bench(made("bert"), methods, lengths, data=text, rows=1)["notes"]
-        found = [note.partition(" computed exact")[0] for note in notes if "computed exact attention" in note]
-        assert found == ([] if labels is None else [f"At these lengths {labels}"])
-
-
 def test_lengths_beyond_the_positions_of_the_model(made, text):
     before = (made("bert") / "config.json").read_bytes()
     found = bench(made("bert"), None, [300], data=text, rows=1)
@@ -455,7 +428,7 @@ def test_lengths_beyond_the_positions_of_the_model(made, text):
     assert has_note(bench(made("llama", True), None, [150], data=text, rows=1), "rotary")
 
 
-@pytest.mark.parametrize("method", ["longformer", "linformer", "flurka_performer"])
+@pytest.mark.parametrize("method", ["longformer", "flurka_performer"])
 def test_a_converted_checkpoint_against_exact_attention(method, made, text, tmp_path, capsys):
     model = transformers.BertModel.from_pretrained(made("bert"))
     hea.convert(model, method, layers=[1], **SMALL[method])
@@ -504,13 +477,6 @@ def test_a_model_of_nan_is_refused(name, made, text, tmp_path, capsys):
     assert "not finite" in capsys.readouterr().err
 
 
-def test_learned_tables_have_the_length_of_the_pictures(made, photographs):
-    methods = {"linformer": make_config("linformer", projection_dim=8)}
-    rows = bench(made("vit", True), methods, [65, 145], data=photographs, rows=2)["measurements"]
-    assert [(row["length"], row["pixels"]) for row in rows] == [(65, 32), (65, 32), (145, 48), (145, 48)]
-    assert all(row["peak_memory_mib"] is None for row in rows)
-
-
 @pytest.mark.parametrize(
     ("speeds", "expected", "where"),
     [
@@ -548,11 +514,9 @@ def test_peak_memory():
     [
         (["nowhere"], "nowhere"),
         (["GPT2", "--methods", "nystromformer"], "nystromformer has no causal form. Methods that have one: "),
-        (["GPT2", "--methods", "kdeformr"], "Did you mean 'kdeformer'?"),
         (["GPT2", "--methods", "kdeformer", "--set", "window_size=3"], "none of the chosen methods"),
         (["GPT2", "--set", "window_size=3"], "--methods"),
         (["GPT2", "--lengths", "0"], "not a number of tokens"),
-        (["GPT2", "--lengths", "many"], "not a number of tokens"),
         (["GPT2", "--data", "nothing.txt"], "nothing.txt: no such file"),
         (["GPT2", "--data", "."], ": a folder; texts come from a single file"),
         (["GPT2", "--data", "SHORT", "--lengths", "100"], "has 3 tokens, but an input of 100 tokens needs 100"),
@@ -562,16 +526,12 @@ def test_peak_memory():
         (["GPT2", "--card"], "not the folder of a converted checkpoint"),
         (["GPT2", "--card", "--output", "x"], "leave --output out"),
         (["GPT2", "--output", "missing/folder"], "does not exist"),
-        (["GPT2", "--output", "TEXT"], "is not a folder"),
         (["GPT2", "--batch", "0"], "--batch"),
         (["GPT2", "--lengths", "999999999999"], "GiB are free: give fewer tokens"),
         (["GPT2", "--lengths", "9" * 20], "more than any machine can hold"),
-        (["GPT2", "--lengths", "9" * 30], "not a number of tokens"),
         (["GPT2", "--lengths", "64", "--batch", "999999999999"], "or smaller batches"),
-        (["VIT", "--lengths", "999999999999"], "GiB are free: give fewer tokens"),
         (["GPT2", "--rounds", "999999999999"], "give at most 1000"),
         (["GPT2", "--new-tokens", "1"], "the first token comes with the prompt"),
-        (["GPT2", "--minutes", "0"], "--minutes"),
         (["GPT2", "--device", "abacus"], "--device abacus: PyTorch cannot compute there"),
         (["GPT2", "--dtype", "int8"], "--dtype 'int8' is not one of float32, bfloat16, float16"),
     ],
@@ -707,8 +667,7 @@ def test_the_greatest_length_that_fits_is_measured_first(seconds, lengths, order
     """Then shorter ones, and last those that do not fit; every pass takes as many seconds as a tenth of its tokens."""
     monkeypatch.setattr(benchmark, "_pass_time", lambda *arguments: lambda tokens, keys: tokens / 10)
     monkeypatch.setattr(Execution, "seconds_left", lambda execution: seconds or math.inf)
-    options = {"data": text, "procedure": ONE_ROW, "execution": Execution(minutes=seconds and 1.0)}
-    found = benchmark.Benchmark(made("bert"), WINDOW, lengths, **options)
+    found = benchmark.Benchmark(made("bert"), WINDOW, lengths, text, ONE_ROW, Execution(minutes=seconds and 1.0))
     assert list(dict.fromkeys(step.key[0] for step in found.plan)) == order
     assert has_note(found.result(), "Left out to save time: lengths of 512 tokens") == (lengths is None)
 
@@ -739,7 +698,7 @@ def test_long_texts_are_also_embedded_in_pieces(made, text, capsys):
     assert "| sdpa, chunks of 128 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("family", "head"), [("bert", False), ("bert", True), ("gpt2", True), ("deit", True)])
+@pytest.mark.parametrize(("family", "head"), [("bert", True), ("deit", True)])
 def test_the_error_of_the_output_is_that_of_the_last_hidden_states(family, head, made, text, photographs):
     data = photographs if family == "deit" else text
     found = bench(made(family, head), WINDOW, [66], data=data, rows=3)["measurements"]
@@ -882,45 +841,9 @@ def test_the_picture_names_each_line(measured, tmp_path, monkeypatch):
     pictures.draw_benchmark({**result, "measurements": rows[:1]}, tmp_path / "exact.png")  # after an interruption
 
 
-def test_an_interruption_leaves_no_files(made, text, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    def interrupt(figure, path, **rest):
-        pathlib.Path(path).write_text("half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Figure, "savefig", interrupt)
-    arguments = ("benchmark", made("bert"), "--methods", "longformer", "--lengths", 30, "--rounds", 1, "--data", text)
-    assert command(*arguments, "--output", tmp_path / "out") == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-    assert not list(tmp_path.rglob("*.*"))
-
-
-@pytest.mark.exhaustive
-def test_as_a_process(made, text):
-    line = [sys.executable, "-m", "hf_efficient_attn", "benchmark", str(made("bert")), "--methods", SMALL_METHODS,
-            "--lengths", "30", "--rounds", "1", "--data", str(text), "--json"]  # fmt: skip
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0
-    assert "error:" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout)["task"] == "embedding"
-
-
 def test_tasks():
     assert [task_of(tiny_model(*key)) for key in [("bert",), ("vit",), ("roberta",)]] == ["embedding"] * 3
     assert task_of(tiny_model("distilbert", head=True)) == "masked-lm"
-
-
-def test_real_minilm(minilm, capsys):
-    result = run_json(capsys, "benchmark", minilm, "--lengths", "128", "--rounds", 1, "--rows", 2, "--no-memory",
-                      "--methods", "kdeformer:block_size=16:num_samples=48,linear")  # fmt: skip
-    exact, close, far = result["measurements"]
-    assert exact["agreement"] == pytest.approx(1.0, abs=1e-5)
-    assert close["error"] < 0.35 < far["error"]
-    assert far["agreement"] < close["agreement"] < 1.0
-    assert close["agreement"] > 0.95
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([0, 1, 2, 5], "0-2,5"), ([3], "3"), ([1, 3, 4], "1,3-4"), ([], "")])

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.analysis.matrices import check_dense, operator_norm
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.matrices import check_dense, operator_norm
 
 # Largest size of a kernel matrix, and largest shorter side of a matrix to decompose: some minutes on one core.
 _MAX_TOKENS = 4096
