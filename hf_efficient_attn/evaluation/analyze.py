@@ -13,7 +13,7 @@ import itertools
 import math
 import pathlib
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from hf_efficient_attn.analysis import head_to_tail, softmax_matrix, stable_rank
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
-from hf_efficient_attn.evaluation.calibration import ErrorTable, check_batches, check_max_error, largest
+from hf_efficient_attn.evaluation.calibration import Study, check_batches, check_max_error, largest
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,
@@ -41,7 +41,6 @@ from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.recommendation import Measured, recommend
 from hf_efficient_attn.evaluation.timing import machine, use_device
-from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.version import __version__
@@ -100,16 +99,27 @@ def analyze(
     batches, execution = check_batches(batches), execution or Execution()
     summary = summarize_attention(model, largest(batches))
     candidates = make_candidates(methods, BUDGETS if budgets is None else budgets, summary)
-    study = _Study(candidates, summary, len(batches))
+    study, used = Study(candidates, summary), sorted({one.columns for one in candidates})
     about = {**(about or {}), "tokens": summary.max_kv_len}
     execution.on_begin(about)
     dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
     short = f"budgets of {', '.join(dropped)} columns, because an input has only {summary.max_kv_len} tokens"
     warnings = [f"Left out: {short}."] if dropped else []
-    plan = study.plan(_time_sequence(model, largest(batches), candidates), batches)
+    plan = _plan(_time_sequence(model, largest(batches), candidates), batches, summary)
+
+    def entry(name: str) -> dict[str, Any]:
+        """The means of a module over sequences."""
+        values = study.values[name]
+        means: dict[Any, Any] = {key: torch.stack(list(x.values())).mean(0).tolist() for key, x in values.items() if x}
+        errors: dict[str, dict[str, Any]] = {}
+        for columns, candidate in itertools.product(used, candidates):
+            if candidate.columns <= columns:  # a method without a budget has one candidate, the cheapest
+                errors.setdefault(candidate.label, {})[str(columns)] = means.get(candidate)
+        properties = {key: means.get(key) for key in ("stable_rank", "head_to_tail")}
+        return {"layer": study.layers[name], "name": name, **properties, "errors": errors}
 
     def result(run: tuple[nn.Module, Batch] | None) -> dict[str, Any] | None:
-        entries = [study.entry(name) for name in study.layers if study.batches_done(name)]
+        entries = [entry(name) for name in study.layers if study.batches_done(name)]
         if not entries:
             return None
         measured = Measured(candidates, study.errors(), study.tokens, summary)
@@ -122,7 +132,7 @@ def analyze(
             "warnings": warnings,
             "max_error": max_error,
             "per_layer": per_layer,
-            "budgets": study.budgets,
+            "budgets": used,
             "is_causal": summary.is_causal,
             "property_inputs": _property_inputs(summary.max_kv_len),
             "complete": not left_out,
@@ -136,9 +146,10 @@ def analyze(
             def visit(call: Call) -> None:
                 if next(steps, None) is None:
                     raise _EnoughError
-                study.add(call, number)
+                inputs = min(_property_inputs(call.key.shape[2]), call.query.shape[0])
+                study.add(call, number, [_matrix_properties(call.row(index)) for index in range(inputs)])
                 if study.batches_done(call.name) == len(batches):
-                    execution.on_row(study.entry(call.name))
+                    execution.on_row(entry(call.name))
 
             with contextlib.suppress(_EnoughError), capture_attention(model, visit):
                 for number, batch in enumerate(batches):  # noqa: B007 (`visit` reads the number)
@@ -148,72 +159,13 @@ def analyze(
     return found
 
 
-class _Study:
-    """The measurements of the modules, by name, which are collected call by call."""
-
-    def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary, num_batches: int) -> None:
-        self._candidates, self._summary, self._num_batches = candidates, summary, num_batches
-        self.budgets = sorted({one.columns for one in candidates})
-        self.tokens = Counter[Layer]()  # of the longest sequence
-        self.layers = {call.name: call.layer for call in summary.calls}
-        self._calls = Counter(call.name for call in summary.calls)
-        self._done = Counter[str]()  # the calls of each module that are measured
-        # (module, property or candidate) -> (batch, index in it, number of the call) -> a number for each head
-        self._values: dict[tuple[str, Any], dict[tuple[int, int, int], Tensor]] = defaultdict(dict)
-
-    def plan(self, seconds: float, batches: Sequence[Batch]) -> list[Step]:
-        """A step for each call of a module; `seconds` is the time for one sequence of the first call."""
-        calls = self._summary.calls
-        pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in calls]
-        names = [call.name if call.layer is None else f"layer {call.layer}" for call in calls]
-        steps = [Step(name, seconds * count / pairs[0]) for name, count in zip(names, pairs, strict=True)]
-        sizes = [max(map(len, tensors_of(batch).values()), default=1) for batch in batches]
-        return [step._replace(seconds=size * step.seconds) for size in sizes for step in steps]
-
-    def add(self, call: Call, batch: int) -> None:
-        """Measure a call."""
-        turn = self._done[call.name]
-        for candidate in self._candidates:
-            for index, heads in call.sequence_errors(candidate.config.to_measure()).items():
-                self._values[call.name, candidate][batch, index, turn] = heads
-        for index in range(min(_property_inputs(call.key.shape[2]), call.query.shape[0])):
-            for name, heads in _matrix_properties(call.row(index)).items():
-                self._values[call.name, name][batch, index, turn] = heads
-        if call.layer is not None:
-            self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
-        self._done[call.name] += 1
-
-    def batches_done(self, name: str) -> int:
-        """The number of batches in which all calls of a module are measured."""
-        return self._done[name] // self._calls[name]
-
-    def entry(self, name: str) -> dict[str, Any]:
-        """The means of a module."""
-
-        def mean(key: Any) -> Any:
-            values = self._values.get((name, key))
-            return None if values is None else torch.stack(list(values.values())).mean(0).tolist()
-
-        errors: dict[str, dict[str, Any]] = {}
-        for columns, candidate in itertools.product(self.budgets, self._candidates):
-            if candidate.columns <= columns:  # a method without a budget has one candidate, the cheapest
-                errors.setdefault(candidate.label, {})[str(columns)] = mean(candidate)
-        properties = {key: mean(key) for key in ("stable_rank", "head_to_tail")}
-        return {"layer": self.layers[name], "name": name, **properties, "errors": errors}
-
-    def errors(self) -> ErrorTable:
-        """The errors of the layers in batches in which all their modules are measured: the largest of the modules."""
-        table: ErrorTable = defaultdict(dict)
-        for (name, candidate), values in self._values.items():
-            layer = self.layers[name]
-            if layer is None or not isinstance(candidate, Candidate):
-                continue
-            done = min(self.batches_done(other) for other, of in self.layers.items() if of == layer)
-            known = table[layer, candidate]
-            for (batch, index, _), heads in values.items():
-                if batch < done:
-                    known[batch, index] = max(heads.mean().item(), known.get((batch, index), 0.0))
-        return table
+def _plan(seconds: float, batches: Sequence[Batch], summary: AttentionSummary) -> list[Step]:
+    """A step for each call of a module; `seconds` is the time for one sequence of the first call."""
+    pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in summary.calls]
+    names = [call.name if call.layer is None else f"layer {call.layer}" for call in summary.calls]
+    steps = [Step(name, seconds * count / pairs[0]) for name, count in zip(names, pairs, strict=True)]
+    sizes = [max(map(len, tensors_of(batch).values()), default=1) for batch in batches]
+    return [step._replace(seconds=size * step.seconds) for size in sizes for step in steps]
 
 
 def _property_inputs(num_tokens: int) -> int:

@@ -7,7 +7,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -125,7 +125,13 @@ def calibrate(
     batches = check_batches(batches)
     summary = summarize_attention(model, largest(batches))
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
-    table, tokens = measure_errors(model, batches, candidates, summary, max_error)
+    study = Study(candidates, summary)
+    with capture_attention(model, lambda call: study.add(call, number)):
+        bar = tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)
+        for number, batch in enumerate(bar):
+            forward(model, batch)
+            study.drop(number, max_error)
+    table, tokens = study.errors(), study.tokens
     # The length is known without its padding only now. What computes all sequences exactly says nothing about others.
     longest = max(tokens.values(), default=0)
     useful = [one for one in candidates if one.columns < longest]
@@ -292,43 +298,69 @@ def largest(batches: Sequence[Batch]) -> Batch:
     return max(batches, key=lambda batch: max((math.prod(x.shape[1:]) for x in tensors_of(batch).values()), default=0))
 
 
-def measure_errors(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    candidates: Sequence[Candidate],
-    summary: AttentionSummary,
-    max_error: float,
-) -> tuple[ErrorTable, dict[Layer, int]]:
-    """Errors of every candidate in every layer, and for each layer the number of tokens of the longest sequence.
+class Study:
+    """Measurements of the attention modules of a model, which are collected call by call.
 
-    A candidate that exceeds `max_error` in a layer is dropped there, and so is a method without a causal form in a
-    causal layer. If several calls belong to a layer, the largest of their means over heads counts.
+    Attributes:
+        values: module -> candidate, or name of a property -> (batch, index in it, number of the call) -> (H,).
+        tokens: of the longest sequence in each layer.
+        layers: module -> layer.
     """
-    causal = set(methods_with("causal"))
-    table: ErrorTable = {
-        (layer, one): {}
-        for layer in summary.layers
-        for one in candidates
-        if layer not in summary.causal_layers or one.config.method in causal
-    }
-    remaining, tokens = set(table), Counter[Layer]()
 
-    def visit(call: Call) -> None:
-        if call.layer is None:
-            return
-        tokens[call.layer] = max(call.tokens, tokens[call.layer])
-        for candidate in candidates:
-            if (call.layer, candidate) in remaining:
-                known = table[call.layer, candidate]
-                for index, heads in call.sequence_errors(candidate.config.to_measure()).items():
-                    known[number, index] = max(heads.mean().item(), known.get((number, index), 0.0))
+    def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
+        self.values: dict[str, dict[Any, dict[tuple[int, int, int], Tensor]]] = {}
+        self.tokens = Counter[Layer]()
+        self.layers = {call.name: call.layer for call in summary.calls}
+        self._calls = Counter(call.name for call in summary.calls)
+        self._done = Counter[str]()  # the calls of each module that are measured
+        causal = set(methods_with("causal"))
+        self._candidates = {
+            call.name: [
+                one for one in candidates if call.layer not in summary.causal_layers or one.config.method in causal
+            ]
+            for call in summary.calls
+        }
 
-    with capture_attention(model, visit):
-        bar = tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)
-        for number, batch in enumerate(bar):  # noqa: B007 (`visit` reads the number)
-            forward(model, batch)
-            remaining = {key for key in remaining if all(error <= max_error for error in table[key].values())}
-    return table, tokens
+    def add(self, call: Call, batch: int, properties: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        """Measure the errors of a call, and keep properties of some of its sequences."""
+        values, turn = self.values.setdefault(call.name, {}), self._done[call.name]
+        for candidate in self._candidates[call.name]:
+            errors = call.errors(candidate.config.to_measure())
+            values.setdefault(candidate, {}).update({(batch, b, turn): errors[b] for b in call.sequences})
+        for index, found in enumerate(properties):
+            for name, heads in found.items():
+                values.setdefault(name, {})[batch, index, turn] = heads
+        if call.layer is not None:
+            self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
+        self._done[call.name] += 1
+
+    def batches_done(self, name: str) -> int:
+        """The number of batches in which all calls of a module are measured."""
+        return self._done[name] // self._calls[name]
+
+    def drop(self, batch: int, max_error: float) -> None:
+        """Measure no longer in a module what exceeds a limit in some sequence of a batch."""
+        for name, rest in self._candidates.items():
+            found = [self.values.get(name, {}).get(one, {}).items() for one in rest]
+            rest[:] = [
+                one
+                for one, errors in zip(rest, found, strict=True)
+                if all(heads.mean().item() <= max_error for (number, *_), heads in errors if number == batch)
+            ]
+
+    def errors(self) -> ErrorTable:
+        """The errors of the layers in batches in which all their modules are measured: the largest of the calls."""
+        table: ErrorTable = {}
+        for name, layer in self.layers.items():
+            done = min(self.batches_done(other) for other, of in self.layers.items() if of == layer)
+            for candidate, values in self.values.get(name, {}).items():
+                if layer is None or not isinstance(candidate, Candidate):
+                    continue
+                known = table.setdefault((layer, candidate), {})
+                for (batch, index, _), heads in values.items():
+                    if batch < done:
+                        known[batch, index] = max(heads.mean().item(), known.get((batch, index), 0.0))
+        return table
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:

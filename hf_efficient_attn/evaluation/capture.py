@@ -97,11 +97,6 @@ class Call(NamedTuple):
         mask = self.key_mask
         return [index for index in range(len(self.query)) if mask is None or bool(mask[index].any())]
 
-    def sequence_errors(self, config: MethodConfig) -> dict[int, Tensor]:
-        """The `errors` (H,) of each of `sequences`."""
-        errors = self.errors(config)
-        return {index: errors[index] for index in self.sequences}
-
     def compute(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
         heads = head_slice_of(config.method, self.module, self.query.shape[1])
