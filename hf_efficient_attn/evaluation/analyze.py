@@ -39,7 +39,7 @@ from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.recommendation import Measured, recommend
+from hf_efficient_attn.evaluation.recommendation import recommend
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
@@ -122,13 +122,12 @@ def analyze(
         entries = [entry(name) for name in study.layers if study.batches_done(name)]
         if not entries:
             return None
-        measured = Measured(candidates, study.errors(), study.tokens, summary)
         missing = [name for name in study.layers if study.batches_done(name) < len(batches)]
         left_out = list(dict.fromkeys(name if study.layers[name] is None else study.layers[name] for name in missing))
         return {
             **about,
             "layers": entries,
-            **recommend(measured, max_error, per_layer=per_layer, run=run),
+            **recommend(study, candidates, summary, max_error, per_layer=per_layer, run=run),
             "warnings": warnings,
             "max_error": max_error,
             "per_layer": per_layer,

@@ -11,12 +11,12 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from hf_efficient_attn.evaluation.calibration import (
-    ErrorTable,
+    Study,
     bound,
     choose_each,
     choose_one,
@@ -28,7 +28,6 @@ from hf_efficient_attn.evaluation.calibration import (
 from hf_efficient_attn.evaluation.capture import AttentionSummary, Batch, tensors_of
 from hf_efficient_attn.evaluation.defaults import Candidate
 from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, Timing
-from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT, changed_hyperparameters
 
 # A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
@@ -37,22 +36,21 @@ _MAX_ERROR = 0.1
 Row = Mapping[str, Any]
 
 
-class Measured(NamedTuple):
-    """What a recommendation is made from."""
-
-    candidates: Sequence[Candidate]  # the methods at their budgets, the cheapest first
-    table: ErrorTable
-    tokens: Mapping[Layer, int]  # of the longest sequence
-    summary: AttentionSummary
-
-
 def recommend(
-    measured: Measured, max_error: float, *, per_layer: bool, run: tuple[nn.Module, Batch] | None
+    study: Study,
+    candidates: Sequence[Candidate],
+    summary: AttentionSummary,
+    max_error: float,
+    *,
+    per_layer: bool,
+    run: tuple[nn.Module, Batch] | None,
 ) -> dict[str, Any]:
     """Choose the methods of the layers by the criterion of `hea.calibrate`.
 
     Args:
-        measured: the errors.
+        study: the errors.
+        candidates: the methods at their budgets, the cheapest first.
+        summary: of the model's attention.
         max_error: the limit for the error of a layer on an unseen sequence.
         per_layer: whether each layer gets the cheapest method and budget that keeps the limit. Otherwise, all layers
             that keep it get the same: the method and budget with which they save the most in total.
@@ -73,10 +71,9 @@ def recommend(
         - "output_error": relative error of the last hidden states, or of the logits, on that sequence, or None.
         - "tokens": the length up to which this was measured.
     """
-    summary, table = measured.summary, measured.table
+    table = study.errors()
     # In causal attention a query has half of the keys on average.
     num_keys = (summary.max_kv_len + 1) / 2 if summary.is_causal else float(summary.max_kv_len)
-    candidates = [one for one in measured.candidates if one.columns < num_keys]
     choose = choose_each if per_layer else choose_one
     chosen = choose(table, candidates, max_error, num_keys)
     if not chosen:
@@ -90,7 +87,7 @@ def recommend(
             layer, one = min(bounds, key=lambda key: bounds[key])
             nearest = {"layer": layer, "attention": one.label, "columns": one.columns, "bound": bounds[layer, one]}
         return {"recommended": None, "calibrated": None, "nearest": nearest}
-    settings = make_settings(chosen, max(measured.tokens[layer] for layer in chosen))
+    settings = make_settings(chosen, max(study.tokens[layer] for layer in chosen))
     exact = [layer for layer in summary.layers if layer not in chosen]
     one_run = None if run is None else (run[0], _first_sequence(run[1]), settings)
     speed = None if one_run is None else measure_speed(*one_run)

@@ -9,12 +9,12 @@ import transformers
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis
-from hf_efficient_attn.evaluation import analyze, calibration, capture, pictures, recommendation, timing
+from hf_efficient_attn.evaluation import analyze, calibration, capture, pictures, recommendation
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
 from test_benchmark_command import (  # noqa: F401 (fixtures)
-    NOTHING_COMPLETE,
+    _short,
     command,
     made,
     photographs,
@@ -25,12 +25,6 @@ from test_benchmark_command import (  # noqa: F401 (fixtures)
 from tiny_models import tiny_batch, tiny_model
 
 WINDOW = {"methods": [hea.LongformerConfig()], "budgets": [8], "max_error": 9.0}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Time single calls, which are otherwise repeated for a tenth of a second."""
-    monkeypatch.setattr(timing, "calls_to_time", lambda work, first=None: 1)
 
 
 def test_analysis_of_every_head(made, text, capsys):  # noqa: F811

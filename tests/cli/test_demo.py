@@ -7,7 +7,7 @@ import pytest
 from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.evaluation import comparison, demo
-from test_benchmark_command import NOTHING_COMPLETE, tokenizer_for
+from test_benchmark_command import NOTHING_COMPLETE, _short, tokenizer_for  # noqa: F401 (a fixture)
 from tiny_models import tiny_model
 
 METHODS = ("--method", "longformer:window_size=4,linear")
@@ -25,7 +25,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _tiny(folder, monkeypatch):
     monkeypatch.setattr(demo, "minilm_folder", lambda: folder)
-    monkeypatch.setattr(comparison, "calls_to_time", lambda work, first: 1)
 
 
 def run(capsys, *arguments, status=0):

@@ -13,8 +13,8 @@ from hf_efficient_attn.evaluation.data import ModelData, task_of
 from hf_efficient_attn.evaluation.memory import check_memory
 from hf_efficient_attn.hub.facts import TASKS
 from hf_efficient_attn.evaluation.speech import read_samples
+from test_benchmark_command import _short, command  # noqa: F401 (a fixture)
 from test_encoder_decoder import tiny
-from test_encoder_decoder_commands import command
 
 POSITIONS, RATE = 40, 16000
 METHODS = "longformer:window_size=4,nystromformer:num_landmarks=4"
