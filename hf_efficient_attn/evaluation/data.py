@@ -224,12 +224,8 @@ class ModelData:
         noise = torch.zeros(1, self._channels, image, image, dtype=self.dtype)
         self.native_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
         # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
-        steps = (
-            step
-            for step in range(patch, 0, -1)
-            if image % step == 0 and self.native_tokens - (image // step) ** 2 <= _MAX_EXTRA_TOKENS
-        )
-        self.step = next(steps, patch)
+        is_patch = self.native_tokens - (image // patch) ** 2 <= _MAX_EXTRA_TOKENS
+        self.step = patch if is_patch else image // math.isqrt(self.native_tokens)
         self.extra_tokens = self.native_tokens - (image // self.step) ** 2
         if file is None:
             return

@@ -346,7 +346,7 @@ def is_png(path):
         (sparsity, ["--model", "gpt5"], "minilm, gpt2"),
         (sparsity, ["--unit", "word"], "paragraph, article"),
         (spectrum, ["--source", "imdb"], "glove, deit, random"),
-        (spectrum, ["--source", "random", "--method", "linear"], "no near field"),
+        (spectrum, ["--source", "random", "--length", "64", "--method", "linear"], "no near field"),
         (spectrum, ["--csv", "no/such/folder/file.csv"], "its folder must exist"),
     ],
 )
