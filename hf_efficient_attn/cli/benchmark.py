@@ -170,6 +170,7 @@ def benchmark(
 
 
 def _converted_folder(source: str) -> pathlib.Path:
+    """Return SOURCE as a path if it is the folder of a converted checkpoint, which --card needs."""
     from hf_efficient_attn.io.json import read_json_object
 
     config = pathlib.Path(source) / "config.json"
