@@ -4,6 +4,7 @@ import functools
 import pathlib
 import statistics
 import textwrap
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -28,8 +29,6 @@ from hf_efficient_attn.cli.common import (
     until_interrupted,
 )
 from hf_efficient_attn.errors import UnsupportedAttentionError
-
-_FILES = ("analysis.json", "analysis.png")
 
 
 @command("analyze bert-base-uncased --data book.txt --calibrate 0.2 --output inside")
@@ -102,22 +101,31 @@ def analyze(
     """
     if setting and not methods:
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
-    limit = _limit(max_error, calibrate)
-    chosen = parse_methods(methods, setting)
+    if max_error is not None and calibrate is not None and max_error != calibrate:
+        raise UnsupportedAttentionError(
+            f"--max-error {max_error} and --calibrate {calibrate} are two limits, and there is one recommendation: "
+            "give --calibrate for a method and budget per layer, or --max-error for one method and budget"
+        )
+    limit = next((given for given in (calibrate, max_error) if given is not None), 0.2)
+    chosen = list(parse_methods(methods, setting).values())
     from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
     from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
-    from hf_efficient_attn.evaluation.heat_maps import draw_maps
+    from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
     from hf_efficient_attn.evaluation.progress import Execution
-    from hf_efficient_attn.evaluation.recommendation import apply_command, note_on_command
-    from hf_efficient_attn.evaluation.timing import use_threads
+    from hf_efficient_attn.evaluation.recommendation import apply_command
+    from hf_efficient_attn.evaluation.timing import describe, use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
 
     if output is not None:
-        check_folder(output, _FILES, force=force)
-    # JSON is for programs: nothing else is printed then.
-    table = _Rows()
-    shown: dict[str, Any] = {"on_begin": table.begin, "on_estimate": typer.echo, "on_row": table.add}
-    execution = Execution(minutes=minutes, **({} if as_json else shown))
+        check_folder(output, ("analysis.json", "analysis.png"), force=force)
+    execution = Execution(minutes)
+    if not as_json:  # JSON is for programs: nothing else is printed then
+        execution = Execution(
+            minutes,
+            on_begin=lambda about: typer.echo(f"{title_of(about)}\n{describe(about['machine'])}"),
+            on_estimate=typer.echo,
+            on_row=_row_printer(),
+        )
     work = functools.partial(
         analyze_checkpoint,
         Checkpoint(source, allow_pickle, parse_device(device)),
@@ -136,52 +144,29 @@ def analyze(
     def with_command(config: pathlib.Path | None) -> dict[str, Any]:
         return {**result, "command": apply_command(source, result, config)}
 
-    written = [] if output is None else write_results(with_command, output, "analysis", draw_maps, force=force)
-    config = written[0] if written else None
-    result = with_command(config)
+    written = [] if output is None else write_results(with_command, output, "analysis", draw_analysis, force=force)
+    result = with_command(written[0] if written else None)
     if as_json:
         print_json(result)
     else:
-        notes = [*_wrap(note_on_command(result, config)), *(f"Written: {path}" for path in written)]
-        typer.echo("\n".join([*_report(result), *notes]))
+        typer.echo("\n".join([*_report(result), *(f"Written: {path}" for path in written)]))
     raise typer.Exit(status)
 
 
-def _limit(max_error: float | None, calibrate: float | None) -> float:
-    """The limit of the error, from two options that recommend differently."""
-    if max_error is not None and calibrate is not None and max_error != calibrate:
-        raise UnsupportedAttentionError(
-            f"--max-error {max_error} and --calibrate {calibrate} are two limits, and there is one recommendation: "
-            "give --calibrate for a method and budget per layer, or --max-error for one method and budget"
-        )
-    return next((given for given in (calibrate, max_error) if given is not None), 0.2)
+def _row_printer() -> Callable[[dict[str, Any]], None]:
+    """Return a function that prints the row of a layer; the first one comes with the header of the table."""
+    tables: list[LiveTable] = []
 
-
-class _Rows:
-    """What is measured, and the table of layers, which grows as they are measured."""
-
-    def __init__(self) -> None:
-        self._table: LiveTable | None = None
-
-    def begin(self, about: dict[str, Any]) -> None:
-        """Say what is measured, and where."""
-        from hf_efficient_attn.evaluation.heat_maps import title_of
-        from hf_efficient_attn.evaluation.timing import describe
-
-        typer.echo(f"{title_of(about)}\n{describe(about['machine'])}")
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Print the row of a layer."""
+    def add(entry: dict[str, Any]) -> None:
         cells = [_mean(entry["stable_rank"], 1), _mean(entry["head_to_tail"], 1)]
         cells += [" ".join(_mean(heads, 2) for heads in sizes.values()) for sizes in entry["errors"].values()]
-        if self._table is None:
+        if not tables:
             typer.echo()
-            self._table = LiveTable(
-                ["layer", "stable rank", "tail/head", *entry["errors"]],
-                [5, 11, 9, *map(len, cells[2:])],
-                left=["layer"],
-            )
-        self._table.add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
+            titles = ["layer", "stable rank", "tail/head", *entry["errors"]]
+            tables.append(LiveTable(titles, [5, 11, 9, *map(len, cells[2:])], left=["layer"]))
+        tables[0].add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
+
+    return add
 
 
 def _mean(heads: list[float] | None, digits: int) -> str:
@@ -191,11 +176,6 @@ def _mean(heads: list[float] | None, digits: int) -> str:
 def _short(error: float) -> str:
     """An error with two digits and without a zero before the point."""
     return f"{error:.2f}".removeprefix("0")
-
-
-def _wrap(note: str | None) -> list[str]:
-    """The lines of a sentence; none for None."""
-    return textwrap.wrap(note or "", 100, subsequent_indent="    ")
 
 
 def _report(result: dict[str, Any]) -> list[str]:
@@ -215,7 +195,6 @@ def _report(result: dict[str, Any]) -> list[str]:
         f"and --output give every head). Methods: relative operator norm of the output's error at budgets of {budgets} "
         f"columns. {properties}"
     )
-    lines = ["", *textwrap.wrap(about, 100)]
     notes = [*result["notes"], *(f"Warning: {sentence}" for sentence in result["warnings"])]
     if not result["complete"]:
         layers = ranges(result["left_out"])
@@ -223,9 +202,8 @@ def _report(result: dict[str, Any]) -> list[str]:
             f"Not complete. Layers that were not measured and stay exact: {layers}. Give more time, or fewer --rows, "
             "--methods or --budgets."
         )
-    for note in notes:
-        lines += _wrap(note)
-    return [*lines, "", *_recommendation(result)]
+    lines = [line for note in notes for line in textwrap.wrap(note, 100, subsequent_indent="    ")]
+    return ["", *textwrap.wrap(about, 100), *lines, "", *_recommendation(result)]
 
 
 def _recommendation(result: dict[str, Any]) -> list[str]:
@@ -233,10 +211,9 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
     from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
     from hf_efficient_attn.integration.layers import ranges
 
-    limit, found = _short(result["max_error"]), result["recommended"]
+    limit, found, nearest = _short(result["max_error"]), result["recommended"], result["nearest"]
     if found is None:
         lines = [f"Recommendation: keep the model exact. No method keeps an error of {limit} in any layer."]
-        nearest = result["nearest"]
         if nearest is not None:
             lines.append(
                 f"The nearest is layer {nearest['layer']} with {nearest['attention']}, {nearest['columns']} columns: "

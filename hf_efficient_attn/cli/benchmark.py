@@ -29,6 +29,7 @@ from hf_efficient_attn.cli.common import (
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
+    from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.progress import Execution
 
 # How outputs are compared, for each task.
@@ -118,18 +119,25 @@ def benchmark(
 ) -> None:
     """Measure time, memory and error of methods in a model, and the length from which on they pay off."""
     from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
-    from hf_efficient_attn.evaluation.charts import output_folder, write_benchmark
     from hf_efficient_attn.evaluation.comparison import Procedure
+    from hf_efficient_attn.evaluation.pictures import draw_benchmark
     from hf_efficient_attn.evaluation.timing import use_threads
+    from hf_efficient_attn.hub.card import write_card
+    from hf_efficient_attn.io.writing import check_folder, write_results
 
     if setting and not methods:
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = parse_methods(methods, setting)
-    folder = output_folder(source, output, card=card, force=force)
-    procedure = Procedure(batch, rounds, memory, rows, parse_device(device), parse_dtype(dtype), new_tokens)
+    if card and output is not None:
+        raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
+    if card:
+        output = _converted_folder(source)
+    if output is not None:
+        check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
     if new_tokens == 1:
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
-    report = Report(is_silent=as_json, with_memory=memory, with_generation=new_tokens > 1)
+    procedure = Procedure(batch, rounds, memory, rows, parse_device(device), parse_dtype(dtype), new_tokens)
+    report = Report(procedure, is_silent=as_json)
     with use_threads(threads):
         result, status = until_interrupted(
             lambda: benchmark_checkpoint(
@@ -143,30 +151,43 @@ def benchmark(
             )
         )
     # A published card does not lose its measurements because of Ctrl-C.
-    is_written = folder is not None and (status == 0 or not card)
-    written = write_benchmark(result, folder, card=card, force=force) if folder is not None and is_written else []
+    is_kept = card and status != 0
+    written: list[pathlib.Path] = []
+    if output is not None and not is_kept:
+        # The files beside a card are published, and should not name the folder around the checkpoint.
+        values = {**result, "source": str(result["source"]).rpartition("/")[2]} if card else result
+        written = write_results(values, output, "benchmark", draw_benchmark, force=force)
+        written += [write_card(output)] if card else []
     if as_json:
         print_json(result)
     else:
         report.conclude(result)
         for path in written:
             typer.echo(f"Written: {path}")
-        if folder is not None and not is_written:
-            typer.echo(f"Interrupted: {folder} is unchanged.")
+        if is_kept:
+            typer.echo(f"Interrupted: {output} is unchanged.")
     raise typer.Exit(status)
 
 
+def _converted_folder(source: str) -> pathlib.Path:
+    """Return SOURCE as a path if it is the folder of a converted checkpoint, which --card needs."""
+    from hf_efficient_attn.io.json import read_json_object
+
+    config = pathlib.Path(source) / "config.json"
+    if not config.is_file() or "efficient_attention" not in read_json_object(config):
+        raise UnsupportedAttentionError(
+            f"--card: {source!r} is not the folder of a converted checkpoint: make one with hf-efficient-attn convert"
+        )
+    return config.parent
+
+
 class Report:
-    """Prints the rows of a benchmark as they are measured, and before them the estimate; nothing if it is silent.
+    """Prints the rows of a benchmark as they are measured, and before them the estimate; nothing if it is silent."""
 
-    The columns depend on whether memory is measured, and for a causal language model the speed of generation.
-    """
-
-    def __init__(self, *, is_silent: bool, with_memory: bool, with_generation: bool = False) -> None:
-        self._is_silent, self._with_memory, self._with_generation = is_silent, with_memory, with_generation
+    def __init__(self, procedure: "Procedure", *, is_silent: bool) -> None:
+        self._procedure, self._is_silent = procedure, is_silent
         self._table: LiveTable | None = None
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
-        self._batch = 1
 
     def execution(self, minutes: float | None) -> "Execution":
         """The limit of time together with the functions that print."""
@@ -187,25 +208,24 @@ class Report:
             f"{describe(result['machine'])}"
         )
         chunks = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
-        # "cosine", "ratio" (of perplexities) or "top1".
-        agreement = result["agreement"].removeprefix("perplexity_")
-        columns = [
+        self._columns = [
             ("tokens", 6, "length", ""),
             ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", ""),
             ("seconds", 7, "seconds", ".3f"),
             ("speed-up", 8, "speed_up", ".2f"),
-            ("MiB", 6, "peak_memory_mib", ".0f"),
-            ("error", 6, "error", ".3f"),
-            ("output", 6, "output_error", ".3f"),
-            ("perplexity", 10, "perplexity", ".5g"),
-            (agreement, 6, "agreement", ".4f"),
-            ("first tok", 9, "first_token_seconds", ".3f"),
-            ("tok/s", 6, "tokens_per_second", ".1f"),
         ]
-        generates = self._with_generation and task == "causal-lm"
-        is_shown = dict.fromkeys(("first_token_seconds", "tokens_per_second"), generates)
-        is_shown |= {"peak_memory_mib": self._with_memory, "perplexity": task in _PERPLEXITY}
-        self._columns = [column for column in columns if is_shown.get(column[2], True)]
+        if self._procedure.memory:
+            self._columns.append(("MiB", 6, "peak_memory_mib", ".0f"))
+        self._columns += [("error", 6, "error", ".3f"), ("output", 6, "output_error", ".3f")]
+        if task in _PERPLEXITY:
+            self._columns.append(("perplexity", 10, "perplexity", ".5g"))
+        # "cosine", "ratio" (of perplexities) or "top1".
+        self._columns.append((result["agreement"].removeprefix("perplexity_"), 6, "agreement", ".4f"))
+        if task == "causal-lm" and self._procedure.new_tokens > 1:
+            self._columns += [
+                ("first tok", 9, "first_token_seconds", ".3f"),
+                ("tok/s", 6, "tokens_per_second", ".1f"),
+            ]
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row of "measurements"."""
@@ -213,7 +233,6 @@ class Report:
             typer.echo()
             titles, widths, *_ = zip(*self._columns, strict=True)
             self._table = LiveTable(titles, widths, left=["attention"])
-        self._batch = row["batch"]
         self._table.add(
             [
                 None if row[key] is None else format(row[key], form) + "x" * (key == "speed_up")
@@ -225,7 +244,8 @@ class Report:
         """Explain the columns of the table, and say what follows from it."""
         task, rows = result["task"], result["data"]["rows"]
         inputs = f"{rows} input{'s' * (rows > 1)} of {result['data']['name']}"
-        of_batch = f" of {self._batch} inputs" if self._batch > 1 else ""
+        batch = result["measurements"][0]["batch"]
+        of_batch = f" of {batch} inputs" if batch > 1 else ""
         meanings = {
             "seconds": f"seconds: median of the forward passes{of_batch}. speed-up: over exact attention in passes "
             "before and after, median.",
@@ -239,11 +259,6 @@ class Report:
             "tokens_per_second": "first tok: seconds to the first generated token. tok/s: tokens per second after it, "
             f"with a cache{of_batch and ', all inputs together'}. The new tokens are the last ones of the length.",
         }
-        typer.echo()
-        for *_, key, _ in self._columns:
-            if key in meanings:
-                typer.echo(meanings[key])
-        typer.echo()
-        for sentence in [*result["notes"], *result["summary"], result["recommendation"]]:
-            if sentence is not None:
-                typer.echo(sentence)
+        explained = [meanings[key] for *_, key, _ in self._columns if key in meanings]
+        sentences = [*result["notes"], *result["summary"], result["recommendation"]]
+        typer.echo("\n".join(["", *explained, "", *filter(None, sentences)]))

@@ -22,6 +22,9 @@ from hf_efficient_attn.cli.common import (
 )
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
+_SHORTEST, _LONGEST = 512, 16384
+# Less than a minute on two cores.
+_LENGTHS = (512, 8192)
 _PURPOSE = (
     "What long attention is for: inputs that cannot be split, such as large pictures, the prompts of language models, "
     "tagging and matching over a whole text, proteins, sound, and training on long inputs. For twice the length exact "
@@ -64,9 +67,9 @@ def demo(
     """
     from hf_efficient_attn.evaluation import demo
     from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
-    from hf_efficient_attn.evaluation.charts import draw
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.defaults import default_methods
+    from hf_efficient_attn.evaluation.pictures import draw_benchmark
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_picture
 
@@ -74,20 +77,21 @@ def demo(
     if not methods or (length and not lengths):
         raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
     for tokens in lengths:
-        demo.check_length(tokens)
+        if not _SHORTEST <= tokens <= _LONGEST:
+            raise UnsupportedAttentionError(f"a length of {tokens} is not between {_SHORTEST} and {_LONGEST} tokens")
     if plot is not None:
         check_picture(plot)
     procedure = Procedure(rounds=2, memory=False, rows=1, device=parse_device(device))
-    report = Report(is_silent=as_json, with_memory=False)
+    report = Report(procedure, is_silent=as_json)
     execution = report.execution(minutes)
     with use_threads(threads):
         result, status = until_interrupted(
             lambda: benchmark_checkpoint(
-                demo.minilm_folder(), methods, lengths or demo.LENGTHS, procedure=procedure, execution=execution
+                demo.minilm_folder(), methods, lengths or _LENGTHS, procedure=procedure, execution=execution
             )
         )
     if plot is not None:
-        draw(result, plot)
+        draw_benchmark(result, plot)
     if as_json:
         print_json(result)
     else:

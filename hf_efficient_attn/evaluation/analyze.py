@@ -9,26 +9,22 @@ layer.
 """
 
 import contextlib
+import itertools
 import math
 import pathlib
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_efficient_attn.analysis import head_to_tail, softmax_matrix, stable_rank
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
-from hf_efficient_attn.evaluation.calibration import (
-    ErrorTable,
-    add_errors,
-    check_batches,
-    check_max_error,
-    largest,
-)
+from hf_efficient_attn.evaluation.calibration import Study, check_batches, check_max_error, largest
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,
@@ -39,15 +35,12 @@ from hf_efficient_attn.evaluation.capture import (
     tensors_of,
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
-from hf_efficient_attn.evaluation.defaults import Candidate, defaults_for, make_candidates, method_label
-from hf_efficient_attn.evaluation.matrices import softmax_matrix
+from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result
-from hf_efficient_attn.evaluation.recommendation import Measured, budget_warnings, recommend
-from hf_efficient_attn.evaluation.sparsity import head_to_tail, stable_rank
+from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
+from hf_efficient_attn.evaluation.recommendation import recommend
 from hf_efficient_attn.evaluation.timing import machine, use_device
-from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.version import __version__
@@ -72,7 +65,7 @@ def analyze(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    methods: "Mapping[str, MethodConfig] | None" = None,
+    methods: "Sequence[MethodConfig] | None" = None,
     budgets: Sequence[int] | None = None,
     max_error: float = DEFAULT_MAX_ERROR,
     per_layer: bool = False,
@@ -82,19 +75,9 @@ def analyze(
     """Measure stable rank, tail-to-head ratio and errors in every layer and head, and recommend layers to convert.
 
     A layer can be converted if its error stays below `max_error` on unseen sequences too, by the criterion of
-    `hea.calibrate`. The error of a layer and a sequence is an average over heads.
-
-    Args:
-        model: as in `hea.calibrate`.
-        batches: as in `hea.calibrate`. The result is complete layer by layer if there is one batch.
-        methods: label -> config; None for the default methods, as in `hea.calibrate`.
-        budgets: costs per query in columns; None for 64, 128, 256 and 512. Those that reach the number of tokens are
-            left out.
-        max_error: the limit.
-        per_layer: as in `recommendation.recommend`.
-        execution: its functions get `about` and "tokens" of the result, the estimate, and each complete entry of
-            "layers".
-        about: what is known of the model and the data, for the result.
+    `hea.calibrate`, whose arguments these are; the default budgets are 64, 128, 256 and 512 columns. For `per_layer`
+    see `recommendation.recommend`. The functions of `execution` get `about` and "tokens" of the result, the estimate,
+    and each complete entry of "layers". `about` is what is known of the model and the data, for the result.
 
     Returns:
         a dictionary for JSON:
@@ -103,7 +86,7 @@ def analyze(
           {budget: [one number per head]}}}]. "head_to_tail" is None for attention between two sequences, and both
           properties are for sequences of more than 4,096 tokens.
         - "recommended", "calibrated": see `recommendation.recommend`.
-        - "warnings": sentences about methods whose error does not fall as their budget grows.
+        - "warnings": sentences about what is left out.
         - "max_error", "per_layer", "budgets", "is_causal", "tokens".
         - "property_inputs": the number of sequences per batch that the properties were measured on.
         - "complete": whether all was measured; "left_out": the layers that were not. They stay exact.
@@ -115,40 +98,40 @@ def analyze(
     check_max_error(max_error)
     batches, execution = check_batches(batches), execution or Execution()
     summary = summarize_attention(model, largest(batches))
-    if methods is None:
-        methods = {method_label(one): one for one in defaults_for(summary, is_causal=summary.is_causal)}
-    candidates = make_candidates(list(methods.values()), BUDGETS if budgets is None else budgets, summary)
-    study = _Study(methods, candidates, summary, len(batches))
+    candidates = make_candidates(methods, BUDGETS if budgets is None else budgets, summary)
+    study, used = Study(candidates, summary), sorted({one.columns for one in candidates})
     about = {**(about or {}), "tokens": summary.max_kv_len}
     execution.on_begin(about)
-    steps = Steps(study.plan(_time_sequence(model, largest(batches), candidates), batches), execution, noun="layer")
-    waiting = iter(steps)
+    dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
+    short = f"budgets of {', '.join(dropped)} columns, because an input has only {summary.max_kv_len} tokens"
+    warnings = [f"Left out: {short}."] if dropped else []
+    plan = _plan(_time_sequence(model, largest(batches), candidates), batches, summary)
 
-    def visit(call: Call) -> None:
-        if next(waiting, None) is None:
-            raise _EnoughError
-        entry = study.add(call, steps)
-        if entry is not None:
-            execution.on_row(entry)
+    def entry(name: str) -> dict[str, Any]:
+        """The means of a module over sequences."""
+        values = study.values[name]
+        means: dict[Any, Any] = {key: torch.stack(list(x.values())).mean(0).tolist() for key, x in values.items() if x}
+        errors: dict[str, dict[str, Any]] = {}
+        for columns, candidate in itertools.product(used, candidates):
+            if candidate.columns <= columns:  # a method without a budget has one candidate, the cheapest
+                errors.setdefault(candidate.label, {})[str(columns)] = means.get(candidate)
+        properties = {key: means.get(key) for key in ("stable_rank", "head_to_tail")}
+        return {"layer": study.layers[name], "name": name, **properties, "errors": errors}
 
     def result(run: tuple[nn.Module, Batch] | None) -> dict[str, Any] | None:
-        entries, left_out = study.entries(), study.left_out()
+        entries = [entry(name) for name in study.layers if study.batches_done(name)]
         if not entries:
             return None
-        measured = Measured(methods, candidates, study.errors(), study.tokens, summary)
-        dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
-        warnings = budget_warnings(entries, study.budgets)
-        if dropped:
-            short = f"an input has only {summary.max_kv_len} tokens"
-            warnings.insert(0, f"Left out: budgets of {', '.join(dropped)} columns, because {short}.")
+        missing = [name for name in study.layers if study.batches_done(name) < len(batches)]
+        left_out = list(dict.fromkeys(name if study.layers[name] is None else study.layers[name] for name in missing))
         return {
             **about,
             "layers": entries,
-            **recommend(measured, max_error, per_layer=per_layer, run=run),
+            **recommend(study, candidates, summary, max_error, per_layer=per_layer, run=run),
             "warnings": warnings,
             "max_error": max_error,
             "per_layer": per_layer,
-            "budgets": study.budgets,
+            "budgets": used,
             "is_causal": summary.is_causal,
             "property_inputs": _property_inputs(summary.max_kv_len),
             "complete": not left_out,
@@ -157,96 +140,31 @@ def analyze(
 
     # After Ctrl-C the user does not want to wait for the measurement of the speed.
     with partial_result(lambda: result(None)):
-        with steps, contextlib.suppress(_EnoughError), capture_attention(model, visit):
-            for batch in batches:
-                forward(model, batch)
-                study.batch += 1
+        with contextlib.closing(carry_out(plan, execution, noun="layer")) as steps:
+
+            def visit(call: Call) -> None:
+                if next(steps, None) is None:
+                    raise _EnoughError
+                inputs = min(_property_inputs(call.key.shape[2]), call.query.shape[0])
+                study.add(call, number, [_matrix_properties(call.row(index)) for index in range(inputs)])
+                if study.batches_done(call.name) == len(batches):
+                    execution.on_row(entry(call.name))
+
+            with contextlib.suppress(_EnoughError), capture_attention(model, visit):
+                for number, batch in enumerate(batches):  # noqa: B007 (`visit` reads the number)
+                    forward(model, batch)
         found = result((model, largest(batches)))
     assert found is not None  # the first step is always carried out
     return found
 
 
-class _Study:
-    """The measurements, which are collected call by call."""
-
-    def __init__(
-        self,
-        methods: Mapping[str, MethodConfig],
-        candidates: Sequence[Candidate],
-        summary: AttentionSummary,
-        num_batches: int,
-    ) -> None:
-        self._methods, self._candidates, self._summary, self._num_batches = methods, candidates, summary, num_batches
-        self.budgets = sorted({one.columns for one in candidates})
-        self.batch = 0  # the number of the current batch
-        self.tokens: dict[Layer, int] = {}  # of the longest sequence
-        self._layers = {call.name: call.layer for call in summary.calls}  # of the modules
-        self._calls = Counter(call.name for call in summary.calls)
-        self._done: Counter[str] = Counter()  # the calls of each module that are measured
-        self._table: ErrorTable = defaultdict(dict)
-        # (module, property or config) -> one tensor (H,) for each sequence
-        self._values: dict[tuple[str, Any], list[Tensor]] = defaultdict(list)
-
-    def plan(self, seconds: float, batches: Sequence[Batch]) -> list[Step]:
-        """A step for each call of a module; `seconds` is the time for one sequence of the first call."""
-        calls = self._summary.calls
-        pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in calls]
-        names = [call.name if call.layer is None else f"layer {call.layer}" for call in calls]
-        steps = [Step(name, seconds * count / pairs[0]) for name, count in zip(names, pairs, strict=True)]
-        sizes = [max(map(len, tensors_of(batch).values()), default=1) for batch in batches]
-        return [step._replace(seconds=size * step.seconds) for size in sizes for step in steps]
-
-    def add(self, call: Call, steps: Steps) -> dict[str, Any] | None:
-        """Measure a call; returns the entry of its module if the module is complete."""
-        for number, candidate in enumerate(self._candidates, 1):
-            errors = call.errors(candidate.config.to_measure())
-            self._values[call.name, candidate.config].extend(errors)
-            if call.layer is not None:
-                add_errors(self._table[call.layer, candidate], self.batch, call, errors)
-            steps.advance(number / (len(self._candidates) + 1))
-        for index in range(min(_property_inputs(call.key.shape[2]), call.query.shape[0])):
-            for name, values in _matrix_properties(call.row(index)).items():
-                self._values[call.name, name].append(values)
-        if call.layer is not None:
-            self.tokens[call.layer] = max(call.tokens, self.tokens.get(call.layer, 0))
-        self._done[call.name] += 1
-        return None if self._is_missing(call.name) else self._entry(call.name)
-
-    def _is_missing(self, name: str) -> bool:
-        return self._done[name] < self._num_batches * self._calls[name]
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        def mean(key: Any) -> Any:
-            values = self._values.get((name, key))
-            return None if values is None else torch.stack(values).mean(0).tolist()
-
-        errors = {
-            label: {str(columns): mean(config.with_budget(columns)) for columns in self.budgets}
-            for label, config in self._methods.items()
-        }
-        properties = {key: mean(key) for key in ("stable_rank", "head_to_tail")}
-        return {"layer": self._layers[name], "name": name, **properties, "errors": errors}
-
-    def errors(self) -> ErrorTable:
-        """The errors in batches in which all modules of the layer are measured."""
-        batches = {
-            layer: min(self._done[name] // self._calls[name] for name, of in self._layers.items() if of == layer)
-            for layer in self._summary.layers
-        }
-        return {
-            (layer, candidate): {index: error for index, error in errors.items() if index[0] < batches[layer]}
-            for (layer, candidate), errors in self._table.items()
-            if batches[layer]
-        }
-
-    def entries(self) -> list[dict[str, Any]]:
-        """The entries of the modules that are complete in at least one batch."""
-        return [self._entry(name) for name, count in self._done.items() if count >= self._calls[name]]
-
-    def left_out(self) -> list[Any]:
-        """The layers, or names of modules, that are not complete in all batches."""
-        missing = [name for name in self._calls if self._is_missing(name)]
-        return list(dict.fromkeys(name if self._layers[name] is None else self._layers[name] for name in missing))
+def _plan(seconds: float, batches: Sequence[Batch], summary: AttentionSummary) -> list[Step]:
+    """A step for each call of a module; `seconds` is the time for one sequence of the first call."""
+    pairs = [math.prod(call.query.shape[1:3]) * call.key.shape[2] for call in summary.calls]
+    names = [call.name if call.layer is None else f"layer {call.layer}" for call in summary.calls]
+    steps = [Step(name, seconds * count / pairs[0]) for name, count in zip(names, pairs, strict=True)]
+    sizes = [max(map(len, tensors_of(batch).values()), default=1) for batch in batches]
+    return [step._replace(seconds=size * step.seconds) for size in sizes for step in steps]
 
 
 def _property_inputs(num_tokens: int) -> int:
@@ -303,55 +221,49 @@ class Source(NamedTuple):
 
 
 def analyze_checkpoint(
-    source: "str | pathlib.Path | Source",
-    data: "str | pathlib.Path",
-    *,
-    length: int | None = None,
-    rows: int = TEXT_ROWS,
-    **options: Any,
+    source: Source, data: "str | pathlib.Path", *, length: int | None = None, rows: int = TEXT_ROWS, **options: Any
 ) -> dict[str, Any]:
-    """`analyze` the model of a checkpoint on a text, on pictures or on recordings.
+    """`analyze` the model of a checkpoint on `rows` inputs of a file as in `data.ModelData`, with options of `analyze`.
 
-    Args:
-        source: folder or hub id, or a `Source`.
-        data: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
-        length: number of tokens, to which pictures are resized and the position table of a text model is extended. None
-            for 2,048 tokens or those of the whole text; for models of speech, of pictures of a fixed size, or whose own
-            pictures have more tokens, the number that they have.
-        rows: number of texts, pictures or excerpts of recordings.
-        **options: `methods`, `budgets`, `max_error`, `per_layer` and `execution` of `analyze`.
+    Pictures are resized to `length` tokens, and the position table of a text model is extended. Without a length it is
+    2,048 tokens or that of the whole text; for models of speech, of pictures of a fixed size, or whose own pictures
+    have more tokens, the number that they have.
 
     Returns:
         the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
         width of pictures, or None), "excerpt_seconds" (of recordings, or None), "max_length" (to which the position
         table was extended, or None), "notes", "machine" and "hf_efficient_attn" (the version).
     """
-    if not isinstance(source, Source):
-        source = Source(source)
     checked = open_checkpoint(source.name, allow_pickle=source.allow_pickle)
     model = load_model(checked).eval()
     if own_settings(model) is not None:
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
     inputs = ModelData(model, checked.folder, pathlib.Path(data), longest=wanted, rows=rows, shorter=length is None)
-    if inputs.is_image:
-        wanted = length or (max(wanted, inputs.native_tokens) if inputs.resizes else inputs.native_tokens)
-    elif inputs.speech is not None:
-        wanted = length or inputs.native_tokens
-        inputs.check_length(wanted)
-    else:
+    if inputs.is_text:
         wanted = inputs.longest
-        check_memory(model, wanted)
+    elif length is None:
+        is_resized = inputs.is_image and inputs.resizes
+        wanted = max(wanted if is_resized else 0, inputs.native_tokens)
+    inputs.check_length(wanted)
     positions = max_positions(model)
-    notes = [allow_length(model, wanted) if inputs.is_text else None]
-    is_extended = inputs.is_text and positions is not None and max_positions(model) != positions
     device = source.device or model.device
     model.to(device)
     size = min(inputs.rows, max(1, _BATCH_TOKENS // inputs.tokens_for(wanted)))
     check_memory(model, inputs.tokens_for(wanted), size)
+    notes = [allow_length(model, wanted) if inputs.is_text else None]
+    is_extended = inputs.is_text and positions is not None and max_positions(model) != positions
     batches = [inputs.inputs(wanted, start, size) for start in range(0, inputs.rows, size)]
-    pixels = batches[0].pixels
-    notes.append(_note_on_length(inputs, batches[0].tokens, pixels, length))
+    pixels, tokens = batches[0].pixels, batches[0].tokens
+    if pixels is not None and pixels != inputs.native:
+        notes.append(
+            f"Pictures are resized to {pixels} x {pixels} pixels, which are {tokens} tokens; the model was trained "
+            f"with {inputs.native} x {inputs.native} pixels."
+        )
+    elif length is None and tokens < DEFAULT_LENGTH and inputs.speech is None:
+        limit = f"{inputs.name} has" if pixels is None else "The model takes"
+        larger = f"errors at {DEFAULT_LENGTH} tokens are larger"
+        notes.append(f"{limit} only {tokens} tokens, where methods save little: {larger}.")
     notes.append(None if inputs.speech is None else inputs.speech.note)
     about = {
         "source": name_of(checked),
@@ -366,16 +278,3 @@ def analyze_checkpoint(
     with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
         # The head of a language model would compute a large matrix that is not needed.
         return analyze(model.base_model, [one.values for one in batches], about=about, **options)
-
-
-def _note_on_length(inputs: ModelData, tokens: int, pixels: int | None, requested: int | None) -> str | None:
-    """A sentence about the length if it is not what the user expects."""
-    if pixels is not None and pixels != inputs.native:
-        return (
-            f"Pictures are resized to {pixels} x {pixels} pixels, which are {tokens} tokens; the model was trained "
-            f"with {inputs.native} x {inputs.native} pixels."
-        )
-    if requested is None and tokens < DEFAULT_LENGTH and inputs.speech is None:
-        limit = "The model takes" if pixels is not None else f"{inputs.name} has"
-        return f"{limit} only {tokens} tokens, where methods save little: errors at {DEFAULT_LENGTH} tokens are larger."
-    return None

@@ -7,19 +7,22 @@ inputs for which the same class, or the same token at a masked position, is most
 also compared with what needs no long attention: the mean of the embeddings of pieces as long as the model's positions.
 """
 
+import contextlib
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import takes_pictures
+from hf_efficient_attn.evaluation.capture import forward, takes_pictures
 from hf_efficient_attn.evaluation.comparison import (
     AGREEMENT,
-    DEFAULT_PROCEDURE,
+    ERROR_INPUTS,
     LengthComparison,
     Procedure,
     chunk_label,
@@ -37,32 +40,29 @@ from hf_efficient_attn.evaluation.data import (
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.plan import PassTimes, plan_of
-from hf_efficient_attn.evaluation.progress import Execution, Step, Steps, partial_result, total
+from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.recommendation import pays_from, recommend_method, summarise, timing_of
-from hf_efficient_attn.evaluation.speech import takes_speech
-from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
+from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, timer, use_device
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
 # Default numbers of texts, or excerpts of recordings, and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
-# A limit of time does not reduce the number of pictures further.
-_FEWEST_IMAGES = 8
-# A single one does not show how much the times vary.
-_FEWEST_ROUNDS = 2
 _SHORTEST, _LONGEST = 512, 16384
 # Estimated duration that limits the default lengths.
 _SECONDS = 60.0
 # Larger numbers overflow where tensors are created, or end in nobody's lifetime.
 _MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
-NOTE_ON_DOCUMENTATION = "No data are given: the texts are Python's own documentation (pydoc_data.topics)."
+# Number of tokens of the pass that is timed for the estimates.
+_PROBED_TOKENS = 512
+# About as many keys per query as the methods have at their default budgets.
+_METHOD_KEYS = 512
 
 
 def benchmark_checkpoint(
@@ -71,28 +71,23 @@ def benchmark_checkpoint(
     lengths: Sequence[int] | None = None,
     *,
     data: "str | pathlib.Path | None" = None,
-    procedure: Procedure = DEFAULT_PROCEDURE,
+    procedure: Procedure | None = None,
     execution: Execution | None = None,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
     """Measure time, memory, errors of layers and agreement of a checkpoint's model with several methods.
 
     Args:
-        source: folder or hub id of a checkpoint.
-        methods: label -> method. None for the method of a converted checkpoint, or else for the default methods
-            (`MethodConfig.default_rank`) that support the model.
+        source: folder or hub id of a checkpoint; with `allow_pickle`, weights in a .bin file may be read.
+        methods: label -> method. None for the method of a converted checkpoint, or else for the default methods.
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
             tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute, or
             the time limit of `execution`, allows; for models of speech, the only length that they take.
-        data: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
-            None for Python's documentation, or for random numbers if the model has no tokenizer or takes pictures or
-            speech; then no errors are measured.
+        data: as in `data.ModelData`. No errors are measured on random numbers.
         procedure: how the methods are measured.
-        execution: a limit of time, and functions that get the estimate and each row of "measurements". If not
-            everything fits into the time, each pass is measured twice; then, unless `procedure` names a number of
-            inputs, on fewer of them, at least on one batch and on 8 pictures. The greatest length that fits comes
-            first, then shorter ones; what does not fit is left out.
-        allow_pickle: whether weights in a .bin file may be read.
+        execution: a limit of time, and functions that get the estimate and each row of "measurements". With a limit,
+            the greatest length that fits comes first, then shorter ones; what does not fit is left out.
+        allow_pickle: see `source`.
 
     Returns:
         a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
@@ -113,7 +108,7 @@ def benchmark_checkpoint(
         - "perplexity": of the texts, in a causal language model of the tokens after the first, in a masked one of the
           masked tokens; None for other tasks.
         - "first_token_seconds", "tokens_per_second": of generation at the end of the length, with the cache that the
-          model makes itself (`generation`); None for other tasks than causal language modeling.
+          model makes itself; None for other tasks than causal language modeling.
 
     Raises:
         UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that cannot be
@@ -123,16 +118,14 @@ def benchmark_checkpoint(
     """
     execution = execution or Execution()
     with memory_errors("give shorter lengths or a smaller batch"):
-        benchmark = Benchmark(
-            source, methods, lengths, data=data, procedure=procedure, execution=execution, allow_pickle=allow_pickle
-        )
+        benchmark = Benchmark(source, methods, lengths, data, procedure or Procedure(), execution, allow_pickle)
         execution.on_begin(benchmark.result())
         with (
             partial_result(lambda: benchmark.result() if benchmark.measurements else None),
-            Steps(benchmark.plan, execution) as steps,
+            contextlib.closing(carry_out(benchmark.plan, execution)) as steps,
         ):
             for step in steps:
-                execution.on_row(benchmark.measure(step, steps.advance))
+                execution.on_row(benchmark.measure(step))
     return benchmark.result()
 
 
@@ -141,7 +134,7 @@ class Benchmark:
 
     Attributes:
         variants: label -> the model with a method, exact attention first.
-        plan: the measurements in their order.
+        plan: the measurements in their order; the key of a step is (length, label).
         measurements: the results of those that are done.
     """
 
@@ -150,9 +143,8 @@ class Benchmark:
         source: "str | pathlib.Path",
         methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
         lengths: Sequence[int] | None,
-        *,
-        data: "str | pathlib.Path | None" = None,
-        procedure: Procedure = DEFAULT_PROCEDURE,
+        data: "str | pathlib.Path | None",
+        procedure: Procedure,
         execution: Execution,
         allow_pickle: bool = False,
     ) -> None:
@@ -163,7 +155,7 @@ class Benchmark:
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         self._model = model = load_model(checked).eval()
         self._source, self._task, self._procedure = name_of(checked), task_of(model), procedure
-        own, is_pair = own_settings(model), is_encoder_decoder(model)
+        own, is_pair, is_image = own_settings(model), is_encoder_decoder(model), takes_pictures(model)
         settings = _settings(methods, own, model)
         self._labels = list(settings)
         check_methods(
@@ -172,19 +164,16 @@ class Benchmark:
             model=f"the {type(model).__name__}",
             allow_learned=True,
         )
-        is_image, is_speech = takes_pictures(model), takes_speech(model)
-        is_text = not is_image and not is_speech
-        longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * _native_length(model), _LONGEST)
+        # The model's own number, before its positions are extended.
+        native = max_positions(model)
+        longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        # The model's own number, before its positions are extended.
-        self._chunk = max_positions(model) if self._task == "embedding" and is_text and not is_pair else None
-        self._notes = [allow_length(model, longest) if lengths and is_text else None]
-        if is_pair and own is None:
-            decoder = "The decoder" if is_speech else "The decoder, which gets the beginning of the same text,"
-            self._notes.append(f"The methods are in the encoder. {decoder} stays exact.")
-        self._data = ModelData(
+        self._notes: list[str | None] = []
+        if lengths and model.main_input_name == "input_ids":
+            self._notes.append(allow_length(model, longest))
+        self._data = data_ = ModelData(
             model,
             checked.folder,
             None if data is None else pathlib.Path(data),
@@ -192,68 +181,76 @@ class Benchmark:
             rows=max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
             shorter=lengths is None,
         )
-        chosen = self._choose_lengths(lengths, execution)
+        self._chunk = native if self._task == "embedding" and data_.is_text and not is_pair else None
+        if is_pair and own is None:
+            decoder = "The decoder, which gets the beginning of the same text," if data_.is_text else "The decoder"
+            self._notes.append(f"The methods are in the encoder. {decoder} stays exact.")
+        chosen = self._choose_lengths(lengths, native or _SHORTEST, execution)
         self.plan = self._make_plan(chosen)
         self.variants = make_variants(model, settings, own if methods is None else None, max(chosen), self._chunk)
         self.measurements: list[dict[str, Any]] = []
         self._comparison: tuple[int, LengthComparison] | None = None
 
-    def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
-        return plan_of(self._times, lengths, self._labels, self._procedure, self._data, self._chunk)
-
-    def _seconds(self, *lengths: int) -> float:
-        return total(self._make_plan(lengths))
-
-    def _choose_lengths(self, lengths: Sequence[int] | None, execution: Execution) -> list[int]:
-        """The lengths in their order, and to keep the limit of time fewer rounds, then fewer inputs."""
-        proposed = lengths or _default_lengths(self._model, self._data)
-        chosen = sorted(set(map(self._data.tokens_for, proposed)))
+    def _choose_lengths(self, lengths: Sequence[int] | None, native: int, execution: Execution) -> list[int]:
+        """The lengths in their order. By default they double, up to four times the model's maximum."""
+        data, proposed = self._data, list(lengths or [])
+        if not proposed and data.is_text:
+            proposed = [min(native, _SHORTEST)]
+            while 2 * proposed[-1] <= 4 * native:
+                proposed.append(2 * proposed[-1])
+            proposed = [length for length in proposed if length <= data.longest] or [data.longest]
+        elif not proposed:
+            factors = (1, 2, 4) if data.is_image and data.resizes else (1,)
+            proposed = [factor * data.native_tokens for factor in factors]
+        chosen = sorted(set(map(data.tokens_for, proposed)))
         for length in chosen:
-            self._data.check_length(length)
+            data.check_length(length)
         with use_device(self._model.device):
-            self._times = PassTimes(exact_copy(self._model), self._data, chosen[0], self._procedure.batch)
-        left, is_limited = execution.seconds_left(), execution.minutes is not None
+            self._pass_time = _pass_time(exact_copy(self._model), data, chosen[0], self._procedure.batch)
+        is_limited = execution.minutes is not None
+        left = execution.seconds_left() if is_limited else _SECONDS
         if lengths is None:
             dropped: list[str] = []
-            limit = left if is_limited else _SECONDS
-            while len(chosen) > 1 and self._seconds(*(chosen[-1:] if is_limited else chosen)) > limit:
+            while len(chosen) > 1 and self._seconds(*(chosen[-1:] if is_limited else chosen)) > left:
                 dropped.insert(0, str(chosen.pop()))
             if dropped:
                 left_out = ", ".join(dropped)
                 self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
-            if self._data.is_text:
+            if data.is_text:
                 self._notes.append(allow_length(self._model, chosen[-1]))
-        if self._seconds(*chosen) > left and self._procedure.rounds > _FEWEST_ROUNDS:
-            self._procedure = self._procedure._replace(rounds=_FEWEST_ROUNDS)
-            self._notes.append("To keep the time limit, each pass is measured twice.")
-        # A share of one picture says nothing.
-        fewest = max(self._procedure.batch, _FEWEST_IMAGES if self._data.is_image else 1)
-        before = self._data.rows
-        is_free = self._procedure.rows is None and self._data.is_real
-        while is_free and self._data.rows > fewest and self._seconds(*chosen) > left:
-            self._data.keep(max(fewest, self._data.rows // 2))
-        if self._data.rows < before:
-            kind = "pictures" if self._data.is_image else "texts" if self._data.is_text else "excerpts"
-            self._notes.append(
-                f"To keep the time limit, the agreement is measured on {self._data.rows} of {before} {kind}; --rows N "
-                "sets their number."
-            )
         if is_limited:  # those that fit from the greatest on, then the others from the smallest on
             chosen.sort(key=lambda length: (0, -length) if self._seconds(length) <= left else (1, length))
         return chosen
 
-    def measure(self, step: Step, advance: Callable[[float], None]) -> dict[str, Any]:
-        """Carry out the next step of the plan; returns a row of "measurements".
+    def _seconds(self, *lengths: int) -> float:
+        return sum(step.seconds for step in self._make_plan(lengths))
 
-        `advance` is called with the share of the step that is done.
-        """
+    def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
+        """For each length exact attention, then each method, with durations that are estimated from one short pass."""
+        batch, rounds, data = self._procedure.batch, self._procedure.rounds, self._data
+        # The first pass is not timed. Generation passes the prompt once a round, and its tokens take little time.
+        passes = 1 + max(rounds, math.ceil(data.rows / batch) if data.is_real else 0)
+        passes += rounds if self._task == "causal-lm" and self._procedure.new_tokens > 1 else 0
+        steps = []
+        for length in lengths:
+            exact, method = (self._pass_time(length, keys) for keys in (length, min(length, _METHOD_KEYS)))
+            seconds = {EXACT: passes * exact, **dict.fromkeys(self._labels, passes * method + exact)}
+            if data.is_real:
+                errors = min(ERROR_INPUTS, data.rows) / batch * (exact + len(self._labels) * method / 2)
+                seconds[EXACT] += errors
+            if self._chunk is not None and length > self._chunk:
+                seconds[chunk_label(self._chunk)] = passes * self._pass_time(length, self._chunk)
+            steps += [Step(f"{label} at {length} tokens", one, (length, label)) for label, one in seconds.items()]
+        return steps
+
+    def measure(self, step: Step) -> dict[str, Any]:
+        """Carry out the next step of the plan; returns a row of "measurements"."""
         length, label = step.key
         if self._comparison is None or self._comparison[0] != length:
             self._comparison = length, LengthComparison(self.variants, self._data, length, self._procedure)
         with use_device(self._model.device):
-            row = self._comparison[1].measure(label, advance)
-        self.measurements.append(row)
-        return row
+            self.measurements.append(self._comparison[1].measure(label))
+        return self.measurements[-1]
 
     def result(self) -> dict[str, Any]:
         """The result of the measurements that are done."""
@@ -279,23 +276,20 @@ class Benchmark:
         compared = [row for row in rows if row["attention"] in self._labels]
         return {**result, "summary": summarise(result), **recommend_method(compared)}
 
-    def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        data, notes = self._data, [self._note_on_exactness(rows)]
+    def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        data, notes = self._data, []
         if data.is_image:
-            native = f"{data.native} x {data.native} pixels"
-            sizes = {
-                n: f"{data.pixels_for(n)} x {data.pixels_for(n)} pixels" for n in sorted({r["length"] for r in rows})
-            }
-            resized = ", ".join(f"{size} for {n} tokens" for n, size in sizes.items())
+            sides = {row["length"]: data.pixels_for(row["length"]) for row in rows}
+            sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
             notes.append(
-                f"Pictures are resized: {resized}. The model was trained with {native}."
-                if set(sizes.values()) - {native}
-                else f"Pictures are resized to {native}, with which the model was trained."
+                f"Pictures are resized: {sizes}. The model was trained with {data.native} x {data.native} pixels."
+                if set(sides.values()) - {data.native}
+                else f"Pictures are resized to {data.native} x {data.native} pixels, with which the model was trained."
             )
         if data.speech is not None:
             notes.append(data.speech.note)
         if data.name == DOCUMENTATION:
-            notes.append(NOTE_ON_DOCUMENTATION)
+            notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
         if not data.is_real:
             kind = "token ids, since the checkpoint contains no tokenizer" if data.is_text else "features of speech"
             kind = "pixels" if data.is_image else kind
@@ -310,25 +304,24 @@ class Benchmark:
             )
         return notes
 
-    def _note_on_exactness(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
-        """A sentence about methods that were only measured where they compute exact attention."""
-        longest = {row["attention"]: row["length"] for row in sorted(rows, key=lambda row: row["length"])}
-        exact = [
-            label
-            for label, variant in self.variants.items()
-            if variant.settings is not None
-            and all(longest.get(label, math.inf) <= entry.config.exact_length for entry in variant.settings.entries)
-        ]
-        if not exact:
-            return None
-        computed = f"{' and '.join(exact)} computed exact attention. Time and error of the approximation show"
-        if self._data.speech is not None:
-            return f"At this length {computed} with smaller budgets: give them by --methods and --set."
-        return f"At these lengths {computed} at greater ones: give --lengths."
 
+def _pass_time(model: PreTrainedModel, data: ModelData, tokens: int, batch: int) -> Callable[[int, int], float]:
+    """Time a short pass of `batch` inputs; returns seconds(tokens, keys), estimates for a pass at any length.
 
-def _native_length(model: PreTrainedModel) -> int:
-    return max_positions(model) or _SHORTEST
+    The time is taken to be proportional to the number of multiplications: for each token, one with every weight, and
+    two with every hidden dimension of every layer for each key that it attends to. The model computes exact attention,
+    on its device; `tokens` is a length that will be measured.
+    """
+    per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
+    modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
+    inputs = data.inputs(min(tokens, _PROBED_TOKENS) if data.is_text else tokens, 0, batch)
+    with torch.no_grad():
+        forward(model, inputs.values)
+        start = timer()
+        forward(model, inputs.values)
+    unit = (timer() - start) / max(1.0, inputs.tokens * (per_token + per_key * inputs.tokens))
+    return lambda tokens, keys: unit * tokens * (per_token + per_key * keys)
 
 
 def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
@@ -347,33 +340,22 @@ def _settings(
     own: EfficientAttentionConfig | None,
     model: PreTrainedModel,
 ) -> dict[str, EfficientAttentionConfig]:
+    """Label -> settings of the methods to compare; in an encoder-decoder, methods without layers are in the encoder."""
     is_pair = is_encoder_decoder(model)
-
-    def in_encoder(config: "MethodConfig | EfficientAttentionConfig") -> EfficientAttentionConfig:
-        found = as_settings(config)
-        if not is_pair or len(found.entries) > 1 or found.layers is not None:
-            return found
-        return EfficientAttentionConfig(found.entries[0].config, None, ["encoder"])
-
-    if methods is not None:
-        return {label: in_encoder(config) for label, config in methods.items()}
-    if own is not None:
+    if methods is None and own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
-    configs = default_configs(is_causal=is_decoder(model) and not is_pair, takes_pictures=takes_pictures(model))
-    if any(has_distance_bias(type(module)) for module, *_ in attention_modules(model)):
-        configs = [config for config in configs if config.adds_distance_bias]
-    return {method_label(config): in_encoder(config) for config in configs}
-
-
-def _default_lengths(model: PreTrainedModel, data: ModelData) -> list[int]:
-    """Lengths that double, up to four times the model's maximum; a short text limits them too."""
-    if data.is_image:
-        return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
-    if not data.is_text:
-        return [data.native_tokens]
-    native = _native_length(model)
-    proposed = [min(native, _SHORTEST)]
-    while 2 * proposed[-1] <= 4 * native:
-        proposed.append(2 * proposed[-1])
-    return [length for length in proposed if length <= data.longest] or [data.longest]
+    if methods is None:
+        configs = default_configs(
+            is_causal=is_decoder(model) and not is_pair,
+            takes_pictures=takes_pictures(model),
+            has_distance_bias=any(has_distance_bias(type(module)) for module, *_ in attention_modules(model)),
+        )
+        methods = {method_label(config): config for config in configs}
+    settings = {label: as_settings(config) for label, config in methods.items()}
+    return {
+        label: EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])
+        if is_pair and len(one.entries) == 1 and one.layers is None
+        else one
+        for label, one in settings.items()
+    }

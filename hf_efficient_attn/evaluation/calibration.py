@@ -5,8 +5,9 @@ import logging
 import math
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -42,8 +43,7 @@ HOW_TO_SAVE = (
 # Standard deviation between sequences of the logarithm of the error, as far as sequences do not say more.
 _UNKNOWN_SPREAD = 0.25
 
-
-# (number of the batch, index in the batch) -> error of one sequence in a layer, see `add_errors`.
+# (number of the batch, index in the batch) -> error of one sequence in a layer, a mean over heads.
 Errors = dict[tuple[int, int], float]
 ErrorTable = dict[tuple[Layer, Candidate], Errors]
 
@@ -76,9 +76,7 @@ def calibrate(
     The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads. E is the output of
     exact attention, and A is the output of the method for the same queries, keys and values. These are the layer's
     inputs in the exact model on `batches`, so that they do not include the errors of earlier layers. The masks and the
-    random draws are those of the converted model. `hea.attention_error` has the same estimator, from the exact
-    output of a few queries. Here all queries are compared, whose exact output the model computes anyway, so that the
-    estimate is the error and needs no bound.
+    random draws are those of the converted model.
 
     In an encoder-decoder the layers of the two stacks have names, such as "encoder.layers.0", and methods without a
     causal form are candidates for the encoder only. Cross attention belongs to its layer of the decoder.
@@ -127,7 +125,13 @@ def calibrate(
     batches = check_batches(batches)
     summary = summarize_attention(model, largest(batches))
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
-    table, tokens = measure_errors(model, batches, candidates, summary, max_error)
+    study = Study(candidates, summary)
+    with capture_attention(model, lambda call: study.add(call, number)):
+        bar = tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)
+        for number, batch in enumerate(bar):
+            forward(model, batch)
+            study.drop(number, max_error)
+    table, tokens = study.errors(), study.tokens
     # The length is known without its padding only now. What computes all sequences exactly says nothing about others.
     longest = max(tokens.values(), default=0)
     useful = [one for one in candidates if one.columns < longest]
@@ -136,10 +140,13 @@ def calibrate(
     chosen = choose_each(table, useful, max_error)
     if budgets is None:
         _refuse_exact([choice.candidate.config for choice in chosen.values()], longest)
-    undecided = _undecided(methods, max_error, seed)
-    if undecided is not None:
-        rest = Choice(Candidate(0, undecided), math.nan, math.nan)
-        chosen |= {layer: rest for layer in in_order(tokens) if layer not in chosen}
+    # Where no budget is accepted, a method that decides in each call can still be used.
+    stored = {config: config.calibrated(max_error, accepted=False) for config in configs_of(methods)}
+    for config, undecided in stored.items():
+        if undecided is not None:
+            undecided = make_config(undecided, seed=getattr(config, "seed", 0) + seed)
+            rest = Choice(Candidate(0, undecided), math.nan, math.nan)
+            chosen |= {layer: rest for layer in in_order(tokens) if layer not in chosen}
     if not chosen:
         error, nearest = min((max(errors.values()), candidate) for (_, candidate), errors in table.items() if errors)
         raise UnsupportedAttentionError(
@@ -177,26 +184,23 @@ def _refuse_exact(chosen: Sequence[MethodConfig], longest: int) -> None:
         )
 
 
-def _undecided(methods: "Sequence[str | MethodConfig] | None", max_error: float, seed: int) -> MethodConfig | None:
-    """What a layer gets in which no candidate is accepted: the first method that decides in each call, or None."""
-    for config in configs_of(methods):
-        stored = config.calibrated(max_error, accepted=False)
-        if stored is not None:
-            return make_config(stored, seed=getattr(config, "seed", 0) + seed)
-    return None
+def choose_each(
+    table: ErrorTable, candidates: Sequence[Candidate], max_error: float, num_keys: float = math.inf
+) -> dict[Layer, Choice]:
+    """For every layer the first of the candidates, sorted by cost, whose bound keeps the limit; others stay exact.
 
-
-def choose_each(table: ErrorTable, candidates: Sequence[Candidate], max_error: float) -> dict[Layer, Choice]:
-    """For every layer the first of the candidates, sorted by cost, whose bound keeps the limit; others stay exact."""
+    `num_keys` is the cost of exact attention; candidates that do not save anything are left out.
+    """
     chosen: dict[Layer, Choice] = {}
-    pooled = {candidate: spread(table, candidate, max_error) for candidate in candidates}
+    useful = [(one, spread(table, one, max_error)) for one in candidates if one.columns < num_keys]
     for layer in in_order(layer for layer, _ in table):
-        for candidate in candidates:
+        for candidate, pooled in useful:
             errors = table.get((layer, candidate), {})
-            limit = bound(errors, pooled[candidate], max_error)
+            limit = bound(errors, pooled, max_error)
             stored = candidate.config.calibrated(max_error, accepted=True)
-            if limit <= max_error and stored is not None and layer not in chosen:
+            if limit <= max_error and stored is not None:
                 chosen[layer] = Choice(candidate._replace(config=stored), statistics.fmean(errors.values()), limit)
+                break
     return chosen
 
 
@@ -204,7 +208,7 @@ def choose_one(
     table: ErrorTable, candidates: Sequence[Candidate], max_error: float, num_keys: float
 ) -> dict[Layer, Choice]:
     """One candidate for all layers that keep the limit with it: the one that saves the most keys, `num_keys` exact."""
-    found = [choose_each(table, [candidate], max_error) for candidate in candidates if candidate.columns < num_keys]
+    found = [choose_each(table, [candidate], max_error, num_keys) for candidate in candidates]
     return max(found, key=lambda chosen: sum(num_keys - one.candidate.columns for one in chosen.values()), default={})
 
 
@@ -220,6 +224,12 @@ def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> Eff
     return EfficientAttentionConfig(layers=mix, calibrated_length=calibrated_length)
 
 
+def _method_in(call: Call, settings: EfficientAttentionConfig) -> MethodConfig | None:
+    """The method that computes a call in a model with `settings`; None for exact attention."""
+    config = settings.for_layer(call.location.layer, call.name)
+    return None if config is None or call.why_exact(config) is not None else config
+
+
 def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one batch.
 
@@ -228,8 +238,8 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
     seconds: list[list[tuple[float, float]]] = []  # of the attention with `settings`, and exact, in each round
 
     def visit(call: Call) -> None:
-        config = settings.for_layer(call.location.layer, call.name)
-        works = {} if config is None or call.why_exact(config) else {"": functools.partial(call.compute, config)}
+        config = _method_in(call, settings)
+        works = {} if config is None else {"": functools.partial(call.compute, config)}
         exact, timed = paired_seconds(call.compute_exact, works, _ROUNDS)
         seconds.append(timed.get("", list(zip(exact, exact, strict=True))))
 
@@ -247,8 +257,8 @@ def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAtte
     """
 
     def compute(call: Call) -> Tensor:
-        config = settings.for_layer(call.location.layer, call.name)
-        return exact_output(call) if config is None or call.why_exact(config) is not None else call.compute(config)
+        config = _method_in(call, settings)
+        return exact_output(call) if config is None else call.compute(config)
 
     states = []
     for attention in (exact_output, compute):
@@ -288,53 +298,69 @@ def largest(batches: Sequence[Batch]) -> Batch:
     return max(batches, key=lambda batch: max((math.prod(x.shape[1:]) for x in tensors_of(batch).values()), default=0))
 
 
-def measure_errors(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    candidates: Sequence[Candidate],
-    summary: AttentionSummary,
-    max_error: float,
-) -> tuple[ErrorTable, dict[Layer, int]]:
-    """Errors of every candidate in every layer, and for each layer the number of tokens of the longest sequence.
+class Study:
+    """Measurements of the attention modules of a model, which are collected call by call.
 
-    A candidate that exceeds `max_error` in a layer is dropped there, and so is a method without a causal form in a
-    causal layer.
+    Attributes:
+        values: module -> candidate, or name of a property -> (batch, index in it, number of the call) -> (H,).
+        tokens: of the longest sequence in each layer.
+        layers: module -> layer.
     """
-    causal = set(methods_with("causal"))
-    remaining = {
-        layer: [one for one in candidates if layer not in summary.causal_layers or one.config.method in causal]
-        for layer in summary.layers
-    }
-    table: ErrorTable = {(layer, candidate): {} for layer, rest in remaining.items() for candidate in rest}
-    tokens: dict[Layer, int] = {}
 
-    def visit(call: Call) -> None:
+    def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
+        self.values: dict[str, dict[Any, dict[tuple[int, int, int], Tensor]]] = {}
+        self.tokens = Counter[Layer]()
+        self.layers = {call.name: call.layer for call in summary.calls}
+        self._calls = Counter(call.name for call in summary.calls)
+        self._done = Counter[str]()  # the calls of each module that are measured
+        causal = set(methods_with("causal"))
+        self._candidates = {
+            call.name: [
+                one for one in candidates if call.layer not in summary.causal_layers or one.config.method in causal
+            ]
+            for call in summary.calls
+        }
+
+    def add(self, call: Call, batch: int, properties: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        """Measure the errors of a call, and keep properties of some of its sequences."""
+        values, turn = self.values.setdefault(call.name, {}), self._done[call.name]
+        for candidate in self._candidates[call.name]:
+            errors = call.errors(candidate.config.to_measure())
+            values.setdefault(candidate, {}).update({(batch, b, turn): errors[b] for b in call.sequences})
+        for index, found in enumerate(properties):
+            for name, heads in found.items():
+                values.setdefault(name, {})[batch, index, turn] = heads
         if call.layer is not None:
-            tokens[call.layer] = max(call.tokens, tokens.get(call.layer, 0))
-            for candidate in remaining[call.layer]:
-                errors = call.errors(candidate.config.to_measure())
-                add_errors(table[call.layer, candidate], number, call, errors)
+            self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
+        self._done[call.name] += 1
 
-    with capture_attention(model, visit):
-        bar = tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)
-        for number, batch in enumerate(bar):  # noqa: B007 (`visit` reads the number)
-            forward(model, batch)
-            for layer, rest in remaining.items():
-                rest[:] = [one for one in rest if all(error <= max_error for error in table[layer, one].values())]
-    return table, tokens
+    def batches_done(self, name: str) -> int:
+        """The number of batches in which all calls of a module are measured."""
+        return self._done[name] // self._calls[name]
 
+    def drop(self, batch: int, max_error: float) -> None:
+        """Measure no longer in a module what exceeds a limit in some sequence of a batch."""
+        for name, rest in self._candidates.items():
+            found = [self.values.get(name, {}).get(one, {}).items() for one in rest]
+            rest[:] = [
+                one
+                for one, errors in zip(rest, found, strict=True)
+                if all(heads.mean().item() <= max_error for (number, *_), heads in errors if number == batch)
+            ]
 
-def add_errors(known: Errors, number: int, call: Call, errors: Tensor) -> None:
-    """Add the errors (B, H) of a call in batch `number` to those of its layer. Sequences without a token do not count.
-
-    If several modules belong to the layer, the largest of their means over heads counts.
-    """
-    valid = None
-    if call.key_mask is not None and call.query.shape[2] == call.key.shape[2]:
-        valid = call.key_mask.any(1).tolist()
-    for index, error in enumerate(errors.mean(1).tolist()):
-        if valid is None or valid[index]:
-            known[number, index] = max(error, known.get((number, index), 0.0))
+    def errors(self) -> ErrorTable:
+        """The errors of the layers in batches in which all their modules are measured: the largest of the calls."""
+        table: ErrorTable = {}
+        for name, layer in self.layers.items():
+            done = min(self.batches_done(other) for other, of in self.layers.items() if of == layer)
+            for candidate, values in self.values.get(name, {}).items():
+                if layer is None or not isinstance(candidate, Candidate):
+                    continue
+                known = table.setdefault((layer, candidate), {})
+                for (batch, index, _), heads in values.items():
+                    if batch < done:
+                        known[batch, index] = max(heads.mean().item(), known.get((batch, index), 0.0))
+        return table
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:

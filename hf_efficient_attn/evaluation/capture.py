@@ -37,33 +37,21 @@ _NAME = "efficient_attention_capture"
 
 
 class Call(NamedTuple):
-    """One call of an attention layer.
+    """One call of an attention layer."""
 
-    Attributes:
-        location: where the module is in its model.
-        query: (B, H, Nq, D).
-        key: (B, H_kv, Nk, D).
-        value: (B, H_kv, Nk, Dv).
-        key_mask: bool (B, Nk), True = attend; None if nothing is masked.
-        is_causal: whether the layer is causal.
-        scale: factor of the scores; None for 1/sqrt(D).
-        exact: (B, H, Nq, Dv), the output of exact attention in float32 or float64, or of what is captured in its place.
-        why_exact: a method's config -> why a converted model computes this call exactly; None if it does not.
-        module: the attention module.
-        distance_bias: (H, 2R + 1), the bias of the scores by distance; None for none.
-    """
-
-    location: ModuleLocation
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
+    location: ModuleLocation  # of the module in its model
+    query: Tensor  # (B, H, Nq, D)
+    key: Tensor  # (B, H_kv, Nk, D)
+    value: Tensor  # (B, H_kv, Nk, Dv)
+    key_mask: Tensor | None  # bool (B, Nk), True = attend; None if nothing is masked
     is_causal: bool
-    scale: float | None
+    scale: float | None  # factor of the scores; None for 1/sqrt(D)
+    # (B, H, Nq, Dv), the output of exact attention in float32 or float64, or of what is captured in its place.
     exact: Tensor
+    # A method's config -> why a converted model computes this call exactly; None if it does not.
     why_exact: Callable[[MethodConfig], str | None]
     module: nn.Module
-    distance_bias: Tensor | None = None
+    distance_bias: Tensor | None = None  # (H, 2R + 1), the bias of the scores by distance; None for none
 
     @property
     def layer(self) -> Layer | None:
@@ -93,15 +81,21 @@ class Call(NamedTuple):
         It is 0 for sequences without a valid token, and for calls that a converted model computes exactly. `parameters`
         are those that the method has learned; None for the values that a conversion starts from.
         """
-        (batch, num_heads, q_len, _), valid = self.query.shape, None
+        shape, valid = self.query.shape[:2], None
         if self.why_exact(config) is not None:
-            return torch.zeros(batch, num_heads, dtype=torch.float64)
-        if self.key_mask is not None and q_len == self.key.shape[2]:
-            valid = self.key_mask.repeat_interleave(num_heads, 0)
+            return torch.zeros(shape, dtype=torch.float64)
+        if self.key_mask is not None and self.query.shape[2] == self.key.shape[2]:
+            valid = self.key_mask.repeat_interleave(shape[1], 0)
         out = self.compute(config, parameters)
         with torch.autocast(out.device.type, enabled=False):
             error = row_error(out.flatten(0, 1), self.exact.flatten(0, 1), valid).estimate
-        return error.view(batch, num_heads).double().cpu()
+        return error.view(shape).double().cpu()
+
+    @property
+    def sequences(self) -> list[int]:
+        """The indices of the sequences of the batch that have a valid token."""
+        mask = self.key_mask
+        return [index for index in range(len(self.query)) if mask is None or bool(mask[index].any())]
 
     def compute(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The output of a method, (B, H, Nq, Dv), in the dtype of a converted model; arguments as in `errors`."""
@@ -245,8 +239,7 @@ def capture_attention(
 def forward(model: nn.Module, batch: Batch) -> Any:
     """Run the model on one batch: a mapping of its arguments, or a tensor of its main input."""
     root = transformers_models(model)[0]
-    if isinstance(batch, Tensor):
-        batch = {root.main_input_name: batch}
+    batch = {root.main_input_name: batch} if isinstance(batch, Tensor) else batch
     if not isinstance(batch, Mapping) or not batch:
         raise UnsupportedAttentionError(
             "a batch is a mapping of the model's arguments, such as the output of a tokenizer, or a tensor of the "
@@ -288,8 +281,7 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
 
     def visit(call: Call) -> None:
         # Without numbers, so that the tensors of one layer at a time are in memory.
-        empty: dict[str, Any] = {name: x.to("meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
-        calls.append(call._replace(**empty))
+        calls.append(Call._make(x.to("meta") if isinstance(x, Tensor) else x for x in call))
 
     with capture_attention(model, visit):
         forward(model, batch)

@@ -1,10 +1,9 @@
 """Comparison of one model with several attention methods: times, memory, errors of layers, agreement of outputs."""
 
 import copy
-import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,8 +15,15 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
-from hf_efficient_attn.evaluation.generation import Generation, time_generation
-from hf_efficient_attn.evaluation.timing import LONG_SECONDS, calls_to_time, peak_of, summary, time_calls, timer
+from hf_efficient_attn.evaluation.timing import (
+    LONG_SECONDS,
+    calls_to_time,
+    peak_of,
+    summary,
+    time_calls,
+    time_generation,
+    timer,
+)
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.models import attention_modules
@@ -38,18 +44,11 @@ ERROR_INPUTS = 2
 
 
 class Variant(NamedTuple):
-    """The model with one attention method.
-
-    Attributes:
-        model: shares its weights with the other variants.
-        settings: None for exact attention.
-        chunk: the tokens of each piece if a text is embedded as the mean of the embeddings of its pieces; None if it is
-            not divided.
-    """
+    """The model with one attention method, which shares its weights with the other variants."""
 
     model: PreTrainedModel
-    settings: EfficientAttentionConfig | None = None
-    chunk: int | None = None
+    settings: EfficientAttentionConfig | None = None  # None for exact attention
+    chunk: int | None = None  # if a text is embedded as the mean of the embeddings of its pieces, their tokens
 
 
 def make_variants(
@@ -67,16 +66,13 @@ def make_variants(
     exact = exact_copy(model)
     variants = {EXACT: Variant(exact)}
     for label, wanted in settings.items():
-        if wanted is own:
-            variants[label] = Variant(model, wanted)
-            continue
-        if takes_pictures(exact) and len(wanted.entries) == 1:
-            # Without a length, learned tables have the number of tokens of the pictures that the model was made for.
-            entry = wanted.entries[0]
-            if getattr(entry.config, "max_length", None) == 0:
+        entry, converted = wanted.entries[0], model
+        if wanted is not own:
+            if takes_pictures(exact) and getattr(entry.config, "max_length", None) == 0 and len(wanted.entries) == 1:
+                # Learned tables otherwise have the number of tokens of the pictures that the model was made for.
                 wanted = EfficientAttentionConfig(make_config(entry.config, max_length=longest), None, entry.layers)
-        converted = copy_with_shared_weights(exact)
-        convert(converted, wanted)
+            converted = copy_with_shared_weights(exact)
+            convert(converted, wanted)
         variants[label] = Variant(converted.eval(), wanted)
     if chunk is not None:
         variants[chunk_label(chunk)] = Variant(exact, chunk=chunk)
@@ -101,56 +97,34 @@ def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Answer(NamedTuple):
-    """What is kept of the output of a model for a batch of B inputs.
+    """What is kept of the output of a model for a batch of B inputs."""
 
-    Attributes:
-        compared: what is compared between methods. "embedding": (B, W), the normalised mean of the last hidden states.
-            "causal-lm": (B,), `losses`. "masked-lm": the most likely token at each masked position, one after another.
-            "image-classification": (B,), the most likely class. "text-to-text" and "speech-to-text": the most likely
-            successor of each token of the decoder, one after another.
-        states: (B, N, W), the last hidden states of the model without its head, or its logits where it does not give
-            them; None if they are not compared.
-        losses: negative log likelihoods in nats; None for models that predict no tokens. "causal-lm": (B,), the mean
-            over the tokens after the first. "masked-lm": that of each masked token.
-    """
-
+    # Normalised mean embeddings (B, W), losses (B,), or the most likely classes or tokens, one after another.
     compared: Tensor
+    # Negative log likelihoods in nats, means (B,) over the tokens after the first, or of each masked token.
     losses: Tensor | None = None
+    # (B, N, W), the last hidden states of the model without its head, or its logits; None if they are not compared.
     states: Tensor | None = None
 
 
 class Procedure(NamedTuple):
-    """How variants are measured.
+    """How variants are measured."""
 
-    Attributes:
-        batch: number of inputs of a forward pass.
-        rounds: number of measurements of each time.
-        memory: whether to measure memory.
-        rows: number of inputs on which the agreement is measured; None for 4 texts, 4 excerpts
-            of recordings, or 32 pictures.
-        device: where PyTorch computes.
-        dtype: of the model, such as torch.bfloat16; None for that of the checkpoint.
-        new_tokens: number of tokens that a causal language model generates at the end of each length; below 2 none.
-    """
-
-    batch: int = 1
-    rounds: int = 3
-    memory: bool = True
-    rows: int | None = None
-    device: "torch.device | str" = "cpu"
-    dtype: "torch.dtype | None" = None
-    new_tokens: int = 8
-
-
-DEFAULT_PROCEDURE = Procedure()
+    batch: int = 1  # inputs of a forward pass
+    rounds: int = 3  # measurements of each time
+    memory: bool = True  # whether to measure memory
+    rows: int | None = None  # inputs for the agreement; None for 4 texts or excerpts of recordings, or 32 pictures
+    device: "torch.device | str" = "cpu"  # where PyTorch computes
+    dtype: "torch.dtype | None" = None  # of the model; None for that of the checkpoint
+    new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
 
 
 class LengthComparison:
     """Measurements of variants on inputs of one length.
 
     Every forward pass serves two purposes: it is timed, and its answers are compared with those of exact attention. The
-    passes of a method run between passes of exact attention, so that slow changes in the load of the machine cancel.
-    The models of the variants are on the device that computes.
+    passes of a method run between two timings of exact attention, so that slow changes in the load of the machine
+    cancel. The models of the variants are on the device that computes.
     """
 
     def __init__(self, variants: Mapping[str, Variant], data: ModelData, length: int, procedure: Procedure) -> None:
@@ -162,13 +136,9 @@ class LengthComparison:
         self._errors: dict[str, list[float]] = {}
 
     @torch.no_grad()
-    def measure(self, label: str, advance: Callable[[float], None]) -> dict[str, Any]:
-        """Measure the variant with a label, exact attention first; returns a row of the benchmark's "measurements".
-
-        `advance` is called with the share of the work that is done.
-        """
+    def measure(self, label: str) -> dict[str, Any]:
+        """Measure the variant with a label, exact attention first; returns a row of the benchmark's "measurements"."""
         model, settings, chunk = self._variants[label]
-        rounds, exact = self._procedure.rounds, self._pass(EXACT, 0)
         work, begin, peak = self._pass(label, 0), timer(), None
         inputs = work.inputs
         if self._procedure.memory:
@@ -181,39 +151,38 @@ class LengthComparison:
         is_timed = first > LONG_SECONDS and peak is None and model.device.type == "cpu"
         # Long passes of exact attention are timed again after those of each method, and what chunks gain is clear.
         is_once = first > LONG_SECONDS and (label == EXACT or chunk is not None)
-        passes = max(1 if is_once else rounds, self._batches)
-        pairs: list[tuple[float, float]] = []  # seconds of a call, and of exact attention
-        waiting: list[float] = []  # seconds of calls after which exact attention has not been timed yet
+        rounds = 1 if is_once else self._procedure.rounds
+        seconds: list[float] = []
         answers: list[Answer] = []
-        for index in range(passes):
+        for index in range(max(rounds, self._batches)):
             if index:
                 work = self._pass(label, index)
             if index < rounds:
-                waiting.append(first if is_timed and not index else time_calls(work, calls))
+                seconds.append(first if is_timed and not index else time_calls(work, calls))
             elif work.output is None:
                 work()
             if index < self._batches and (answer := self._answer(chunk, work, index)) is not None:
                 answers.append(answer)
             work.output = work.states = None
-            if label == EXACT:
-                self._exact_seconds, self._exact_calls = waiting[-1], calls
-            elif waiting and (self._exact_seconds < LONG_SECONDS or index + 1 == passes):
-                # Nothing follows the chunks.
-                before = after = self._exact_seconds
-                if chunk is None:
-                    after = time_calls(exact, self._exact_calls)
-                # The load of the machine changes between the two times, at a steady pace as far as is known.
-                steps = ((number + 0.5) / len(waiting) for number in range(len(waiting)))
-                pairs += [(one, before + (after - before) * step) for one, step in zip(waiting, steps, strict=True)]
-                self._exact_seconds, waiting = after, []
-            advance((index + 1) / (passes + 1))
         if label == EXACT:
-            pairs, self._references = [(seconds, seconds) for seconds in waiting], answers
-            if self._data.is_real:
-                self._errors = self._layer_errors()
+            self._exact_seconds, self._exact_calls, self._references = seconds[-1], calls, answers
+            self._errors = self._layer_errors() if self._data.is_real else {}
+            pairs = [(one, one) for one in seconds]
+        else:
+            before = self._exact_seconds
+            if chunk is None:  # nothing follows the chunks
+                self._exact_seconds = time_calls(self._pass(EXACT, 0), self._exact_calls)
+            # The load of the machine changes between the two times, at a steady pace as far as is known.
+            change = (self._exact_seconds - before) / len(seconds)
+            pairs = [(one, before + change * (number + 0.5)) for number, one in enumerate(seconds)]
         timing, layers = summary(pairs), self._errors.get(label, [])
         values = {} if settings is None else settings.to_dict()
-        losses = [answer.losses for answer in answers if answer.losses is not None]
+        speed: tuple[float | None, float | None] = None, None
+        if self._data.task == "causal-lm" and 1 < self._procedure.new_tokens < inputs.tokens:
+            new_tokens = self._procedure.new_tokens
+            prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
+            speed = time_generation(model, prompts, new_tokens, self._procedure.rounds)
+        compared = list(zip(answers, self._references, strict=True))
         return {
             "attention": label,
             "method": values.pop("method", EXACT),
@@ -228,19 +197,15 @@ class LengthComparison:
             "peak_memory_mib": None if peak is None else peak / 2**20,
             "error": _mean(torch.tensor(layers, dtype=torch.float64)),
             "layer_errors": [error if math.isfinite(error) else None for error in layers],
-            "output_error": self._output_error(answers),
-            "agreement": self._agreement(answers),
-            "perplexity": _mean(*losses, is_log=True),
-            **self._generation(model, inputs),
+            "output_error": _mean(*(_state_errors(one, exact) for one, exact in compared)),
+            "agreement": _mean(
+                *(compare(self._data.task, one.compared, exact.compared) for one, exact in compared),
+                is_log=self._data.task == "causal-lm",
+            ),
+            "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
+            "first_token_seconds": speed[0],
+            "tokens_per_second": speed[1],
         }
-
-    def _generation(self, model: PreTrainedModel, inputs: Inputs) -> dict[str, Any]:
-        """The speed of generation; None for other models than causal language models, and for very short lengths."""
-        new_tokens = self._procedure.new_tokens
-        if self._data.task != "causal-lm" or new_tokens < 2 or inputs.tokens <= new_tokens:
-            return dict.fromkeys(Generation._fields)
-        prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
-        return time_generation(model, prompts, new_tokens, self._procedure.rounds)._asdict()
 
     def _pass(self, label: str, index: int) -> "_Pass":
         batch, number = self._procedure.batch, index % max(1, self._batches)
@@ -257,16 +222,6 @@ class LengthComparison:
         if answer is None or index * self._procedure.batch >= ERROR_INPUTS:
             return answer
         return answer._replace(states=work.states)
-
-    def _output_error(self, answers: Sequence[Answer]) -> float | None:
-        """|S - E| / |E| of the last hidden states (Frobenius norm) over `ERROR_INPUTS` inputs; None without any."""
-        norm = functools.partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float64)
-        errors = [
-            norm(one.states - exact.states) / norm(exact.states)
-            for one, exact in zip(answers, self._references, strict=True)
-            if one.states is not None and exact.states is not None and exact.states.ndim == 3
-        ]
-        return _mean(*errors)
 
     def _layer_errors(self) -> dict[str, list[float]]:
         """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact.
@@ -301,12 +256,6 @@ class LengthComparison:
             label: [statistics.fmean(layers[layer]) for layer in in_order(layers)] for label, layers in errors.items()
         }
 
-    def _agreement(self, answers: Sequence[Answer]) -> float | None:
-        """Agreement with exact attention over all inputs; None if there are no answers."""
-        task, pairs = self._data.task, zip(answers, self._references, strict=True)
-        compared = [compare(task, answer.compared, reference.compared) for answer, reference in pairs]
-        return _mean(*compared, is_log=task == "causal-lm")
-
 
 class _Pass:
     """A forward pass of a model on one batch, which keeps output and last hidden states of its last call."""
@@ -338,6 +287,15 @@ def _mean(*values: Tensor, is_log: bool = False) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
+def _state_errors(answer: Answer, exact: Answer) -> Tensor:
+    """|S - E| / |E| of the last hidden states (Frobenius norm) of each input; (0,) where they are not compared."""
+    if answer.states is None or exact.states is None or exact.states.ndim != 3:
+        return torch.empty(0)
+    reference = exact.states.double().flatten(1)
+    errors: Tensor = (answer.states.double().flatten(1) - reference).norm(dim=1) / reference.norm(dim=1)
+    return errors
+
+
 def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> Any:
     """Run what a task needs of a model: for embeddings, the model without a head."""
     return forward(model.base_model if task == "embedding" else model, inputs.values)
@@ -359,9 +317,9 @@ def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
     if task == "image-classification":
         return Answer(logits.argmax(1))
     targets: Tensor = inputs.values["input_ids"][:, 1:]
-    parts = [
-        cross_entropy(chunk.float().transpose(1, 2), target, reduction="none")
-        for chunk, target in zip(torch.split(logits[:, :-1], 512, 1), torch.split(targets, 512, 1), strict=True)
+    parts = [  # in parts, because the logits in float32 are large
+        cross_entropy(part.float().transpose(1, 2), target, reduction="none")
+        for part, target in zip(torch.split(logits[:, :-1], 512, 1), torch.split(targets, 512, 1), strict=True)
     ]
     losses = torch.cat(parts, 1).mean(1)
     return Answer(losses, losses)

@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -72,12 +73,8 @@ def measure_crossover(method: str, device: torch.device, *, progress: bool = Fal
             f"{method} has learned parameters and does not approximate exact attention before training, so that it "
             "replaces exact attention at no length: name another method"
         )
-    cases = [
-        (dtype, causal, dim)
-        for dtype in (torch.float32, torch.bfloat16)
-        for causal in (False, True)[: 1 + config.causal]
-        for dim in (crossover.SMALL_DIM, crossover.LARGE_DIM)
-    ]
+    dims = (crossover.SMALL_DIM, crossover.LARGE_DIM)
+    cases = list(itertools.product((torch.float32, torch.bfloat16), (False, True)[: 1 + config.causal], dims))
     lengths: dict[str, list[int]] = {}
     with torch.no_grad(), use_device(device), tqdm(cases, leave=False, disable=None if progress else True) as bar:
         for dtype, is_causal, dim in bar:
@@ -93,37 +90,31 @@ def measure_crossover(method: str, device: torch.device, *, progress: bool = Fal
 def default_method() -> str:
     """The method that another one switches to, whose lengths therefore matter."""
     targets = (method_info(name).config_class.switches_to for name in available_methods())
-    return next(name for name in targets if name)
+    return next(filter(None, targets))
 
 
 def measure_ratio(
     length: int, *, config: MethodConfig, num_heads: int, dtype: torch.dtype, device: torch.device, is_causal: bool
 ) -> tuple[float, float]:
-    """Time of exact attention of one sequence divided by that of a method, and the seconds of the method."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (3, 1, num_heads, length, _HEAD_DIM)
-    query, key, value = torch.randn(shape, generator=generator).to(device, dtype)
-    short = min(length, _QUADRATIC)
+    """Time of exact attention of one sequence divided by that of a method, and the seconds of the method.
 
-    def exact() -> None:
-        q, k, v = (x[:, :, :short] for x in (query, key, value))
-        scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-    ratio, seconds = paired_ratio(exact, lambda: attention(config, query, key, value, is_causal=is_causal))
-    return ratio * (length / short) ** 2, seconds
-
-
-def paired_ratio(first: Work, second: Work) -> tuple[float, float]:
-    """The median over rounds of time of `first` / time of `second`, measured in turn, and the median time of `second`.
-
-    A call before the first round fills memory and caches, and determines how often each is called in a round. There are
-    fewer rounds of long calls, which other work of the machine disturbs less.
+    Both are medians over rounds in which they are measured in turn. A call before the first round fills memory and
+    caches, and determines how often each is called in a round. There are fewer rounds of long calls, which other work
+    of the machine disturbs less.
     """
-    seconds = [max(1e-6, time_calls(work)) for work in (first, second)]
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(3, 1, num_heads, length, _HEAD_DIM, generator=generator).to(device, dtype)
+    query, key, value = tensors[:, :, :, :_QUADRATIC]
+    works: list[Work] = [
+        lambda: scaled_dot_product_attention(query, key, value, is_causal=is_causal),
+        lambda: attention(config, *tensors, is_causal=is_causal),
+    ]
+    seconds = [max(1e-6, time_calls(work)) for work in works]
     numbers = [math.ceil(_MIN_SECONDS / _MAX_ROUNDS / one) for one in seconds]
     rounds = min(_MAX_ROUNDS, math.ceil(_MIN_SECONDS * _MAX_ROUNDS / max(seconds)) | 1)
-    pairs = [(time_calls(first, numbers[0]), time_calls(second, numbers[1])) for _ in range(rounds)]
-    return statistics.median(a / b for a, b in pairs), statistics.median(b for _, b in pairs)
+    pairs = [[time_calls(*one) for one in zip(works, numbers, strict=True)] for _ in range(rounds)]
+    ratio = statistics.median(exact / method for exact, method in pairs)
+    return ratio * (length / query.shape[2]) ** 2, statistics.median(method for _, method in pairs)
 
 
 def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int) -> int:
@@ -164,10 +155,7 @@ def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int)
 
 
 def cache_file() -> pathlib.Path:
-    """Where the lengths are stored.
-
-    `crossover.json` in the folder $HEA_CACHE, or else in `hf_efficient_attn` in $XDG_CACHE_HOME or ~/.cache.
-    """
+    """`crossover.json` in the folder $HEA_CACHE, or else in `hf_efficient_attn` in $XDG_CACHE_HOME or ~/.cache."""
     own, general = os.environ.get("HEA_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return pathlib.Path(own) / "crossover.json"
@@ -195,26 +183,23 @@ def measured_table(method: str, device: torch.device) -> crossover.Table | None:
 @functools.lru_cache(maxsize=64)
 def _read_table(path: pathlib.Path, machine: str, method: str) -> crossover.Table | None:
     try:
-        methods = _read(path).get(machine, {})
-        rows = methods.get(method) if isinstance(methods, dict) else methods
+        rows = _read(path).get(machine, {}).get(method)
         if rows is None:
             return None
-        known = crossover.built_in_table("cpu")
-        if not isinstance(rows, dict) or not rows or not all(name in known and _is_pair(x) for name, x in rows.items()):
+        table = {name: crossover.Crossover(*pair) for name, pair in rows.items()}
+        lengths = [length for pair in table.values() for length in pair]
+        if not lengths or not set(table) <= set(crossover.built_in_table("cpu")):
+            raise ValueError(f"it has no known calls of {method}")
+        if not all(type(length) is int and 1 <= length <= crossover.NEVER for length in lengths):
             raise ValueError(f"the lengths of {method} are damaged")
-        return {name: crossover.Crossover(*pair) for name, pair in rows.items()}
-    except ValueError as error:
+        return table
+    except (ValueError, TypeError, AttributeError) as error:
         warnings.warn(
             f"{path} holds no lengths that can be used ({error}), so that built-in lengths decide where {method} "
             f"replaces exact attention. `{_COMMAND}` writes the file again",
             stacklevel=2,
         )
         return None
-
-
-def _is_pair(value: Any) -> bool:
-    is_list = isinstance(value, list) and len(value) == 2
-    return is_list and all(type(x) is int and 1 <= x <= crossover.NEVER for x in value)
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

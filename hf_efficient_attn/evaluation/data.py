@@ -24,7 +24,6 @@ from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.positions import position_offset, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
-from hf_efficient_attn.evaluation.memory import require_memory
 from hf_efficient_attn.evaluation.speech import Speech, takes_speech
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
 
@@ -43,21 +42,13 @@ _MAX_EXTRA_TOKENS = 16
 
 
 class Inputs(NamedTuple):
-    """A batch of inputs of one length.
+    """A batch of inputs of one length."""
 
-    Attributes:
-        values: the arguments of the model.
-        tokens: number of tokens of each input in the model's attention.
-        pixels: height and width of the pictures; None for text and speech.
-        masked: bool (B, N), the tokens that a masked language model predicts; None for other models.
-        targets: (number of masked tokens,), the tokens that are masked, one input after another; None if none are.
-    """
-
-    values: dict[str, Any]
-    tokens: int
-    pixels: int | None
-    masked: Tensor | None
-    targets: Tensor | None = None
+    values: dict[str, Any]  # the arguments of the model
+    tokens: int  # of each input in the model's attention
+    pixels: int | None = None  # height and width of the pictures; None for text and speech
+    masked: Tensor | None = None  # bool (B, N), the tokens that a masked language model predicts
+    targets: Tensor | None = None  # (number of masked tokens,), what they were, one input after another
 
     def to(self, device: torch.device) -> "Inputs":
         """The inputs on a device."""
@@ -75,10 +66,9 @@ def task_of(model: PreTrainedModel) -> str:
     Raises:
         UnsupportedAttentionError: a model of another kind (waveforms, several inputs).
     """
-    name = type(model).__name__
+    name, is_text = type(model).__name__, model.main_input_name == "input_ids"
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
         return "image-classification" if "ForImageClassification" in name else "embedding"
-    is_text = model.main_input_name == "input_ids"
     if is_encoder_decoder(model) and (is_text or takes_speech(model)):
         task = "text-to-text" if is_text else "speech-to-text"
         return "embedding" if model.get_output_embeddings() is None else task
@@ -145,6 +135,8 @@ class ModelData:
         task: see `task_of`.
         name: of the data; "generated" for random numbers.
         rows: number of inputs of each length.
+        native_tokens: number of tokens of a picture of the size that the model was trained with, or of an input of
+            speech.
         speech: the inputs of a speech model; None for other models.
 
     Raises:
@@ -168,41 +160,36 @@ class ModelData:
         self.name = GENERATED if file is None else file.name
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
         self.mask_token: int | None = None
+        self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text; none for random ones
         self.processor: Any = None
         self.pictures: list[tuple[str, Callable[[], bytes]]] = []
-        self.speech: Speech | None = None
+        self.speech = Speech(model, folder, file) if takes_speech(model) else None
+        self.is_text = not self.is_image and self.speech is None
         if self.is_image:
             self._open_pictures(model, folder, file)
-        elif takes_speech(model):
-            self.speech = Speech(model, folder, file)
-            self.longest = self.speech.positions
-            if file is not None:
-                self.keep(min(rows, len(self.speech.excerpts)))
+        elif self.speech is not None:
+            self.longest = self.native_tokens = self.speech.positions
         else:
             self._open_text(folder, file, shorter)
+        items: list[Any] = self.pictures if self.speech is None else self.speech.excerpts
+        if items:
+            self.rows = min(rows, len(items))
+            # At regular intervals: if files are sorted by class, the first ones belong to one class.
+            items[:] = items[:: len(items) // self.rows][: self.rows]
 
     @property
     def is_real(self) -> bool:
         """Whether the data are not random numbers."""
         return self.name != GENERATED
 
-    @property
-    def is_text(self) -> bool:
-        """Whether inputs can have any length that the model has positions for."""
-        return not self.is_image and self.speech is None
-
     def _open_text(self, folder: pathlib.Path, file: pathlib.Path | None, shorter: bool) -> None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            if file is not None:
-                raise UnsupportedAttentionError(
-                    f"{folder} contains no tokenizer, so that {file} cannot be tokenized: add the tokenizer, or leave "
-                    "the data out for random token ids"
-                )
-            require_memory(8 * self.rows * self.longest, torch.device("cpu"), f"data of {self.rows:,} inputs", "fewer")
-            generator = torch.Generator().manual_seed(0)
-            vocab_size: int = self.config.vocab_size
-            self.token_ids = torch.randint(vocab_size, (self.rows * self.longest,), generator=generator)
-            return
+            if file is None:
+                return
+            raise UnsupportedAttentionError(
+                f"{folder} contains no tokenizer, so that {file} cannot be tokenized: add the tokenizer, or leave "
+                "the data out for random token ids"
+            )
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if file is None:
             self.name = DOCUMENTATION
@@ -214,16 +201,16 @@ class ModelData:
         text = text[: _CHARACTERS_PER_TOKEN * self.rows * self.longest]
         self.special, self.mask_token = special_tokens(tokenizer), tokenizer.mask_token_id
         self.token_ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        num_special = sum(map(len, self.special))
-        if shorter and len(self.token_ids):
-            self.longest = min(self.longest, len(self.token_ids) + num_special)
+        count, num_special = len(self.token_ids), sum(map(len, self.special))
+        if shorter and count:
+            self.longest = min(self.longest, count + num_special)
         needed = self.longest - num_special
-        if needed < 1 or len(self.token_ids) < needed:
+        if needed < 1 or count < needed:
             raise UnsupportedAttentionError(
-                f"{self.name} has {len(self.token_ids)} tokens, but an input of {self.longest} tokens needs "
-                f"{max(needed, 1)}: give more text, or other lengths"
+                f"{self.name} has {count} tokens, but an input of {self.longest} tokens needs {max(needed, 1)}: give "
+                "more text, or other lengths"
             )
-        self.rows = min(self.rows, max(1, len(self.token_ids) // self.longest))
+        self.rows = min(self.rows, max(1, count // self.longest))
 
     def _open_pictures(self, model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path | None) -> None:
         image, patch = (_side(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
@@ -235,15 +222,11 @@ class ModelData:
         self.native, self.patch, self._channels = image, patch, getattr(model.config, "num_channels", 3)
         self.resizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
         noise = torch.zeros(1, self._channels, image, image, dtype=self.dtype)
-        max_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
+        self.native_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
         # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
-        steps = (
-            step
-            for step in range(patch, 0, -1)
-            if image % step == 0 and max_tokens - (image // step) ** 2 <= _MAX_EXTRA_TOKENS
-        )
-        self.step = next(steps, patch)
-        self.extra_tokens = max_tokens - (image // self.step) ** 2
+        is_patch = self.native_tokens - (image // patch) ** 2 <= _MAX_EXTRA_TOKENS
+        self.step = patch if is_patch else image // math.isqrt(self.native_tokens)
+        self.extra_tokens = self.native_tokens - (image // self.step) ** 2
         if file is None:
             return
         if not (folder / "preprocessor_config.json").is_file():
@@ -256,22 +239,6 @@ class ModelData:
         load: Any = AutoImageProcessor.from_pretrained
         self.processor = load(folder, backend="pil")
         self.pictures = pictures_of(file)
-        self.keep(min(self.rows, len(self.pictures)))
-
-    def keep(self, rows: int) -> None:
-        """Reduce the number of inputs to `rows`."""
-        self.rows = rows
-        lists: list[list[Any]] = [self.pictures, [] if self.speech is None else self.speech.excerpts]
-        for items in lists:
-            # At regular intervals: if files are sorted by class, the first ones belong to one class.
-            items[:] = items[:: max(1, len(items) // rows)][:rows]
-
-    @property
-    def native_tokens(self) -> int:
-        """Number of tokens of a picture of the size that the model was trained with, or of an input of speech."""
-        if self.speech is not None:
-            return self.speech.positions
-        return (self.native // self.step) ** 2 + self.extra_tokens
 
     def pixels_for(self, length: int) -> int:
         """Height and width of the square picture of whole patches whose number of tokens is nearest to `length`."""
@@ -288,8 +255,11 @@ class ModelData:
                 f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
                 f"{self.native_tokens}"
             )
-        if self.speech is not None:
-            self.speech.check_length(length)
+        if self.speech is not None and length != self.native_tokens:
+            raise UnsupportedAttentionError(
+                f"the model takes {self.native_tokens:,} positions ({self.speech.seconds:g} seconds) only: give a "
+                f"length of {self.native_tokens}"
+            )
         if length <= sum(map(len, self.special)):
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
 
@@ -309,24 +279,25 @@ class ModelData:
         self.check_length(length)
         indices = range(start, min(start + count, self.rows))
         if self.speech is not None:
-            return Inputs(self.speech.values(indices), length, None, None)
+            return Inputs(self.speech.values(indices), length)
         return self._image_inputs(length, indices) if self.is_image else self._text_inputs(length, indices, chunk)
 
     def _text_inputs(self, length: int, indices: range, chunk: int | None) -> Inputs:
         before, after = self.special
-        text_length = length - len(before) - len(after)
-        starts = [index * self.longest for index in indices]
-        if chunk is not None:
-            rest = text_length  # of the whole text, of which `text_length` is a piece
-            text_length = chunk - len(before) - len(after)
-            pieces = [*range(0, rest - text_length, text_length), rest - text_length]
-            starts = [start + piece for start in starts for piece in pieces]
-        texts = [self.token_ids[start : start + text_length].tolist() for start in starts]
-        ids, masked, targets = torch.tensor([[*before, *text, *after] for text in texts]), None, None
+        num_special = len(before) + len(after)
+        whole, size = length - num_special, (chunk or length) - num_special
+        pieces = [*range(0, whole - size, size), whole - size]
+        texts = []
+        for index in indices:
+            text = self.token_ids[index * self.longest :][:whole]
+            if not len(self.token_ids):
+                text = torch.randint(self.config.vocab_size, (whole,), generator=torch.Generator().manual_seed(index))
+            texts += [[*before, *text[piece : piece + size].tolist(), *after] for piece in pieces]
+        ids, masked, targets = torch.tensor(texts), None, None
         if self.task == "masked-lm" and self.mask_token is not None:
             position = torch.arange(length) - len(before)
-            is_text = (position >= 0) & (position < text_length)
-            offset = min(_MASK_INTERVAL // 2, text_length - 1)
+            is_text = (position >= 0) & (position < size)
+            offset = min(_MASK_INTERVAL // 2, size - 1)
             masked = (is_text & (position % _MASK_INTERVAL == offset)).expand_as(ids)
             targets, ids = ids[masked], ids.masked_fill(masked, self.mask_token)
         values = {"input_ids": ids}
@@ -349,7 +320,7 @@ class ModelData:
         arguments: dict[str, Any] = {"pixel_values": values.to(self.dtype)}
         if pixels != self.native:
             arguments["interpolate_pos_encoding"] = True
-        return Inputs(arguments, self.tokens_for(length), pixels, None)
+        return Inputs(arguments, self.tokens_for(length), pixels)
 
 
 def _side(size: Any) -> int | None:

@@ -17,10 +17,11 @@ _BUDGETS = (32, 64, 128, 256, 512, 1024)
 
 
 class Candidate(NamedTuple):
-    """A method at a budget; `columns` is the cost per query."""
+    """A method at a budget; `columns` is the cost per query, and `label` names the method without the budget."""
 
     columns: int
     config: MethodConfig
+    label: str = ""
 
 
 def default_methods(*, purpose: str | None = None, is_causal: bool = False, is_rectangular: bool = False) -> list[str]:
@@ -50,16 +51,10 @@ def default_configs(
     takes_pictures: bool = False,
     has_distance_bias: bool = False,
 ) -> list[MethodConfig]:
-    """Configs of the default methods.
+    """Configs of the default methods: "compare" gives one of each, "calibrate" the fastest first.
 
-    Args:
-        purpose: "compare" for one config of each in the order of the registry; "calibrate" for the fastest first, in
-            bidirectional attention with all variants of each.
-        is_causal: as in `default_methods`.
-        is_rectangular: as in `default_methods`.
-        takes_pictures: whether the inputs are pictures. Their classifiers read the first token, which therefore has to
-            attend to all tokens: methods that have global tokens get one.
-        has_distance_bias: whether some scores have a bias by distance.
+    In bidirectional attention "calibrate" gives all variants of each. Classifiers of pictures read the first token,
+    which therefore has to attend to all tokens: methods that have global tokens get one.
     """
     names = default_methods(purpose=purpose, is_causal=is_causal, is_rectangular=is_rectangular)
     configs = [make_config(name) for name in names]
@@ -98,9 +93,18 @@ def make_candidates(
     With `each_layer`, methods without a causal form are allowed as long as some layers are not causal.
     """
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
-    configs = defaults_for(summary, is_causal=is_causal) if methods is None else configs_of(methods)
-    if not configs and methods is not None:
-        raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
+    if methods is None:
+        configs = default_configs(
+            purpose="calibrate",
+            is_causal=is_causal,
+            is_rectangular=summary.is_rectangular,
+            takes_pictures=summary.takes_pictures,
+            has_distance_bias=summary.has_distance_bias,
+        )
+    else:
+        configs = configs_of(methods)
+        if not configs:
+            raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
     check_methods(configs, is_causal, summary.is_rectangular)
     given = _BUDGETS if budgets is None else budgets
     if not isinstance(given, Iterable):
@@ -111,26 +115,15 @@ def make_candidates(
     useful = [columns for columns in sorted(set(given)) if columns < summary.max_kv_len]
     if not useful:
         refuse_short(summary.max_kv_len, sorted(set(given)))
-    cheapest: dict[MethodConfig, int] = {}
+    cheapest: dict[MethodConfig, Candidate] = {}
     for columns in useful:
         for config in configs:
             sized = config.with_budget(columns)
             if seed and hasattr(sized, "seed"):
                 sized = make_config(sized, seed=sized.seed + seed)
             # A method without a budget has the same config at all of them.
-            cheapest.setdefault(sized, columns)
-    return [Candidate(columns, config) for config, columns in cheapest.items()]
-
-
-def defaults_for(summary: AttentionSummary, *, is_causal: bool) -> list[MethodConfig]:
-    """The configs to calibrate for a model when the user names none."""
-    return default_configs(
-        purpose="calibrate",
-        is_causal=is_causal,
-        is_rectangular=summary.is_rectangular,
-        takes_pictures=summary.takes_pictures,
-        has_distance_bias=summary.has_distance_bias,
-    )
+            cheapest.setdefault(sized, Candidate(columns, sized, method_label(config)))
+    return list(cheapest.values())
 
 
 def configs_of(methods: "Sequence[str | MethodConfig] | str | MethodConfig | None") -> list[MethodConfig]:

@@ -27,39 +27,25 @@ def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and not getattr(model.config, "is_encoder_decoder", False):
         width += head.out_features
-    what = "an input" if batch == 1 else f"a batch of {batch:,} inputs"
-    require_memory(
-        batch * length * width * model.dtype.itemsize,
-        model.device,
-        f"{what} of {length:,} tokens",
-        f"fewer tokens{' or smaller batches' if batch > 1 else ''}",
-    )
-
-
-def require_memory(needed: int, device: torch.device, what: str, instead: str) -> None:
-    """Raise `UnsupportedAttentionError` if fewer than `needed` bytes are free; `what` needs them, `instead` to give."""
-    free = free_memory(device)
+    needed, free = batch * length * width * model.dtype.itemsize, free_memory(model.device)
     if free is not None and needed > free:
+        what = "an input" if batch == 1 else f"a batch of {batch:,} inputs"
         raise UnsupportedAttentionError(
-            f"{what} needs at least {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:,.1f} GiB are free: give "
-            f"{instead}"
+            f"{what} of {length:,} tokens needs at least {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:,.1f} "
+            f"GiB are free: give fewer tokens{' or smaller batches' if batch > 1 else ''}"
         )
 
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes of memory that are free on a device; None if the system does not tell."""
-    if device.type == "meta":
-        return None
-    if device.type != "cpu":
-        try:
-            return torch.accelerator.get_memory_info(device)[0]
-        except RuntimeError:  # not recorded for this kind of device
-            return None
     known = pathlib.Path("/proc/meminfo")
-    if not known.exists():
+    if device.type == "cpu":
+        lines = known.read_text().splitlines() if known.exists() else []
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    try:
+        return torch.accelerator.get_memory_info(device)[0]
+    except RuntimeError:  # not recorded for this kind of device
         return None
-    line = next((line for line in known.read_text().splitlines() if line.startswith("MemAvailable:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
 
 
 @contextlib.contextmanager

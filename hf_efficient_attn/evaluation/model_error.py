@@ -181,15 +181,13 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
 
 def _layer_error(call: Call, method: MethodConfig | None, num_rows: int | None, seed: int) -> LayerError | None:
     """The error of one call; None if no sequence has a valid token."""
-    mask = call.key_mask
-    sequences = [b for b in range(len(call.query)) if mask is None or bool(mask[b].any())]
-    if not sequences:
+    if not call.sequences:
         return None
     if method is None:
-        zeros = torch.zeros(len(sequences), call.query.shape[1], dtype=torch.float64)
+        zeros = torch.zeros(len(call.sequences), call.query.shape[1], dtype=torch.float64)
         return LayerError(call.layer, call.name, EXACT, call.tokens, zeros, zeros)
     # One sequence at a time, because the mask of causal rows is (H, p, Nk).
-    errors = zip(*(_sequence_error(call, b, num_rows, seed) for b in sequences), strict=True)
+    errors = zip(*(_sequence_error(call, b, num_rows, seed) for b in call.sequences), strict=True)
     estimate, bound = (torch.stack(values).double().cpu() for values in errors)
     return LayerError(call.layer, call.name, method.method, call.tokens, estimate, bound)
 
@@ -226,20 +224,11 @@ def exact_rows(
     scale: float,
     table: Tensor | None = None,
 ) -> Tensor:
-    """The exact output of the sampled queries, softmax(scale * query[rows] key^T) value.
+    """The exact output (BH, p, Dv) of the sampled queries, softmax(scale * query[rows] key^T) value.
 
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        rows: the result of `sample_rows`.
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-        is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
-        scale: factor of the scores.
-        table: (BH, 2R + 1), a bias by distance, as in `distance_bias`, or None.
-
-    Returns:
-        (BH, p, Dv); 0 for queries without a key.
+    query (BH, Nq, D), key (BH, Nk, D), value (BH, Nk, Dv), key_mask bool (BH, Nk); `table` (BH, 2R + 1) is a bias by
+    distance, as in `distance_bias`. With `is_causal` the queries are the last Nq positions and attend to the keys up to
+    their own position. The output is 0 for queries without a key.
     """
     position = rows.queries + (key.shape[1] - query.shape[1] if is_causal else 0)
     outs = []

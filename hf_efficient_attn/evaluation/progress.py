@@ -1,19 +1,18 @@
 """What long measurements have in common: an estimate first, rows as they finish, a limit of time, partial results.
 
-A measurement is planned as a list of steps with estimated durations, and `Steps` carries them out:
+A measurement is planned as a list of steps with estimated durations, and `carry_out` goes through them:
 
     execution = Execution(minutes=2, on_estimate=print, on_row=print)
     plan = [Step("sdpa at 512 tokens", 3.0), Step("sdpa at 2048 tokens", 20.0)]
-    with partial_result(lambda: result(rows)), Steps(plan, execution) as steps:
+    with partial_result(lambda: rows), contextlib.closing(carry_out(plan, execution)) as steps:
         for step in steps:
             rows.append(measure(step))
             execution.on_row(rows[-1])
-    result(rows)  # steps.left_out names the steps that did not fit
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ class Execution:
 class Step(NamedTuple):
     """A part of a measurement: its name, for messages, its estimated duration, and what the caller needs to do it.
 
-    Only the proportions of the durations have to be right: `Steps` corrects them by a factor.
+    Only the proportions of the durations have to be right: `carry_out` corrects them by a factor.
     """
 
     name: str
@@ -84,58 +83,29 @@ class Step(NamedTuple):
     key: Any = None
 
 
-class Steps:
-    """Iterates over steps, with a progress bar in proportion to their durations, until the time limit.
+def carry_out(plan: Sequence[Step], execution: Execution, noun: str = "measurement") -> Generator[Step, None, None]:
+    """Yield steps until the time limit, with a progress bar in proportion to their durations.
 
-    The first step is always carried out. The iteration stops at the first later step that is not expected to end in
-    time. The estimates are corrected by the durations of the steps that are done. Use it as a context manager, which
-    removes the bar at the end.
-
-    The most informative steps come first. `left_out` are the names of those that did not fit; `noun` is what a step is
+    The first step is always carried out, and the iteration stops at the first later step that is not expected to end in
+    time. So the most informative steps come first. The estimates are corrected by the durations of the steps that are
+    done. A step is done when the next one is requested. Closing the generator removes the bar. `noun` is what a step is
     called in the estimate.
     """
-
-    def __init__(self, plan: Sequence[Step], execution: Execution, noun: str = "measurement") -> None:
-        self.left_out: list[str] = []
-        self._plan, self._execution = plan, execution
-        self._total = sum(step.seconds for step in plan)
-        self._seconds = 0.0  # estimated duration of the steps that are done
-        self._step: Step | None = None
-        left, count = execution.seconds_left(), f"{len(plan)} {noun}{'s' if len(plan) > 1 else ''}"
-        limit = f", of which as many as fit in {duration(left)}" if self._total > left else ""
-        execution.on_estimate(f"Expected: {duration(self._total)} for {count}{limit}.")
-
-    def __enter__(self) -> "Steps":
-        """Show the bar, if stderr is a terminal."""
-        layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        self._bar: tqdm[Any] = tqdm(total=self._total or 1.0, bar_format=layout, disable=None, leave=False)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Remove the bar."""
-        self._bar.close()
-
-    def __iter__(self) -> Iterator[Step]:
-        """Yields each step that fits; a step is done when the next one is requested."""
-        begin = time.monotonic()
-        for number, step in enumerate(self._plan):
-            factor = (time.monotonic() - begin) / self._seconds if self._seconds else 1.0
-            if number and factor * step.seconds > self._execution.seconds_left():
-                self.left_out = [step.name for step in self._plan[number:]]
+    total, left = sum(step.seconds for step in plan), execution.seconds_left()
+    limit = f", of which as many as fit in {duration(left)}" if total > left else ""
+    count = f"{len(plan)} {noun}{'s' if len(plan) > 1 else ''}"
+    execution.on_estimate(f"Expected: {duration(total)} for {count}{limit}.")
+    layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    begin, done = time.monotonic(), 0.0
+    with tqdm(total=total or 1.0, bar_format=layout, disable=None, leave=False) as bar:
+        for step in plan:
+            factor = (time.monotonic() - begin) / done if done else 1.0
+            if done and factor * step.seconds > execution.seconds_left():
                 return
-            self._step = step
-            self._bar.set_description(step.name)
+            bar.set_description(step.name)
             yield step
-            self._seconds += step.seconds
-            self._show(self._seconds)
-
-    def advance(self, share: float) -> None:
-        """Show that a share of the current step (0 to 1) is done; a step without a call is shown when it ends."""
-        if self._step is not None:
-            self._show(self._seconds + share * self._step.seconds)
-
-    def _show(self, seconds: float) -> None:
-        self._bar.update(min(seconds, self._total) - self._bar.n)
+            done += step.seconds
+            bar.update(step.seconds)
 
 
 def duration(seconds: float) -> str:
@@ -145,8 +115,3 @@ def duration(seconds: float) -> str:
             return f"about {seconds / length:.0f} {unit}s"
     count = max(1, round(seconds))
     return f"about {count} second{'s' if count > 1 else ''}"
-
-
-def total(steps: Sequence[Step]) -> float:
-    """Estimated duration of some steps in seconds."""
-    return sum(step.seconds for step in steps)

@@ -11,12 +11,12 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from hf_efficient_attn.evaluation.calibration import (
-    ErrorTable,
+    Study,
     bound,
     choose_each,
     choose_one,
@@ -28,35 +28,29 @@ from hf_efficient_attn.evaluation.calibration import (
 from hf_efficient_attn.evaluation.capture import AttentionSummary, Batch, tensors_of
 from hf_efficient_attn.evaluation.defaults import Candidate
 from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, Timing
-from hf_efficient_attn.integration.layers import Layer, ranges
 from hf_efficient_attn.integration.settings import EXACT, changed_hyperparameters
-from hf_efficient_attn.methods import MethodConfig
 
-# A larger budget should reduce the error of a method at least by this factor.
-_FALLS = 0.9
 # A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
 _MAX_ERROR = 0.1
 
 Row = Mapping[str, Any]
 
 
-class Measured(NamedTuple):
-    """What a recommendation is made from."""
-
-    methods: Mapping[str, MethodConfig]  # label -> config without a budget
-    candidates: Sequence[Candidate]  # the methods at their budgets, the cheapest first
-    table: ErrorTable
-    tokens: Mapping[Layer, int]  # of the longest sequence
-    summary: AttentionSummary
-
-
 def recommend(
-    measured: Measured, max_error: float, *, per_layer: bool, run: tuple[nn.Module, Batch] | None
+    study: Study,
+    candidates: Sequence[Candidate],
+    summary: AttentionSummary,
+    max_error: float,
+    *,
+    per_layer: bool,
+    run: tuple[nn.Module, Batch] | None,
 ) -> dict[str, Any]:
     """Choose the methods of the layers by the criterion of `hea.calibrate`.
 
     Args:
-        measured: the errors.
+        study: the errors.
+        candidates: the methods at their budgets, the cheapest first.
+        summary: of the model's attention.
         max_error: the limit for the error of a layer on an unseen sequence.
         per_layer: whether each layer gets the cheapest method and budget that keeps the limit. Otherwise, all layers
             that keep it get the same: the method and budget with which they save the most in total.
@@ -77,54 +71,46 @@ def recommend(
         - "output_error": relative error of the last hidden states, or of the logits, on that sequence, or None.
         - "tokens": the length up to which this was measured.
     """
-    summary = measured.summary
+    table = study.errors()
     # In causal attention a query has half of the keys on average.
     num_keys = (summary.max_kv_len + 1) / 2 if summary.is_causal else float(summary.max_kv_len)
-    candidates = [one for one in measured.candidates if one.columns < num_keys]
-    chosen = choose_each(measured.table, candidates, max_error)
-    if not per_layer:
-        chosen = choose_one(measured.table, candidates, max_error, num_keys)
-
-    def attention(candidate: Candidate) -> dict[str, Any]:
-        for label, method in measured.methods.items():
-            sized = method.with_budget(candidate.columns)
-            if candidate.config in (sized, sized.calibrated(max_error, accepted=True)):
-                return {"attention": label, "columns": candidate.columns}
-        raise AssertionError(candidate)
-
+    choose = choose_each if per_layer else choose_one
+    chosen = choose(table, candidates, max_error, num_keys)
     if not chosen:
-        pooled = {one: spread(measured.table, one, max_error) for one in measured.candidates}
-        bounds = {key: bound(errors, pooled[key[1]], max_error) for key, errors in measured.table.items() if errors}
-        found: dict[str, Any] = {"recommended": None, "calibrated": None, "nearest": None}
-        if bounds:
-            layer, nearest = min(bounds, key=lambda key: bounds[key])
-            found["nearest"] = {"layer": layer, **attention(nearest), "bound": bounds[layer, nearest]}
-        return found
-    settings = make_settings(chosen, max(measured.tokens[layer] for layer in chosen))
-    exact = [layer for layer in summary.layers if layer not in chosen]
-    costs = [choice.candidate.columns for choice in chosen.values()] + [num_keys] * len(exact)
-    one = None if run is None else (run[0], _first_sequence(run[1]), settings)
-    speed = None if one is None else measure_speed(*one)
-    layers = [
-        {
-            "layer": layer,
-            **attention(choice.candidate),
-            "method": choice.candidate.config.method,
-            "settings": changed_hyperparameters(choice.candidate.config),
-            "error": choice.error,
-            "bound": choice.bound,
+        bounds = {
+            (layer, one): bound(errors, spread(table, one, max_error), max_error)
+            for (layer, one), errors in table.items()
+            if errors
         }
-        for layer, choice in chosen.items()
-    ]
+        nearest = None
+        if bounds:
+            layer, one = min(bounds, key=lambda key: bounds[key])
+            nearest = {"layer": layer, "attention": one.label, "columns": one.columns, "bound": bounds[layer, one]}
+        return {"recommended": None, "calibrated": None, "nearest": nearest}
+    settings = make_settings(chosen, max(study.tokens[layer] for layer in chosen))
+    exact = [layer for layer in summary.layers if layer not in chosen]
+    one_run = None if run is None else (run[0], _first_sequence(run[1]), settings)
+    speed = None if one_run is None else measure_speed(*one_run)
     recommended = {
-        "layers": layers,
+        "layers": [
+            {
+                "layer": layer,
+                "attention": choice.candidate.label,
+                "columns": choice.candidate.columns,
+                "method": choice.candidate.config.method,
+                "settings": changed_hyperparameters(choice.candidate.config),
+                "error": choice.error,
+                "bound": choice.bound,
+            }
+            for layer, choice in chosen.items()
+        ],
         "exact_layers": exact,
         "error": statistics.fmean(choice.error for choice in chosen.values()),
-        "columns": statistics.fmean(costs),
+        "columns": statistics.fmean([*(one.candidate.columns for one in chosen.values()), *[num_keys] * len(exact)]),
         "keys": num_keys,
         "speed_up": None if speed is None else speed.ratio,
         "saves": None if speed is None else speed.is_gain,
-        "output_error": None if one is None else measure_output_error(*one),
+        "output_error": None if one_run is None else measure_output_error(*one_run),
         "tokens": settings.calibrated_length,
     }
     return {"recommended": recommended, "calibrated": settings.to_dict(defaults=False), "nearest": None}
@@ -139,72 +125,23 @@ def _first_sequence(batch: Batch) -> Batch:
     return {**batch, **{name: x[:1] for name, x in tensors.items()}} if is_aligned else batch
 
 
-def budget_warnings(entries: Sequence[Mapping[str, Any]], budgets: Sequence[int]) -> list[str]:
-    """Sentences about methods whose error hardly falls from the smallest to the largest budget."""
-    if len(budgets) < 2:
-        return []
-    small, large = str(budgets[0]), str(budgets[-1])
-    sentences = []
-    for label in entries[0]["errors"]:
-        flat = []  # the entries in which the error hardly falls: name, first and last error
-        for entry in entries:
-            first, last = (statistics.fmean(entry["errors"][label][size]) for size in (small, large))
-            # An error that is small anyway, such as that of uniform attention, needs no warning.
-            if not last <= max(_FALLS * first, 1e-3):
-                flat.append((entry["name"] if entry["layer"] is None else entry["layer"], first, last))
-        if not flat:
-            continue
-        names, firsts, lasts = zip(*flat, strict=True)
-        first, last, distinct = statistics.fmean(firsts), statistics.fmean(lasts), list(dict.fromkeys(names))
-        where = f" in layer{'s' * (len(distinct) > 1)} {ranges(distinct)}" if len(names) < len(entries) else ""
-        sentences.append(
-            f"{label}: the error hardly falls with the budget{where}: {first:.2f} at {small} columns, {last:.2f} at "
-            f"{large}. A larger budget does not help there."
-        )
-    return sentences
-
-
 def apply_command(
     source: "str | pathlib.Path", result: Mapping[str, Any], config: "pathlib.Path | None" = None
 ) -> str | None:
     """The command line that applies a recommendation, quoted for a shell; None if nothing is recommended.
 
     The "source" of the result gives the new checkpoint its name. Without `config`, the analysis.json that the result is
-    written to, the command contains the recommendation.
+    written to, the command writes the recommendation into a file first.
     """
-    settings = result["calibrated"]
-    if settings is None:
+    if result["calibrated"] is None:
         return None
-    entries, before, words = result["recommended"]["layers"], "", ["--config", str(config)]
-    if config is None and _is_mix(entries):
-        before = shlex.join(["printf", "%s", json.dumps(settings)]) + " > calibrated.json && "
-        words = ["--config", "calibrated.json"]
-    elif config is None:
-        words = ["--method", entries[0]["method"]]
-        for key, value in entries[0]["settings"].items():
-            words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-        if result["recommended"]["exact_layers"]:
-            words += ["--layers", ranges(one["layer"] for one in entries)]
+    before, words = "", ["--config", "calibrated.json" if config is None else str(config)]
+    if config is None:
+        before = shlex.join(["printf", "%s", json.dumps(result["calibrated"])]) + " > calibrated.json && "
     if result["max_length"] is not None:
         words += ["--max-length", str(result["max_length"])]
     name = str(result["source"]).rpartition("/")[2].lstrip("-") + "-efficient"
     return before + shlex.join(["hf-efficient-attn", "convert", str(source), *words, "-o", name])
-
-
-def note_on_command(result: Mapping[str, Any], config: "pathlib.Path | None" = None) -> str | None:
-    """A sentence about what the command of `apply_command` does not store; None if it stores everything."""
-    found = result["recommended"]
-    if config is not None or found is None or _is_mix(found["layers"]):
-        return None
-    return (
-        f"This command does not store the length of {found['tokens']:,} tokens up to which this holds. With --output "
-        "FOLDER, analyze prints one that does, and the converted model warns of longer inputs."
-    )
-
-
-def _is_mix(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the layers of a recommendation have different methods or hyperparameters."""
-    return any((one["method"], one["settings"]) != (entries[0]["method"], entries[0]["settings"]) for one in entries)
 
 
 def timing_of(row: Row) -> Timing:

@@ -1,6 +1,10 @@
 """Inputs of speech models with an encoder and a decoder, such as Whisper: features of recordings, or random ones."""
 
+import contextlib
 import pathlib
+import shlex
+import wave
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,7 +12,6 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.io.sound import Recording, conversion_advice, read_samples, recordings_of
 
 # The encoder's first convolutions halve the number of frames.
 _FRAMES_PER_POSITION = 2
@@ -36,20 +39,15 @@ class Speech:
     from excerpt to excerpt. So agreement shows how the encoder's error changes the decoder's guesses, but not how it
     changes a transcript.
 
-    Args:
-        model: the model, see `takes_speech`, as loaded from `folder`.
-        folder: the checkpoint, with the configuration of its feature extractor.
-        file: a .wav file or a folder of them; None for random features.
-
     Attributes:
         positions: number of positions of the encoder, the only length that it takes.
         seconds: length of an excerpt.
-        excerpts: the parts of the recordings; none for random features.
+        excerpts: file, first sample and number of samples of each excerpt; none for random features.
         note: what a report says about the inputs.
 
     Raises:
-        UnsupportedAttentionError: files that cannot be read or have another sampling rate, or a checkpoint without a
-            feature extractor that fits the model.
+        UnsupportedAttentionError: a `file` that is neither a .wav file that can be used nor a folder of them, or a
+            checkpoint `folder` without a feature extractor that fits the model.
     """
 
     def __init__(self, model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path | None) -> None:
@@ -57,24 +55,27 @@ class Speech:
         self.positions: int = model.config.max_source_positions
         self._frames = _FRAMES_PER_POSITION * self.positions
         self.seconds = self._frames * _FRAME_SECONDS
-        self._prompt = _prompt_of(model)
-        self.excerpts: list[tuple[Recording, int, int]] = []  # with the first sample, and the number of samples
+        # Every transcript begins with the start token and those that generation forces, pairs (position, token).
+        # There is no token where generation finds out the language itself.
+        generation = getattr(model, "generation_config", None) or model.config
+        forced = sorted(getattr(generation, "forced_decoder_ids", None) or [])
+        start = model.config.decoder_start_token_id or 0
+        self._prompt = [start, *(token for _, token in forced if token is not None)]
+        self.excerpts: list[tuple[pathlib.Path, int, int]] = []
         self.note = "The decoder gets the first tokens of every transcript, and random ones after them."
         if file is None:
             return
         self._extractor = self._load_extractor(folder)
-        size, rate = self._extractor.n_samples, self._extractor.sampling_rate
-        self.seconds = size / rate
+        size, self._rate = self._extractor.n_samples, self._extractor.sampling_rate
+        self.seconds = size / self._rate
         cut = f"Recordings are cut into excerpts of {self.seconds:g} seconds; shorter ones are filled with silence."
         self.note = f"{cut} {self.note}"
-        for recording in recordings_of(file):
-            if recording.rate != rate:
-                raise UnsupportedAttentionError(
-                    f"{recording.path}: a sampling rate of {recording.rate:,} Hz, and the model takes {rate:,} Hz: "
-                    f"{conversion_advice(recording.path.name, rate)}"
-                )
-            whole = range(0, recording.samples - size + 1, size)
-            self.excerpts += [(recording, start, min(size, recording.samples)) for start in whole or (0,)]
+        for path in _recordings_in(file):
+            with _open(path, self._rate) as recording:
+                count = recording.getnframes()
+            # A program that was interrupted leaves a header that promises more than there is.
+            read_samples(path, self._rate, count - 1, 1)
+            self.excerpts += [(path, start, min(size, count)) for start in range(0, count - size + 1, size) or (0,)]
 
     def _load_extractor(self, folder: pathlib.Path) -> Any:
         """The checkpoint's feature extractor, if it makes what the model takes."""
@@ -88,21 +89,12 @@ class Speech:
                 "which describes how recordings become features, or leave the data out for random features"
             ) from None
         made = tuple(getattr(extractor, name, None) for name in ("nb_max_frames", "feature_size"))
-        wanted = self._frames, self._config.num_mel_bins
-        if made != wanted:
+        if made != (self._frames, self._config.num_mel_bins):
             raise UnsupportedAttentionError(
                 f"{folder}: its feature extractor makes {made[0]} frames of {made[1]} features, and the model takes "
-                f"{wanted[0]} of {wanted[1]}: use the preprocessor_config.json of this model"
+                f"{self._frames} of {self._config.num_mel_bins}: use the preprocessor_config.json of this model"
             )
         return extractor
-
-    def check_length(self, length: int) -> None:
-        """Refuse every other length than that of the encoder, with `UnsupportedAttentionError`."""
-        if length != self.positions:
-            raise UnsupportedAttentionError(
-                f"the model takes {self.positions:,} positions ({self.seconds:g} seconds) only: give a length of "
-                f"{self.positions}"
-            )
 
     def values(self, indices: range) -> dict[str, Tensor]:
         """The arguments of the model for the excerpts with these indices."""
@@ -117,15 +109,48 @@ class Speech:
         decoder_ids = torch.cat([torch.tensor(self._prompt, dtype=random_ids.dtype), random_ids])[:count]
         if not self.excerpts:
             return torch.randn(self._config.num_mel_bins, self._frames, generator=generator), decoder_ids
-        samples, rate = read_samples(*self.excerpts[index]).numpy(), self._extractor.sampling_rate
-        return self._extractor(samples, sampling_rate=rate, return_tensors="pt")["input_features"][0], decoder_ids
+        path, start, size = self.excerpts[index]
+        samples = read_samples(path, self._rate, start, size).numpy()
+        features = self._extractor(samples, sampling_rate=self._rate, return_tensors="pt")["input_features"]
+        return features[0], decoder_ids
 
 
-def _prompt_of(model: PreTrainedModel) -> list[int]:
-    """The tokens that every transcript begins with: the decoder's start token, and those that generation forces."""
-    configs = (getattr(model, "generation_config", None), model.config)
-    start = next((token for one in configs if (token := getattr(one, "decoder_start_token_id", None)) is not None), 0)
-    lists = (getattr(one, "forced_decoder_ids", None) for one in configs)
-    forced: list[tuple[int, int | None]] = next((ids for ids in lists if ids), [])
-    # A pair of position and token; no token where generation finds out the language itself.
-    return [start, *(token for _, token in sorted(forced, key=lambda pair: pair[0]) if token is not None)]
+def _recordings_in(path: pathlib.Path) -> list[pathlib.Path]:
+    """A .wav file, or those in a folder and its subfolders, sorted by name."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [file for file in files if file.suffix.lower() == ".wav" and file.is_file()]
+    if not files:
+        raise UnsupportedAttentionError(f"{path}: no recordings: give a .wav file that exists, or a folder of them")
+    return files
+
+
+@contextlib.contextmanager
+def _open(path: pathlib.Path, rate: int) -> Iterator[wave.Wave_read]:
+    """Open 16-bit samples of a sampling rate; refuse everything else with the command that converts it."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            bits = 8 * file.getsampwidth()
+            if bits != 16:
+                raise wave.Error(f"samples of {bits} bits, where 16 are supported")
+            if file.getframerate() != rate:
+                raise wave.Error(f"a sampling rate of {file.getframerate():,} Hz, and the model takes {rate:,} Hz")
+            if not file.getnframes():
+                raise wave.Error("there is no sound in it")
+            yield file
+    # RuntimeError for a part of the file that is longer than the whole.
+    except (wave.Error, EOFError, OSError, RuntimeError) as error:
+        reason = str(error) or "the file ends too early"
+        raise UnsupportedAttentionError(
+            f"{path}: not a recording that can be used ({reason}): convert it, for example with: ffmpeg -i "
+            f"{shlex.quote(path.name)} -ar {rate} -ac 1 -c:a pcm_s16le converted.wav"
+        ) from None
+
+
+def read_samples(path: pathlib.Path, rate: int, start: int, count: int) -> Tensor:
+    """Samples start, ..., start + count - 1 of a .wav file, float32 between -1 and 1, the mean of the channels."""
+    with _open(path, rate) as file:
+        file.setpos(start)
+        content, channels = file.readframes(count), file.getnchannels()
+        if len(content) != 2 * count * channels:
+            raise EOFError
+    return torch.frombuffer(bytearray(content), dtype=torch.int16).view(-1, channels).float().mean(1) / (1 << 15)

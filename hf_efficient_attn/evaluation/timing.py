@@ -6,6 +6,7 @@ machine cancel. The clock is that of torch.utils.benchmark.
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -91,7 +92,7 @@ def calls_to_time(work: Work, first: float | None = None) -> int:
 def paired(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[Timing, dict[str, Timing]]:
-    """The timing of `reference`, and label -> timing of the call; the arguments are those of `paired_seconds`."""
+    """The timing of `reference`, and label -> timing of the call, from `paired_seconds`."""
     references, times = paired_seconds(reference, calls, rounds, bar)
     return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
@@ -99,17 +100,11 @@ def paired(
 def paired_seconds(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
-    """Measure the time of a reference, and of every call between two runs of the reference.
-
-    Args:
-        reference: the function that the others are compared with.
-        calls: label -> function to time.
-        rounds: number of measurements of each call.
-        bar: a progress bar that is updated once per round and call.
+    """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
     Returns:
         the seconds of every measurement of the reference, and label -> (seconds of the call, of the reference) of each
-        round.
+        round. The bar is updated once per round and call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
@@ -136,6 +131,45 @@ def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
         min(ratios),
         max(ratios),
     )
+
+
+@torch.no_grad()
+def time_generation(
+    model: transformers.PreTrainedModel, input_ids: torch.Tensor, new_tokens: int, rounds: int
+) -> tuple[float, float]:
+    """Measure greedy generation of at least 2 tokens after prompts (B, N), with the cache that the model makes itself.
+
+    `GenerationMixin.generate` would add its own time, and the penalties and beams of the checkpoint's settings.
+
+    Returns:
+        medians over rounds: the seconds of the pass of the prompt, which fills a new cache and gives the first token;
+        and the tokens per second after the first one, all inputs of the batch together.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    # Earlier versions of Transformers, and models from elsewhere, call the cache `past_key_values`.
+    name = "cache" if "cache" in parameters else "past_key_values"
+    # Without this, a model computes the logits of all tokens of the prompt, as no generation does.
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def following(ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
+        """The most likely next token (B, 1), and the cache."""
+        output = model(ids, use_cache=True, **options)
+        return output.logits[:, -1:].argmax(-1), getattr(output, name)
+
+    first, later = [], []
+    # What the first call of an operator takes does not count.
+    token, cache = following(input_ids[:, :16], **last_only)
+    following(token, **{name: cache})
+    for _ in range(rounds):
+        start = timer()
+        token, cache = following(input_ids, **last_only)
+        first.append(timer() - start)
+        start = timer()
+        for _ in range(new_tokens - 1):
+            token, cache = following(token, **{name: cache})
+        later.append(timer() - start)
+        del cache  # before the next round fills another one
+    return statistics.median(first), len(input_ids) * (new_tokens - 1) / max(statistics.median(later), 1e-9)
 
 
 @contextlib.contextmanager

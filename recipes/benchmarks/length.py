@@ -25,9 +25,9 @@ import typer
 
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
-from hf_efficient_attn.evaluation.charts import label_ends
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.evaluation.pictures import label_ends
 from hf_efficient_attn.evaluation.timing import describe, use_threads
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.json import read_json_object, write_json

@@ -1,16 +1,13 @@
 """`hf-efficient-attn demo` on a tiny model in place of MiniLM: what it prints, and what an interruption leaves."""
 
 import json
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.evaluation import comparison, demo
-from test_benchmark_command import NOTHING_COMPLETE, ROOT, tokenizer_for
+from test_benchmark_command import NOTHING_COMPLETE, _short, tokenizer_for  # noqa: F401 (a fixture)
 from tiny_models import tiny_model
 
 METHODS = ("--method", "longformer:window_size=4,linear")
@@ -28,7 +25,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _tiny(folder, monkeypatch):
     monkeypatch.setattr(demo, "minilm_folder", lambda: folder)
-    monkeypatch.setattr(comparison, "calls_to_time", lambda work, first: 1)
 
 
 def run(capsys, *arguments, status=0):
@@ -70,23 +66,3 @@ def test_a_limit_of_time(capsys):
     result = json.loads(run(capsys, "--length", "512", "--minutes", "0.000001", "--json").out)
     assert [row["attention"] for row in result["measurements"]] == ["sdpa"]
     assert result["left_out"][-1] == "sdpa, chunks of 128 at 512 tokens"
-
-
-@pytest.mark.exhaustive
-def test_ctrl_c_in_a_process(folder):
-    """The rows that were printed stay, and the exit status says that the command was interrupted."""
-    lengths = ",".join(map(str, range(64, 80)))  # far from done when the first row appears
-    # A shell that starts the tests in the background ignores SIGINT, which its processes inherit.
-    start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    line = [sys.executable, "-c", start, sys.executable, "-m", "hf_efficient_attn", "benchmark", str(folder),
-            "--methods", "linear", "--lengths", lengths, "--rounds", "10", "--no-memory"]  # fmt: skip
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    for shown in process.stdout:
-        if "| sdpa" in shown:
-            break
-    process.send_signal(signal.SIGINT)
-    rest, err = process.communicate()
-    assert process.returncode == 130
-    assert "Not complete. Not measured: " in rest
-    assert [line for line in err.splitlines() if line.startswith("error")] == ["error: interrupted"]
-    assert "Traceback" not in err

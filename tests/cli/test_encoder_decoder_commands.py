@@ -4,44 +4,30 @@ import json
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import main
 from hf_efficient_attn.evaluation.analyze import analyze
 from hf_efficient_attn.evaluation.data import task_of
+from test_benchmark_command import TEXT, _short, command, tokenizer_for  # noqa: F401 (a fixture)
 from test_distance_bias import needs_interface, t5
 from test_encoder_decoder import inputs_of, tiny
-
-WORDS = 400
-
-
-def command(*words) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture
 def made(tmp_path):
     """Checkpoints with a tokenizer of words, and a text."""
-    vocab = {"[PAD]": 0, **{f"w{i}": i for i in range(1, 60)}}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
-    (tmp_path / "words.txt").write_text(" ".join(f"w{(i * i) % 59 + 1}" for i in range(WORDS)))
+    (tmp_path / "words.txt").write_text(TEXT)
 
     def make(family: str):
         model = t5() if family == "t5" else tiny(family)
         model.save_pretrained(tmp_path / family)
-        fast.save_pretrained(tmp_path / family)
+        tokenizer_for("gpt2").save_pretrained(tmp_path / family)
         return tmp_path / family
 
     return make, tmp_path / "words.txt"
 
 
-@pytest.mark.parametrize("family", ["bart", "marian", pytest.param("t5", marks=needs_interface)])
+@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=needs_interface)])
 def test_benchmark_measures_the_encoder(family, made, tmp_path, capsys):
     make, text = made
     methods = "longformer:window_size=4" + ("" if family == "t5" else ",nystromformer:num_landmarks=4")
@@ -98,7 +84,7 @@ def test_whisper_is_calibrated_and_analyzed_from_batches():
     batch["decoder_input_ids"] = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     found = hea.calibrate(model, [batch], max_error=9.0, methods=["nystromformer"], budgets=[16])
     assert found.named_layers() == ["encoder.layers.0", "encoder.layers.1"]
-    result = analyze(model, [batch], methods={"longformer": hea.LongformerConfig()}, budgets=[17], max_error=9.0)
+    result = analyze(model, [batch], methods=[hea.LongformerConfig()], budgets=[17], max_error=9.0)
     assert len(result["layers"]) == 6
     errors = hea.attention_error(hea.convert(model, found), batch)
     assert [one.layer for one in errors.layers if one.method != "sdpa"] == ["encoder.layers.0", "encoder.layers.1"]

@@ -11,10 +11,10 @@ import transformers
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.data import ModelData, task_of
 from hf_efficient_attn.evaluation.memory import check_memory
+from hf_efficient_attn.evaluation.speech import read_samples
 from hf_efficient_attn.hub.facts import TASKS
-from hf_efficient_attn.io.sound import read_samples, recordings_of
+from test_benchmark_command import _short, command  # noqa: F401 (a fixture)
 from test_encoder_decoder import tiny
-from test_encoder_decoder_commands import command
 
 POSITIONS, RATE = 40, 16000
 METHODS = "longformer:window_size=4,nystromformer:num_landmarks=4"
@@ -121,16 +121,6 @@ def test_benchmark_without_data_and_of_an_embedding_model(whisper, recordings, t
     extractor().save_pretrained(bare)
     found = json.loads(run(capsys, *arguments, "--methods", METHODS, "--data", recordings))
     assert found["agreement"] == "cosine" and found["measurements"][1]["agreement"] < 1
-    # The default methods are exact at so few positions, and no greater length can be advised.
-    notes = " ".join(json.loads(run(capsys, *arguments))["notes"])
-    assert "computed exact attention" in notes and "smaller budgets" in notes and "--lengths" not in notes
-
-
-def test_a_time_limit_leaves_fewer_excerpts(whisper, recordings, capsys):
-    arguments = ["benchmark", whisper, "--methods", "longformer:window_size=4", "--data", recordings, "--minutes", 1e-5]
-    found = json.loads(run(capsys, *arguments, "--json"))
-    assert found["data"]["rows"] == 1
-    assert any("is measured on 1 of 3 excerpts" in note for note in found["notes"])
 
 
 def test_analyze_of_recordings(whisper, recordings, tmp_path, capsys):
@@ -159,10 +149,9 @@ def test_excerpts_are_those_of_the_feature_extractor(whisper, recordings):
     # A single file has its own excerpts only.
     assert data_of(whisper, recordings / "a.wav").rows == 2
     # Those that are kept are spread over the recordings.
-    few = data_of(whisper, recordings)
-    few.speech.excerpts *= 2
-    few.keep(2)
-    torch.testing.assert_close(few.inputs(POSITIONS, 0, 8).values["input_features"], features[[0, 0]])
+    write_wav(recordings / "c.wav", noise(RATE, seed=2))
+    few = data_of(whisper, recordings, rows=2)
+    assert [path.name for path, *_ in few.speech.excerpts] == ["a.wav", "c.wav"]
 
 
 def test_inputs_do_not_depend_on_the_batch_and_have_the_dtype_of_the_model(whisper, recordings):
@@ -187,18 +176,10 @@ def test_the_decoder_begins_as_a_transcript_does(whisper):
 
 def test_channels_are_averaged_and_read_from_any_sample(tmp_path):
     left, right = noise(500), noise(500, seed=1)
-    [recording] = recordings_of(write_wav(tmp_path / "stereo.wav", torch.stack([left, right], 1)))
-    assert recording.samples == 500
+    path = write_wav(tmp_path / "stereo.wav", torch.stack([left, right], 1))
     expected = (left.float() + right.float()) / 2 / 2**15
-    torch.testing.assert_close(read_samples(recording, 0, 500), expected)
-    torch.testing.assert_close(read_samples(recording, 100, 50), expected[100:150])
-
-
-def test_a_processor_file_is_enough(whisper, recordings):
-    values = json.loads((whisper / "preprocessor_config.json").read_text())
-    (whisper / "preprocessor_config.json").unlink()
-    (whisper / "processor_config.json").write_text(json.dumps({"feature_extractor": values}))
-    assert data_of(whisper, recordings).rows == 3
+    torch.testing.assert_close(read_samples(path, RATE, 0, 500), expected)
+    torch.testing.assert_close(read_samples(path, RATE, 100, 50), expected[100:150])
 
 
 def test_logits_do_not_count_for_each_position(monkeypatch):
@@ -228,17 +209,17 @@ DAMAGED = {
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("text", "not a recording that can be read"),
-        ("rest", "the file ends before the 16,000 samples that its header promises"),
-        ("end", "the file ends before the 16,000 samples that its header promises: convert it"),
-        ("header", "not a recording that can be read"),
-        ("chunk", "not a recording that can be read (the file ends too early): convert it"),
+        ("text", "not a recording that can be used"),
+        ("rest", "(the file ends too early): convert it"),
+        ("end", "(the file ends too early): convert it"),
+        ("header", "not a recording that can be used"),
+        ("chunk", "(the file ends too early): convert it"),
         ("empty", "there is no sound in it"),
-        ("rate", "a sampling rate of 8,000 Hz, and the model takes 16,000 Hz: convert it, for example with: ffmpeg -i "
-         "rate.wav -ar 16000 -ac 1 -c:a pcm_s16le converted.wav"),
+        ("rate", "(a sampling rate of 8,000 Hz, and the model takes 16,000 Hz): convert it, for example with: "
+         "ffmpeg -i rate.wav -ar 16000 -ac 1 -c:a pcm_s16le converted.wav"),
         ("float", "convert it"),
-        ("eight", "samples of 8 bits, where 16 are supported: convert it"),
-        ("missing", "no such file; recordings are .wav files"),
+        ("eight", "samples of 8 bits, where 16 are supported): convert it"),
+        ("missing", "no recordings: give a .wav file that exists"),
     ],
 )  # fmt: skip
 def test_recordings_that_are_refused(kind, message, whisper, tmp_path, capsys):
@@ -262,8 +243,8 @@ def test_other_refusals(whisper, recordings, tmp_path, capsys):
         (["benchmark", whisper, "--data", recordings, "--lengths", "30"], only),
         (["benchmark", whisper, "--lengths", f"{POSITIONS},512"], f"takes {POSITIONS} positions (0.8 seconds) only"),
         (["analyze", whisper, "--data", recordings, "--length", 2048], only),
-        (["benchmark", whisper, "--data", tmp_path / "nothing"], "nothing: no recordings in it (.wav)"),
-        (["benchmark", whisper, "--data", recordings / "notes.txt"], "notes.txt: recordings come from a .wav file"),
+        (["benchmark", whisper, "--data", tmp_path / "nothing"], "nothing: no recordings: give a .wav file"),
+        (["benchmark", whisper, "--data", recordings / "notes.txt"], "notes.txt: no recordings: give a .wav file"),
         (["benchmark", plain, "--data", recordings], "plain: its feature extractor cannot be loaded"),
         (["analyze", broken, "--data", recordings], "broken: its feature extractor cannot be loaded"),
         (["benchmark", foreign, "--data", recordings], "makes 200 frames of 80 features, and the model takes 80 of 8"),
@@ -271,15 +252,3 @@ def test_other_refusals(whisper, recordings, tmp_path, capsys):
     ]
     for arguments, message in cases:
         refused(capsys, message, *arguments)
-
-
-@pytest.mark.exhaustive
-def test_whisper_of_thirty_seconds(tmp_path, capsys):
-    tiny("whisper", max_source_positions=1500).save_pretrained(tmp_path / "whisper")
-    extractor(chunk_length=30, hop_length=160).save_pretrained(tmp_path / "whisper")
-    write_wav(tmp_path / "long.wav", noise(61 * RATE))
-    arguments = "benchmark", tmp_path / "whisper", "--data", tmp_path / "long.wav"
-    found = json.loads(run(capsys, *arguments, "--methods", "nearfar", "--rounds", 1, "--json"))
-    assert found["data"]["rows"] == 2 and {row["length"] for row in found["measurements"]} == {1500}
-    assert any("excerpts of 30 seconds" in note for note in found["notes"]) and found["measurements"][1]["error"] > 0
-    refused(capsys, "takes 1,500 positions (30 seconds) only", *arguments[:2], "--lengths", 512)

@@ -8,8 +8,8 @@ import torch
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import analysis
-from hf_efficient_attn.evaluation import matrices as dense
-from hf_efficient_attn.evaluation import sparsity as kernel_sparsity
+from hf_efficient_attn.analysis import matrices as dense
+from hf_efficient_attn.analysis import sparsity as kernel_sparsity
 
 REFUSED = hea.UnsupportedAttentionError
 
@@ -240,9 +240,7 @@ def test_relative_error():
         analysis.relative_error(torch.zeros(3, 2), torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("length", [5, 9, 12])
+@pytest.mark.parametrize(("causal", "padded", "length"), [(False, True, 5), (True, False, 9), (True, True, 12)])
 def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length, monkeypatch):
     monkeypatch.setattr(dense, "_CHUNK_QUERIES", 4)
     query, key, value = normal(2, 4, length, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 6, seed=2)
@@ -257,8 +255,7 @@ def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length,
     assert torch.allclose(found, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("causal", "padded"), [(False, True), (True, False)])
 def test_attention_error_vanishes_with_the_whole_sequence_as_budget(causal, padded):
     query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
     mask = torch.ones(2, 40, dtype=torch.bool)

@@ -42,20 +42,28 @@ def share_below(found, max_error):
     return sum(error <= max_error for error in errors) / len(errors)
 
 
-@pytest.mark.parametrize(("family", "methods"), [("bert", None), ("bert", ["kdeformer", "longformer"]), ("gpt2", None)])
-def test_unseen_batches_stay_below_the_error(family, methods):
-    model = tiny_model(family)
-    config = hea.calibrate(model, batches(family, 6), max_error=0.5, methods=methods, budgets=[8, 16, 32, 48])
-    found = layer_errors(model, config, batches(family, 12, start=100))
+@pytest.mark.parametrize(
+    ("family", "methods", "dtype"),
+    [
+        ("bert", ["kdeformer", "longformer"], torch.float32),
+        ("gpt2", ["nearfar"], torch.bfloat16),
+        pytest.param("bert", None, torch.float16, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_unseen_batches_stay_below_the_error(family, methods, dtype):
+    model = tiny_model(family).to(dtype)
+    config = hea.calibrate(model, iter(batches(family, 4)), max_error=0.6, methods=methods, budgets=[16, 32, 48])
+    found = layer_errors(model, config, batches(family, 8, start=100))
     assert found
-    assert share_below(found, 0.5) >= 0.95
+    assert share_below(found, 0.6) >= 0.95
     hea.convert(model, config)
     assert model.config.efficient_attention["layers"]
     with torch.no_grad():
         assert torch.isfinite(model(**batches(family, 1)[0])[0]).all()
 
 
-@pytest.mark.parametrize("max_error", [0.15, pytest.param(0.3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("max_error", [0.15, 0.3])
 def test_unseen_text_stays_below_the_error(max_error, minilm):
     import pydoc_data.topics
 
@@ -65,20 +73,6 @@ def test_unseen_text_stays_below_the_error(max_error, minilm):
     made = [tokenizer(text, truncation=True, max_length=256, return_tensors="pt") for text in texts]
     config = hea.calibrate(model, made[:8], max_error=max_error, methods=["longformer", "kdeformer"], budgets=[64, 128])
     assert share_below(layer_errors(model, config, made[8:]), max_error) >= 0.95
-
-
-def test_more_error_costs_less():
-    model, data = tiny_model("bert"), batches("bert", 4)
-    costs = []
-    for max_error in (0.9, 0.5, 0.3):
-        config = hea.calibrate(
-            model, data, max_error=max_error, methods=["longformer"], budgets=[8, 16, 24, 32, 48, 60]
-        )
-        # The cost of a layer is the size of its window on each side, or 69 keys if the layer stays exact.
-        windows = [config.for_layer(layer) for layer in range(2)]
-        costs.append(sum(69 if one is None else one.window_size for one in windows))
-    assert costs == sorted(costs)
-    assert costs[0] < costs[-1]
 
 
 def test_layers_in_which_no_method_is_accepted_stay_exact():
@@ -95,17 +89,19 @@ def test_layers_in_which_no_method_is_accepted_stay_exact():
 
 
 def test_of_equal_costs_the_first_method_is_taken():
-    model, data = tiny_model("bert"), batches("bert", 2)
+    """Of the cheapest budget, with the seed that is given."""
+    model, data = tiny_model("bert"), batches("bert", 1)
     for methods in (["longformer", "kdeformer"], ["kdeformer", "longformer"]):
-        config = hea.calibrate(model, data, max_error=100.0, methods=methods, budgets=[32, 16])
-        assert {entry.config for entry in config.entries} == {make_config(methods[0]).with_budget(16)}
+        config = hea.calibrate(model, data, max_error=100.0, methods=methods, budgets=[32, 16], seed=5)
+        expected = make_config(methods[0]).with_budget(16)
+        assert [one.config for one in config.entries] == [make_config(expected, seed=5)]
         assert config.named_layers() == [0, 1]
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path):
     model = tiny_model(family)
-    data = batches(family, 3)
+    data = batches(family, 1)
     nearfar = hea.calibrate(model, data, max_error=0.5, methods=["nearfar"], budgets=[16, 48])
     config = hea.calibrate(model, data, max_error=0.5, methods=["auto"], budgets=[16, 48])
     assert config.named_layers() == [0, 1]
@@ -122,15 +118,6 @@ def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path
     assert back.config.efficient_attention["static_form"] == "exact"
 
 
-def test_a_mix_is_one_config():
-    window = calibration.Choice(calibration.Candidate(7, hea.LongformerConfig(window_size=3)), 0.1, 0.2)
-    linear = calibration.Choice(calibration.Candidate(7, hea.LinearConfig()), 0.1, 0.2)
-    found = calibration.make_settings({0: window, 1: linear, 2: window}, 70)
-    assert found.calibrated_length == 70
-    assert [(one.layers, one.config.method) for one in found.entries] == [((0, 2), "longformer"), ((1,), "linear")]
-    assert found.to_dict()["layers"][0]["window_size"] == 3
-
-
 @pytest.mark.parametrize(
     ("family", "ending"), [*((family, None) for family in ("bert", "gpt2", "vit", "llama", "linformer")),
                            ("bert", IndexError), ("bert", KeyboardInterrupt)],
@@ -141,9 +128,10 @@ def test_the_model_is_unchanged(family, ending, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    model = (tiny_model("bert") if family == "linformer" else tiny_model(family)).train()
-    if family == "linformer":
-        hea.convert(model, family, projection_dim=8)
+    is_learned, family = family == "linformer", "bert" if family == "linformer" else family
+    model = tiny_model(family).train()
+    if is_learned:
+        hea.convert(model, "linformer", projection_dim=8)
     next(module for module in model.modules() if not list(module.children())).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -151,7 +139,7 @@ def test_the_model_is_unchanged(family, ending, monkeypatch):
                 parameter.add_(1.0)
     state, training = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
     config, attention = model.config.to_dict(), model.config._attn_implementation
-    data = batches("bert" if family == "linformer" else family, 2)
+    data = batches(family, 2)
     if ending is IndexError:
         data[1] = {"input_ids": torch.full((1, 70), 10**6)}
     elif ending is KeyboardInterrupt:
@@ -169,8 +157,7 @@ def test_the_model_is_unchanged(family, ending, monkeypatch):
     assert capture._NAME not in transformers.AttentionInterface().valid_keys()
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize(("family", "padding"), [("bert", "none"), ("gpt2", "left"), ("llama", "right")])
 def test_calls_equal_the_computation_of_the_model(family, padding):
     """The captured model is exact, and measured errors are those of the converted model, with its draws and masks."""
     model, batch = tiny_model(family), tiny_batch(family, padding=padding)
@@ -203,18 +190,6 @@ def test_calls_equal_the_computation_of_the_model(family, padding):
     assert (expected > 0.01).any()
 
 
-@pytest.mark.parametrize("padding", ["none", "right"])
-def test_errors_are_those_of_attention_error(padding):
-    model, batch, calls = tiny_model("bert"), tiny_batch("bert", padding=padding), []
-    with capture.capture_attention(model, calls.append):
-        capture.forward(model, batch)
-    config = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
-    hea.convert(model, config, layers=[0])
-    layer = hea.attention_error(model, batch, num_rows=None).layers[0]
-    torch.testing.assert_close(calls[0].errors(config), layer.estimate, atol=1e-5, rtol=1e-4)
-    assert layer.estimate.min() > 0.01
-
-
 def test_only_one_layer_is_in_memory_at_a_time(monkeypatch):
     """The tensors of a call are released before the next layer is computed."""
     errors, references = capture.Call.errors, []
@@ -227,14 +202,6 @@ def test_only_one_layer_is_in_memory_at_a_time(monkeypatch):
     monkeypatch.setattr(capture.Call, "errors", check_and_measure)
     hea.calibrate(tiny_model("bert"), batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[8, 16])
     assert len(references) == 8
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    model = tiny_model("bert").to(dtype)
-    config = hea.calibrate(model, iter(batches("bert", 3)), max_error=0.6, budgets=[16, 32])
-    found = layer_errors(model, config, batches("bert", 4, start=50))
-    assert share_below(found, 0.6) >= 0.95
 
 
 def test_padding_does_not_count():
@@ -251,16 +218,12 @@ def test_padding_does_not_count():
     data["attention_mask"][1] = 0
     candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
     summary = capture.summarize_attention(model, data)
-    table, tokens = calibration.measure_errors(model, [data], [candidate], summary, 9.0)
-    assert tokens == {0: 70, 1: 70}
-    assert [set(errors) for errors in table.values()] == [{(0, 0)}, {(0, 0)}]
-
-
-def test_the_result_contains_the_seed():
-    model, data = tiny_model("bert"), batches("bert", 2)
-    options = {"max_error": 5.0, "methods": ["kdeformer"], "budgets": [16]}
-    assert hea.calibrate(model, data, **options) == hea.calibrate(model, data, **options)
-    assert hea.calibrate(model, data, seed=5, **options).entries[0].config.seed == 5
+    study = calibration.Study([candidate], summary)
+    data["attention_mask"][0, 60:] = 0
+    with capture.capture_attention(model, lambda call: study.add(call, 0)):
+        capture.forward(model, data)
+    assert study.tokens == {0: 60, 1: 60}
+    assert [set(errors) for errors in study.errors().values()] == [{(0, 0)}, {(0, 0)}]
 
 
 def test_bound_and_spread_of_errors():
@@ -322,7 +285,7 @@ def test_the_calibrated_length_is_stored(methods, tmp_path):
         assert (again, again.calibrated_length) == (config, 70)
     assert "seed" not in json.dumps(config.to_dict(defaults=False)) and "seed" in json.dumps(config.to_dict())
     hea.convert(model, config)
-    for turn in range(3):
+    for turn in range(2):
         model.save_pretrained(tmp_path / str(turn))
         written = json.loads((tmp_path / str(turn) / "config.json").read_text())["efficient_attention"]
         assert (written["calibrated_length"], written["version"]) == (70, 2)
@@ -342,27 +305,18 @@ def test_the_length_belongs_to_what_was_calibrated():
     assert warnings_of(hea.convert(tiny_model("bert"), config), tiny_batch("bert")) == []
 
 
-def test_the_longest_sequence_counts_without_padding():
-    model, padded = tiny_model("bert"), tiny_batch("bert", padding="right")
-    padded["attention_mask"][0, 60:] = 0
-    config = hea.calibrate(model, [padded], max_error=5.0, methods=["longformer"], budgets=[16])
-    assert config.calibrated_length == 60
-
-
-@pytest.mark.parametrize("length", [0, -1, 2.5, "70", True])
-def test_an_invalid_calibrated_length_is_refused(length):
-    with pytest.raises(UnsupportedAttentionError, match=r"calibrated_length=.* must be a number of tokens"):
-        hea.EfficientAttentionConfig("longformer", calibrated_length=length)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        *(
+            ({"method": "longformer", "calibrated_length": length}, r"calibrated_length=.* must be a number of tokens")
+            for length in (0, -1, 2.5, "70", True)
+        ),
         ({"layers": [{"layers": [0], "method": "longformer", "calibrated_length": 70}]}, "belongs beside 'layers'"),
         ({"method": "longformer", "calibrated_lenght": 70}, "Did you mean 'calibrated_length'"),
     ],
 )
-def test_misplaced_and_mistyped_keys_are_refused(values, message):
+def test_wrong_lengths_and_keys_are_refused(values, message):
     with pytest.raises(UnsupportedAttentionError, match=message):
         hea.EfficientAttentionConfig.from_dict(values)
 
@@ -456,23 +410,6 @@ def test_the_error_of_the_output_is_that_of_the_converted_model(family):
     assert 1e-6 < found == pytest.approx(error.item(), rel=1e-3)
 
 
-@pytest.mark.exhaustive
-def test_a_longer_text_needs_a_longer_calibration(minilm):
-    """What is calibrated on short texts breaks its promise on long ones; what is calibrated on those keeps it."""
-    import pydoc_data.topics
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
-    model = transformers.BertModel.from_pretrained(minilm).eval()
-    topics = sorted(pydoc_data.topics.topics.values(), key=len)
-    ids = tokenizer("\n\n".join(topics), return_tensors="pt", verbose=False)["input_ids"][:, 1:]
-    short, long = ([ids[:, start : start + size] for start in range(0, 8 * 512, 512)] for size in (64, 512))
-    options = {"max_error": 0.25, "methods": ["kdeformer"], "budgets": [16, 32, 64, 128, 256]}
-    at_64, at_512 = (hea.calibrate(model, made[:5], **options) for made in (short, long))
-    assert (at_64.calibrated_length, at_512.calibrated_length) == (64, 512)
-    assert share_below(layer_errors(model, at_64, long[5:]), 0.25) < 0.7
-    assert share_below(layer_errors(model, at_512, long[5:]), 0.25) >= 0.9
-
-
 BERT_BATCH = tiny_batch("bert")
 
 
@@ -482,10 +419,7 @@ BERT_BATCH = tiny_batch("bert")
         ("bert", [], {}, "there are no batches"),
         ("bert", BERT_BATCH, {}, "not a batch itself"),
         ("bert", [3], {}, "a batch is a mapping"),
-        ("bert", [BERT_BATCH], {"max_error": 0}, "max_error=0"),
-        ("bert", [BERT_BATCH], {"max_error": -0.1}, "max_error=-0.1"),
-        ("bert", [BERT_BATCH], {"max_error": math.nan}, "max_error=nan"),
-        ("bert", [BERT_BATCH], {"max_error": True}, "max_error=True"),
+        *(("bert", [BERT_BATCH], {"max_error": x}, f"max_error={x}") for x in (0, -0.1, math.nan, True)),
         ("bert", [BERT_BATCH], {"max_error": 1e-9}, "no method keeps max_error=1e-09 in any layer"),
         ("bert", [BERT_BATCH], {"methods": []}, "methods is empty"),
         ("bert", [BERT_BATCH], {"methods": ["kdeformr"]}, "Did you mean 'kdeformer'"),
@@ -528,7 +462,5 @@ def test_encoder_and_decoder_have_layers_of_their_own():
     both = hea.calibrate(model, data, max_error=9.0, methods=["longformer"], budgets=[8])
     assert both.named_layers() == ["decoder.layers.0", "encoder.layers.0"]
     hea.convert(model, both)
-    causal = hea.calibrate(tiny_model("gpt2"), batches("gpt2", 1), max_error=9.0, methods=["longformer"], budgets=[8])
-    assert causal.named_layers() == [0, 1]
     with pytest.raises(UnsupportedAttentionError, match="is a decoder"):
         hea.calibrate(tiny_model("gpt2"), batches("gpt2", 1), max_error=9.0, methods=["nystromformer"])

@@ -1,85 +1,71 @@
 """Steps of a measurement within a limit of time, and partial results."""
 
+import contextlib
 import io
 
 import pytest
 
 from hf_efficient_attn.evaluation import progress
-from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, Steps, duration, partial_result
+from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, duration, partial_result
 
 
 class Clock:
     """A clock that the test moves."""
 
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+    now = 0.0
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
+    clock = Clock()
+    return clock
 
 
-def execution_of(clock, **options):
-    return Execution(**options, _start=clock.now)
+@pytest.mark.parametrize(
+    ("seconds", "factor", "minutes", "done"),
+    [
+        ([10, 20, 40, 1], 1, None, 4),
+        ([10, 20, 40, 1], 1, 1.0, 2),  # the last one would fit, but the third is more informative
+        ([10, 20, 25], 2, 1.0, 2),  # the estimates are corrected by the steps that are done
+        ([10, 20, 25], 0.5, 0.5, 3),
+        ([100, 1], 0.01, 0.001, 1),  # the first one is always carried out
+    ],
+)
+def test_steps_stop_before_the_limit(seconds, factor, minutes, done, clock):
+    names = []
+    for step in carry_out([Step(f"{i}", s) for i, s in enumerate(seconds)], Execution(minutes, _start=0.0)):
+        clock.now += factor * step.seconds
+        names.append(step.name)
+    assert names == [f"{i}" for i in range(done)]
 
 
-def carry_out(plan, execution, clock, actual):
-    done = []
-    with Steps(plan, execution) as steps:
-        for step in steps:
-            clock.now += actual(step)
-            done.append(step.name)
-    return done, steps.left_out
+@pytest.mark.parametrize(
+    ("seconds", "minutes", "noun", "told"),
+    [
+        ([100, 80], None, "measurement", "Expected: about 3 minutes for 2 measurements."),
+        ([100], 1.0, "text", "Expected: about 2 minutes for 1 text, of which as many as fit in about 60 seconds."),
+    ],
+)
+def test_the_estimate_is_told_before_the_work(seconds, minutes, noun, told, clock):
+    said = []
+    execution = Execution(minutes, on_estimate=said.append, _start=0.0)
+    with contextlib.closing(carry_out([Step("a", s) for s in seconds], execution, noun)) as steps:
+        next(steps)
+        assert said == [told]
 
 
-def test_steps_stop_before_the_limit(clock):
-    plan = [Step("a", 10.0), Step("b", 20.0), Step("c", 40.0), Step("d", 1.0)]
-    assert carry_out(plan, execution_of(clock), clock, lambda step: step.seconds) == (["a", "b", "c", "d"], [])
-    # "d" would fit, but "c" is more informative.
-    limited = execution_of(clock, minutes=1.0)
-    assert carry_out(plan, limited, clock, lambda step: step.seconds) == (["a", "b"], ["c", "d"])
-
-
-def test_estimates_are_corrected_by_the_steps_that_are_done(clock):
-    plan = [Step("a", 10.0), Step("b", 20.0), Step("c", 25.0)]
-    limited = execution_of(clock, minutes=1.0)
-    assert carry_out(plan, limited, clock, lambda step: 2 * step.seconds) == (["a", "b"], ["c"])
-    limited = execution_of(clock, minutes=0.5)
-    assert carry_out(plan, limited, clock, lambda step: step.seconds / 2) == (["a", "b", "c"], [])
-
-
-def test_the_first_step_is_always_carried_out(clock):
-    limited = execution_of(clock, minutes=0.001)
-    assert carry_out([Step("a", 100.0), Step("b", 1.0)], limited, clock, lambda step: 1.0) == (["a"], ["b"])
-
-
-def test_the_estimate_is_told_before_the_work(clock):
-    told = []
-    Steps([Step("a", 100.0), Step("b", 80.0)], execution_of(clock, on_estimate=told.append))
-    Steps([Step("a", 100.0)], execution_of(clock, minutes=1.0, on_estimate=told.append), "text")
-    assert told == [
-        "Expected: about 3 minutes for 2 measurements.",
-        "Expected: about 2 minutes for 1 text, of which as many as fit in about 60 seconds.",
-    ]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_the_bar_is_in_proportion_to_the_estimates(clock, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Terminal())
-    with Steps([Step("a", 10.0), Step("b", 30.0)], execution_of(clock)) as steps:
-        shown = []
-        for _ in steps:
-            shown.append(steps._bar.n)
-            steps.advance(0.5)
-            shown.append(steps._bar.n)
-        assert [*shown, steps._bar.n] == [0.0, 5.0, 10.0, 25.0, 40.0]
-        assert "b: 100%" in str(steps._bar)
+def test_the_bar_is_in_proportion_to_the_estimates_and_removed(clock, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    steps = carry_out([Step("a", 10.0), Step("b", 30.0), Step("c", 60.0)], Execution(_start=0.0))
+    for share in (0, 10, 40):
+        clock.now += 10.0
+        step = next(steps)
+        assert f"{step.name}: {share:3}%" in terminal.getvalue().replace("\x1b", "").rpartition("\r")[2]
+    steps.close()
+    assert not terminal.getvalue().rpartition("\r")[2].strip()
 
 
 def test_partial_results():

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.analysis.matrices import operator_norm
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
-from hf_efficient_attn.evaluation.matrices import operator_norm
 from hf_efficient_attn.evaluation.model_error import exact_rows
 from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.ops.row_error import RowError, row_error, sample_rows

@@ -15,7 +15,7 @@ All functions except those for errors build dense float64 matrices. They are for
 sizes that do not fit in memory or take hours are refused. No gradient flows through any function of this module.
 """
 
-from hf_efficient_attn.evaluation.matrices import (
+from hf_efficient_attn.analysis.matrices import (
     AttentionError,
     attention_error,
     exact_output,
@@ -24,7 +24,7 @@ from hf_efficient_attn.evaluation.matrices import (
     residual_matrix,
     softmax_matrix,
 )
-from hf_efficient_attn.evaluation.sparsity import (
+from hf_efficient_attn.analysis.sparsity import (
     OrderRatios,
     head_to_tail,
     order_statistics_ratio,

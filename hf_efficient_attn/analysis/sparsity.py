@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.analysis.matrices import check_dense, operator_norm
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.matrices import check_dense, operator_norm
 
 # Largest size of a kernel matrix, and largest shorter side of a matrix to decompose: some minutes on one core.
 _MAX_TOKENS = 4096
@@ -72,16 +72,14 @@ def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
     never has more than n entries.
     """
     num_tokens = log_kernel.shape[-1]
-    entries = log_kernel[:, :first, :first].flatten(1)
-    total = entries.logsumexp(1)
-    largest = entries.topk(min(num_tokens, first * first), 1).values
-    ratios = []
+    new = log_kernel[:, :first, :first].flatten(1)
+    total, largest, ratios = new.logsumexp(1), new[:, :0], []
     for i in range(first, num_tokens + 1):
         if i > first:
             new = torch.cat((log_kernel[:, i - 1, :i], log_kernel[:, : i - 1, i - 1]), 1)
             total = torch.logaddexp(total, new.logsumexp(1))
-            largest = torch.cat((largest, new), 1)
-            largest = largest.topk(min(num_tokens, largest.shape[1]), 1).values
+        largest = torch.cat((largest, new), 1)
+        largest = largest.topk(min(num_tokens, largest.shape[1]), 1).values
         # In logarithms, so that the sums of a prefix with small entries do not underflow.
         ratios.append(torch.expm1(total - largest[:, :i].logsumexp(1)).clamp_(min=0.0))
     return torch.stack(ratios, 1)
@@ -131,7 +129,7 @@ def _log_kernels(query: Tensor, key: Tensor, scale: float | None) -> Iterator[Te
     queries, keys = (torch.split(x.reshape(-1, num_tokens, head_dim), chunk) for x in (query, key))
     for q, k in zip(queries, keys, strict=True):
         q, k = q.double(), k.double()
-        yield (q @ k.transpose(1, 2) - q.square().sum(2, keepdim=True) / 2).mul_(factor)
+        yield (q @ k.mT - q.square().sum(2, keepdim=True) / 2).mul_(factor)
 
 
 def _check_tokens(query: Tensor, key: Tensor) -> None:
@@ -169,8 +167,6 @@ def singular_values(matrix: Tensor) -> Tensor:
 @torch.no_grad()
 def stable_rank(matrix: Tensor) -> Tensor:
     """|M|_F^2 / |M|_op^2 (KDEformer, section 2): (..., N, M) -> float64 (...), from 1 to the rank; 0 for a zero matrix.
-
-    The operator norm of large matrices is computed iteratively, to a relative accuracy of 1e-5.
 
     Raises:
         UnsupportedAttentionError: not a floating-point matrix, or one that does not fit in memory.

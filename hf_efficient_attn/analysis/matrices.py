@@ -3,7 +3,6 @@
 Parts of `hea.analysis`. Matrices that do not fit in memory are refused.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ from hf_efficient_attn.methods import (
 _MAX_ENTRIES = 1 << 29
 # Longest shorter side of a matrix whose operator norm is computed from all eigenvalues of M^T M.
 _SMALL_SIDE = 512
-# Largest number of steps of the Lanczos iteration. Attention matrices take 5 to 60.
-_MAX_STEPS = 300
 # Queries of `exact_output` that are computed at a time.
 _CHUNK_QUERIES = 1024
 
@@ -68,9 +65,9 @@ def softmax_matrix(
     Raises:
         UnsupportedAttentionError: shapes that do not match, or a matrix of more than 4 GiB.
     """
-    check_heads(query, key, attention_mask)
+    _check_heads(query, key, attention_mask)
     check_dense("softmax_matrix", *query.shape[:3], key.shape[2])
-    allowed = allowed_pairs(query, key, attention_mask, is_causal)
+    allowed = _allowed_pairs(query, key, attention_mask, is_causal)
     if attention_mask is not None:
         key = key.masked_fill(~attention_mask[:, None, :, None], 0.0)
     key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -92,7 +89,8 @@ def near_field_pairs(
     """The pairs that a method computes exactly: 1{H(q_i) = H(k_j)} of KDEformer's Eq. 10, or a window.
 
     They are the non-zero weights of the method's naive form without its samples, which follows the same plan as the
-    fast form. All scores are 0 there, so that no weight underflows, unless the scores decide which pairs are near.
+    fast form. All scores are 0 there, so that no weight underflows. With `near_field="auto"` the scores decide which
+    pairs are near; they are computed in float64, where weights underflow if scores differ by more than 700.
 
     The method must have a near field that is a set of pairs: `block_size` or `window_size`. `scale` has an effect with
     `near_field="auto"` only, and `seed` is added to the seed of the config. The other arguments are those of
@@ -105,55 +103,38 @@ def near_field_pairs(
         UnsupportedAttentionError: a method without a near field, a near field that contains all pairs (the sequence is
             within the budget, or the far field cannot be separated from it), or too many tokens.
     """
-    check_heads(query, key, attention_mask)
+    _check_heads(query, key, attention_mask)
     config = make_config(method_or_config)
     check_dense("near_field_pairs", *query.shape[:3], key.shape[2])
-    fields = _fields(config)
-    sizes = [getattr(config, name) for name in ("block_size", "window_size") if name in fields]
     # The weights of features are never 0, so that such a method is no proposal for a near field.
-    kinds = ((name, _fields(method_info(name).config_class)) for name in available_methods())
-    proposed = ", ".join(name for name, of in kinds if of & {"block_size", "window_size"} and "num_features" not in of)
-    if not sizes or ("num_features" in fields and not any(sizes)):
+    kinds = {name: method_info(name).config_class.hyperparameters() for name in available_methods()}
+    proposed = ", ".join(
+        name for name, of in kinds.items() if {"block_size", "window_size"} & set(of) and "num_features" not in of
+    )
+    names = config.hyperparameters()
+    sizes = [getattr(config, name) for name in ("block_size", "window_size") if name in names]
+    if not sizes or ("num_features" in names and not any(sizes)):
         raise UnsupportedAttentionError(
             f"{config.method} has no near field of pairs. Methods that have one: {proposed}"
         )
-    if "num_samples" in fields:
+    if "num_samples" in names:
         config = make_config(config, num_samples=0)
-    used_scale = 0.0
     if getattr(config, "near_field", None) == "auto" and not is_causal:
-        query, key, used_scale = _without_underflow(query, key, attention_mask, scale)
+        query, key = query.double(), key.double()
+    else:
+        scale = 0.0
     # With one unit vector as each value, the output is the matrix of weights.
     units = torch.eye(key.shape[2], dtype=query.dtype, device=query.device).expand(*key.shape[:2], -1, -1)
     weights = naive_attention(
-        config, query, key, units, attention_mask=attention_mask, is_causal=is_causal, scale=used_scale, seed=seed
+        config, query, key, units, attention_mask=attention_mask, is_causal=is_causal, scale=scale, seed=seed
     )
     pairs = weights > 0
-    if torch.equal(pairs, allowed_pairs(query, key, attention_mask, is_causal).expand_as(pairs)):
+    if torch.equal(pairs, _allowed_pairs(query, key, attention_mask, is_causal).expand_as(pairs)):
         raise UnsupportedAttentionError(
             f"{config.method}: its near field contains all pairs or cannot be separated from its far field, so that "
             f"the residual is empty. Take a longer sequence, a smaller block_size or window_size, or one of {proposed}"
         )
     return pairs
-
-
-def _without_underflow(
-    query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, float]:
-    """Queries, keys and a scale that is so small, if necessary, that no softmax weight underflows."""
-    if query.dtype == torch.float32:
-        # The hash of a token is the same in float64, but not in float32 if the token is float16.
-        query, key = query.double(), key.double()
-    largest, sizes = (torch.linalg.vector_norm(x.double(), dim=3) for x in (query, key))
-    if mask is not None:
-        sizes = sizes.masked_fill(~mask[:, None], 0.0)
-    spread = 2.0 * (sizes.amax() * largest.amax()).item()
-    most = max(1.0, -math.log(torch.finfo(query.dtype).tiny) - math.log(key.shape[2]))
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    return query, key, scale if abs(scale) * spread <= most else math.copysign(most / spread, scale)
-
-
-def _fields(config: MethodConfig | type[MethodConfig]) -> set[str]:
-    return {spec.name for spec in dataclasses.fields(config)}
 
 
 @torch.no_grad()
@@ -177,11 +158,9 @@ def residual_matrix(
     Raises:
         UnsupportedAttentionError: as `softmax_matrix` and `near_field_pairs`.
     """
-    pairs = near_field_pairs(
-        method_or_config, query, key, attention_mask=attention_mask, is_causal=is_causal, scale=scale, seed=seed
-    )
-    weights = softmax_matrix(query, key, attention_mask=attention_mask, is_causal=is_causal, scale=scale)
-    return weights.masked_fill_(pairs, 0.0)
+    options: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal, "scale": scale}
+    pairs = near_field_pairs(method_or_config, query, key, seed=seed, **options)
+    return softmax_matrix(query, key, **options).masked_fill_(pairs, 0.0)
 
 
 @torch.no_grad()
@@ -189,11 +168,12 @@ def operator_norm(matrix: Tensor) -> Tensor:
     """The largest singular value: (..., N, M) -> float64 (...), NaN for matrices that are not finite.
 
     If the shorter side has at most 512 entries, it is the root of the largest eigenvalue of M^T M, which is as accurate
-    as a decomposition of M. Larger matrices take the Lanczos iteration, to a relative accuracy of 1e-5.
+    as a decomposition of M. Larger matrices are projected on a growing Krylov space of M^T M until the norm of the
+    projection changes by less than 1e-6 of it.
     """
     matrix = matrix.double()
     if matrix.shape[-2] < matrix.shape[-1]:
-        matrix = matrix.transpose(-2, -1)
+        matrix = matrix.mT
     if 0 in matrix.shape:
         return matrix.new_zeros(matrix.shape[:-2])
     # Scaled to entries of at most 1, so that squares neither overflow nor underflow.
@@ -201,33 +181,17 @@ def operator_norm(matrix: Tensor) -> Tensor:
     is_finite = size.isfinite() & (size > 0)
     scaled = torch.where(is_finite[..., None, None], matrix / size[..., None, None], 0.0)
     if matrix.shape[-1] <= _SMALL_SIDE:
-        largest = torch.linalg.eigvalsh(scaled.transpose(-2, -1) @ scaled)[..., -1].clamp(min=0.0).sqrt()
+        norm = torch.linalg.eigvalsh(scaled.mT @ scaled)[..., -1].clamp(min=0.0).sqrt()
     else:
-        norms = [_lanczos_norm(one) for one in scaled.reshape(-1, *scaled.shape[-2:])]
-        largest = torch.tensor(norms, dtype=size.dtype, device=size.device).view(size.shape)
-    return torch.where(size.isfinite(), largest * torch.where(is_finite, size, 0.0), torch.nan)
-
-
-def _lanczos_norm(matrix: Tensor) -> float:
-    """Operator norm of one matrix (N, M) by the Lanczos iteration for M^T M, with full reorthogonalisation.
-
-    The estimate is the largest eigenvalue of the projection on the Krylov space. Its residual bounds its distance from
-    an eigenvalue, so that the iteration stops when the residual is small enough.
-    """
-    generator = torch.Generator().manual_seed(0)  # not the global one, whose state must not change
-    vector = torch.randn(matrix.shape[1], generator=generator, dtype=torch.float64).to(matrix.device)
-    basis, images, value = matrix.new_empty(0, matrix.shape[1]), [], 0.0
-    for _ in range(min(matrix.shape[1], _MAX_STEPS)):
-        basis = torch.cat((basis, (vector / vector.norm())[None]))
-        images.append(matrix.mv(basis[-1]) @ matrix)
-        vector = images[-1]
-        for _ in range(2):  # once is not enough in floating-point numbers
-            vector = vector - (basis @ vector) @ basis
-        values, vectors = torch.linalg.eigh((basis @ torch.stack(images).mT).cpu())
-        value, length = max(0.0, float(values[-1])), float(vector.norm())
-        if length * abs(float(vectors[-1, -1])) <= 1e-5 * value or length == 0.0:
-            break
-    return math.sqrt(value)
+        generator = torch.Generator().manual_seed(0)  # not the global one, whose state must not change
+        basis = torch.randn(matrix.shape[-1], 1, generator=generator, dtype=torch.float64).to(matrix.device)
+        basis, norm, before = basis.expand(*matrix.shape[:-2], -1, 1), torch.zeros_like(size), -torch.ones_like(size)
+        while bool((norm - before > 1e-6 * norm).any()) and basis.shape[-1] < matrix.shape[-1]:
+            for _ in range(min(8, matrix.shape[-1] - basis.shape[-1])):
+                image = scaled.mT @ (scaled @ basis[..., -1:])
+                basis = torch.linalg.qr(torch.cat((basis, image), -1))[0]
+            before, norm = norm, torch.linalg.matrix_norm(scaled @ basis, 2)
+    return torch.where(size.isfinite(), norm * torch.where(is_finite, size, 0.0), torch.nan)
 
 
 @torch.no_grad()
@@ -250,23 +214,20 @@ def exact_output(
     Raises:
         UnsupportedAttentionError: shapes that do not match.
     """
-    check_heads(query, key, attention_mask)
+    _check_heads(query, key, attention_mask)
     if value.ndim != 4 or value.shape[:3] != key.shape[:3]:
         raise UnsupportedAttentionError(f"value {tuple(value.shape)} does not match key {tuple(key.shape)}")
     if attention_mask is not None:
         masked = ~attention_mask[:, None, :, None]
         key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
     groups = query.shape[1] // key.shape[1]
-    query, key, value = query.double(), key.double(), value.double()
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
     outs = []
     for start in range(0, query.shape[2], _CHUNK_QUERIES):
         chunk = slice(start, start + _CHUNK_QUERIES)
-        has_mask = attention_mask is not None or is_causal
-        allowed = allowed_pairs(query, key, attention_mask, is_causal, chunk) if has_mask else None
-        out = scaled_dot_product_attention(query[:, :, chunk], key, value, attn_mask=allowed, scale=scale)
-        outs.append(out if allowed is None else out.masked_fill_(~allowed.any(3, keepdim=True), 0.0))
+        allowed = _allowed_pairs(query, key, attention_mask, is_causal, chunk)
+        out = scaled_dot_product_attention(query[:, :, chunk].double(), key, value, attn_mask=allowed, scale=scale)
+        outs.append(out.masked_fill_(~allowed.any(3, keepdim=True), 0.0))
     return torch.cat(outs, 2)
 
 
@@ -327,19 +288,17 @@ def attention_error(
     Raises:
         UnsupportedAttentionError: as `hea.attention`.
     """
-    out = attention(
-        method_or_config, query, key, value, attention_mask=attention_mask, is_causal=is_causal, scale=scale, seed=seed,
-        **hyperparameters,
-    )  # fmt: skip
+    options: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal, "scale": scale}
+    out = attention(method_or_config, query, key, value, seed=seed, **options, **hyperparameters)
     if exact is None:
-        exact = exact_output(query, key, value, attention_mask=attention_mask, is_causal=is_causal, scale=scale)
+        exact = exact_output(query, key, value, **options)
     if attention_mask is not None and query.shape[2] == key.shape[2]:
         padding = ~attention_mask[:, None, :, None]
         out, exact = out.masked_fill(padding, 0.0), exact.masked_fill(padding, 0.0)
     return relative_error(out, exact)
 
 
-def allowed_pairs(
+def _allowed_pairs(
     query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool, chunk: slice = slice(None)
 ) -> Tensor:
     """The pairs that exact attention uses, for the queries of a chunk: bool (B or 1, 1, chunk, Nk)."""
@@ -351,7 +310,7 @@ def allowed_pairs(
     return allowed if key_mask is None else allowed & key_mask[:, None, None]
 
 
-def check_heads(query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:
+def _check_heads(query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:
     """Check that query (B, H, Nq, D), key (B, H_kv, Nk, D) and key_mask (B, Nk) match."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}"
     if not query.ndim == key.ndim == 4 or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
