@@ -194,7 +194,11 @@ class Distillation(Training):
                 self._names[learned.holder], groups[location.name] = location.name, copies
         if not groups:
             reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
-            raise UnsupportedAttentionError(reason or "no layer of the model has learned parameters to distill")
+            if reason is not None:
+                raise UnsupportedAttentionError(reason)
+            raise UnsupportedAttentionError(
+                "no layer of the model has learned parameters to distill: choose layers whose method has them"
+            )
         trained = [p for group in groups.values() for p in group.values()]
         settings = [{"params": [p], "lr": options.learning_rate * _share(p)} for p in trained]
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
