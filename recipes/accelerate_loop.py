@@ -72,9 +72,9 @@ class LoopArguments:
 def last_checkpoint(folder: str) -> tuple[pathlib.Path, dict[str, Any]] | None:
     """The newest complete checkpoint and its `loop.json`, which is written last."""
     found = [
-        (json.loads(path.read_text()), path.parent) for path in pathlib.Path(folder).glob("checkpoint-*/loop.json")
+        (path.parent, json.loads(path.read_text())) for path in pathlib.Path(folder).glob("checkpoint-*/loop.json")
     ]
-    return max(((path, done) for done, path in found), key=lambda pair: pair[1]["step"], default=None)
+    return max(found, key=lambda pair: pair[1]["step"], default=None)
 
 
 @torch.no_grad()
@@ -104,8 +104,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     folder, task = pathlib.Path(args.output_dir), glue.task_of(options.task)
     with accelerator.main_process_first():
         data = load_data(options)
-    model, tokenizer = load_model(options.model_name_or_path, task)
-    training.check_length(model, options.max_length)
+    model, tokenizer = load_model(options.model_name_or_path, task, options.max_length)
     training.prepare_attention(model, attention)
     tokens, collate = tokenize(data, tokenizer, options.max_length), DataCollatorWithPadding(tokenizer)
     # A separate generator, so that loading data does not change the random state that dropout uses.

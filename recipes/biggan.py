@@ -50,10 +50,7 @@ from recipes.common.commands import (
     show,
     write,
 )
-from recipes.common.gan.features import FeatureNetwork
-from recipes.common.gan.metrics import Gaussian, frechet_distance, inception_score
 from recipes.common.gan.pictures import grid, named_rows, save_png
-from recipes.common.gan.reference import reference_statistics
 from recipes.common.gan.sampling import (
     EXACT_SWAP,
     Draw,
@@ -65,6 +62,7 @@ from recipes.common.gan.sampling import (
     pictures,
     swaps_of,
 )
+from recipes.common.gan.scores import FeatureNetwork, Gaussian, frechet_distance, inception_score, reference_statistics
 
 app = new_app(no_args_is_help=True)
 
@@ -185,7 +183,6 @@ def compare(
     rounds: TimingRounds = 5,
     batch: Batch = 8,
     threads: Threads = 1,
-    colours: option(int, "Colours of the file.", min=2, max=256) = 256,
     csv: Csv = None,
 ) -> None:
     """Compare the pictures of exact attention with those of other methods on the same noise."""
@@ -202,7 +199,7 @@ def compare(
 
     with use_threads(threads):
         rows = Comparison(model, draw, swaps, rounds, batch).run(figures_of)
-    save_png(named_rows(sheets), output, colours)
+    save_png(named_rows(sheets), output, colours=256)
     _show(rows, {"relative_error": ".3f", "greatest": ".3f", "absolute_difference": ".4f"}, csv)
     typer.echo(f"{output}: {number} pictures for each method, truncation {truncation:g}, seed {seed}")
 
@@ -212,7 +209,9 @@ def score(
     checkpoint: Checkpoint,
     features: option(pathlib.Path, "Folder of an image classifier.", metavar="FOLDER"),
     reference: option(
-        pathlib.Path, "Real pictures (folder, zip or IDX file), or a .npz file of statistics.", metavar="PATH"
+        pathlib.Path,
+        "Real pictures (folder or zip file), MNIST's folder, or a .npz file of statistics.",
+        metavar="PATH",
     ),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Pictures for each method.", "--count", min=2) = 5000,
@@ -225,13 +224,10 @@ def score(
     rounds: TimingRounds = 5,
     batch: Batch = 50,
     threads: Threads = 1,
-    statistics: option(pathlib.Path | None, "Save the reference's statistics to this file.", metavar="FILE.npz") = None,
     csv: Csv = None,
 ) -> None:
     """Compute FID and the inception score of exact attention and of other methods on the same noise."""
     check_outputs(csv, None)
-    if statistics is not None:
-        check_writable(statistics)
     if number < splits:
         raise UnsupportedAttentionError(
             f"--count {number}: give at least one picture for each of the --splits {splits}"
@@ -239,12 +235,11 @@ def score(
     model, network = load_generator(checkpoint), FeatureNetwork(features)
     chosen = parse_classes(split_list(classes), model.config)
     # Shuffled, so that all parts of the inception score have about the same share of every class.
-    draw = Draw.of(model.config, chosen, number, truncation, seed, shuffled=True)
+    draw = Draw.of(model.config, chosen, number, truncation, seed)
+    draw = draw._replace(labels=draw.labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))])
     swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _kv_len(model))
     with use_threads(threads):
         real = reference_statistics(reference, network, model.config.output_dim)
-        if statistics is not None:
-            real.save(statistics)
 
         def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
             values, guesses = map(torch.cat, zip(*map(network, made), strict=True))

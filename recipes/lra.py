@@ -40,14 +40,13 @@ if __package__ in (None, ""):
 
 import torch
 from datasets import Dataset
-from sklearn.metrics import accuracy_score
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, BertPreTrainedModel, EvalPrediction, Trainer
+from transformers import BertConfig, BertModel, BertPreTrainedModel, Trainer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from recipes.common import arguments, training
-from recipes.common.arguments import AttentionArguments, option
-from recipes.common.data import listops, lra, lra_pictures
+from recipes.common.arguments import AttentionArguments, option, samples
+from recipes.common.data import listops, lra
 
 DEFAULTS = {
     "learning_rate": 1e-3,
@@ -75,13 +74,10 @@ class TaskArguments:
     max_length: int | None = option(
         "Largest number of tokens; longer texts are truncated. Default: the benchmark's.", default=None
     )
-    max_train_samples: int | None = option("Train on at most N examples, chosen at random.", default=None, metavar="N")
-    max_eval_samples: int | None = option(
-        "Evaluate on at most N examples, chosen at random.", default=None, metavar="N"
-    )
+    max_train_samples: int | None = samples("Train on")
+    max_eval_samples: int | None = samples("Evaluate on")
     train_split: str | None = option("For image: the split to train on. Default: train.", default=None)
     eval_split: str | None = option("For image: the split to evaluate on. Default: test.", default=None)
-    difficulty: str = option("For pathfinder: its difficulty.", default="hard", choices=list(lra_pictures.DIFFICULTIES))
     skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
     cache_dir: str | None = option(
         "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", default=None
@@ -107,12 +103,13 @@ class TaskArguments:
                 f"--max_length {self.max_length} is not a square number: pictures of side S have S * S tokens"
             )
         if self.task == "listops" and self.data is None:
-            self.rules()
+            self.rules.check()
 
+    @property
     def rules(self) -> listops.Rules:
         """The rules of generated ListOps."""
         longest = self.max_length or lra.TASKS["listops"].max_length
-        return listops.Rules(self.min_length, longest, max_depth=self.listops_depth, max_args=self.listops_args)
+        return listops.Rules(self.min_length, longest, self.listops_depth, self.listops_args)
 
 
 @dataclass
@@ -135,8 +132,7 @@ class EncoderArguments:
     )
 
     def __post_init__(self) -> None:
-        if min(self.num_layers, self.hidden_size, self.num_heads, self.intermediate_size) < 1:
-            raise ValueError("the encoder's sizes must be 1 or more")
+        arguments.check_counts(self, "num_layers", "hidden_size", "num_heads", "intermediate_size")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"--hidden_size {self.hidden_size} is not a multiple of --num_heads {self.num_heads}")
         if self.initializer_range <= 0:
@@ -219,52 +215,34 @@ def make_model(task: lra.Task, encoder: EncoderArguments, max_length: int) -> Lo
 
 
 def load(options: TaskArguments, reading: lra.Reading) -> dict[str, Dataset]:
-    """The examples of the task by split: train, and validation, test or both.
+    """The examples of the task by split: train, and validation, test or both. ListOps are generated without --data.
 
     Raises:
         ValueError: the data is missing, empty or not in the benchmark's layout.
     """
-    if options.task == "listops":
-        return lra.load_listops(options.data or generated_listops(options), reading)
-    if options.task == "text":
-        return lra.load_text(options.data, reading)
     if options.task == "image":
-        return lra_pictures.load_image(options.data, reading, options.eval_split, options.train_split)
-    if options.task == "retrieval":
-        return lra.load_retrieval(options.data, reading)
-    return lra_pictures.load_pathfinder(options.data, reading, options.difficulty)
-
-
-def generated_listops(options: TaskArguments) -> str:
-    """The folder of ListOps, which are generated if they do not exist yet."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(options.cache_dir or pathlib.Path(cache) / "hf_efficient_attn")
-    return str(
-        listops.generate(
-            folder,
-            train=options.listops_train,
-            evaluation=options.listops_eval,
-            rules=options.rules(),
-            seed=options.listops_seed,
-        )
-    )
-
-
-def figures(prediction: EvalPrediction) -> dict[str, float]:
-    """Accuracy of logits (examples, labels)."""
-    return {"accuracy": float(accuracy_score(prediction.label_ids, prediction.predictions.argmax(-1)))}
+        return lra.load_image(options.data, reading, options.eval_split, options.train_split)
+    source = options.data
+    if options.task == "listops" and source is None:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        source = listops.generate(
+            pathlib.Path(options.cache_dir or cache / "hf_efficient_attn"), train=options.listops_train,
+            evaluation=options.listops_eval, rules=options.rules, seed=options.listops_seed,
+        )  # fmt: skip
+    return getattr(lra, f"load_{options.task}")(str(source), reading)
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     options, encoder, attention, args = arguments.parse(
-        TaskArguments, EncoderArguments, AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
+        TaskArguments, EncoderArguments, AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
     )
     task = lra.task_of(options.task)
     max_length = options.max_length or task.max_length
     reading = lra.Reading(
         max_length,
-        {"train": options.max_train_samples, "evaluation": options.max_eval_samples},
+        options.max_train_samples,
+        options.max_eval_samples,
         first=encoder.pooling == "cls",
         image_size=math.isqrt(max_length) if options.task == "image" else None,
         skip_bad=options.skip_bad_images,
@@ -275,7 +253,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with args.main_process_first(desc="reading the data"):
         data = load(options, reading)
     for split, examples in data.items():
-        training.check_not_empty(examples, f"{options.task}, {split}")
+        training.check_not_empty(len(examples), f"{options.task}, {split}")
     evaluation = {split: examples for split, examples in data.items() if split != "train"}
     # During training the first evaluation split is used; at the end both are, if there are two.
     single = next(iter(evaluation.values()))
@@ -288,7 +266,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         train_dataset=data["train"],
         eval_dataset=single,
         data_collator=lra.collate,
-        compute_metrics=figures,
+        compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
         callbacks=callbacks,
     )
     extra = {
@@ -298,13 +276,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "baselines": trivial,
         "mean_length": {split: float(examples["length"][:].mean()) for split, examples in data.items()},
     }
-    return training.train_and_report(
-        trainer,
-        attention,
-        evaluate=evaluation if len(evaluation) > 1 else single,
-        metric="eval_accuracy",
-        extra=extra,
-    )
+    evaluate = evaluation if len(evaluation) > 1 else single
+    return training.run_and_report(trainer, attention, evaluate=evaluate, metric="eval_accuracy", extra=extra)
 
 
 if __name__ == "__main__":

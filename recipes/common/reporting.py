@@ -28,14 +28,7 @@ METRICS, PICTURE = "metrics.json", "learning_curve.png"
 
 
 def about_run(attention: Any, model: nn.Module, processes: int, device: torch.device) -> dict[str, Any]:
-    """The part of a report that does not depend on the training loop: attention, model, machine and versions.
-
-    Args:
-        attention: the `AttentionArguments` of the command line, or another dataclass.
-        model: the model.
-        processes: number of processes.
-        device: device of this process.
-    """
+    """The part of a report that does not depend on the training loop: attention, model, machine and versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, CPU"
     config = getattr(model, "config", None)
     return {
@@ -75,11 +68,14 @@ def write_report(
 ) -> None:
     """Write `metrics.json` and `learning_curve.png` to `folder`, and print a table of the main figures.
 
-    Without training there is no learning curve.
+    Numbers that are not finite become null, and values of unknown types their text. Without training there is no
+    learning curve.
     """
+    text = json.dumps(report, default=lambda x: x.item() if getattr(x, "ndim", None) == 0 else str(x))
+    stored = json.loads(text, parse_constant=lambda name: None)
     folder = pathlib.Path(folder)
     with replacing(folder / METRICS) as draft:
-        draft.write_text(json.dumps(_as_json(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
     written = [folder / METRICS]
     if any("loss" in entry for entry in log_history):
         written.append(folder / PICTURE)
@@ -88,26 +84,11 @@ def write_report(
     skipped = ("_runtime", "_per_second", "total_flos", "epoch")
     figures = {k: v for k, v in report["metrics"].items() if not k.endswith(skipped)}
     first = ("steps", "seconds_per_step", "peak_memory_mib")
-    rows = [(key, _short(value)) for key, value in ({k: report[k] for k in first if k in report} | figures).items()]
+    shown = {k: report[k] for k in first if k in report} | figures
+    rows = [(key, f"{value:.4g}" if isinstance(value, float) else str(value)) for key, value in shown.items()]
     rows += [(f"switch at step {s['step']}", f"{s['from']} to {s['to']}") for s in report.get("switches", ())]
     print(table(("", "value"), rows))
     print(f"written: {', '.join(map(str, written))}", flush=True)
-
-
-def _as_json(value: Any) -> Any:
-    """Convert a value to types that JSON has. Numbers that are not finite become null, unknown types their text."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(entry) for entry in value]
-    value = value.item() if getattr(value, "ndim", None) == 0 else value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def mean_and_range(values: Sequence[float], digits: int = 3) -> str:
@@ -148,7 +129,7 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
 
     Args:
         log_history: entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"}, as
-            Trainer logs them, and {"step", "resumed_at"}, as `training.train_and_report` does.
+            Trainer logs them, and {"step", "resumed_at"}.
         metric: key of the evaluation metric. If no entry has it, only the loss is plotted.
     """
     from matplotlib.figure import Figure

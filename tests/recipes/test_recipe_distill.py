@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-
 from test_benchmark_command import command, made, photographs, text  # noqa: F401 (fixtures)
 
 pytest.importorskip("accelerate")

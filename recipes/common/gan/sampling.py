@@ -40,13 +40,13 @@ def parse_classes(names: Sequence[str], config: BigGANConfig) -> list[int]:
     Raises:
         UnsupportedAttentionError: the model has no such class.
     """
-    own = {str(name).lower(): number for number, name in (config.id2label or {}).items()}
+    own = {str(name).lower(): int(number) for number, name in (config.id2label or {}).items()}
     found = []
     for name in names:
         if name.isdecimal() and int(name) < config.num_classes:
             found.append(int(name))
         elif name.lower() in own:
-            found.append(int(own[name.lower()]))
+            found.append(own[name.lower()])
         elif config.num_classes == 1000 and not name.isdecimal():
             try:
                 found.append(class_index(name))
@@ -67,32 +67,12 @@ class Draw(NamedTuple):
     truncation: float
 
     @classmethod
-    def of(
-        cls,
-        config: BigGANConfig,
-        classes: Sequence[int],
-        number: int,
-        truncation: float,
-        seed: int,
-        *,
-        shuffled: bool = False,
-    ) -> "Draw":
-        """Draw the inputs of `number` pictures.
-
-        Args:
-            config: config of the generator.
-            classes: the classes, which are used in turn; empty for all classes.
-            number: number of pictures.
-            truncation: above 0 and at most 1.
-            seed: seed of the noise.
-            shuffled: shuffle the classes.
-        """
+    def of(cls, config: BigGANConfig, classes: Sequence[int], number: int, truncation: float, seed: int) -> "Draw":
+        """Draw the inputs of `number` pictures of the given classes, which are used in turn; empty for all classes."""
         if not 0 < truncation <= 1:
             raise UnsupportedAttentionError(f"--truncation {truncation} must be above 0 and at most 1")
         chosen = torch.tensor(list(classes) or list(range(config.num_classes)))
         labels = chosen.repeat(-(-number // len(chosen)))[:number]
-        if shuffled:
-            labels = labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))]
         return cls(truncated_noise(number, config.z_dim, truncation, seed), labels, truncation)
 
 
@@ -175,17 +155,10 @@ def layer_costs(
 ) -> list[dict[str, Any]]:
     """The cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
 
-    Args:
-        model: the generator.
-        draw: the inputs.
-        swaps: the methods.
-        rounds: number of paired timings against exact attention; 0 for none.
-        bar: progress bar of the timings.
-
     Returns:
         for each method the GFLOP of the products for one picture with a multiply-add as one operation, how many times
-        fewer they are and how many times faster it is than exact attention (None if not measured), and whether the
-        times are unsteady.
+        fewer they are and how many times faster it is than exact attention (None without rounds of paired timings), and
+        whether the times are unsteady.
     """
     recorded = []
     few = Draw(draw.noise[:8], draw.labels[:8], draw.truncation)
