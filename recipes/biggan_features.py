@@ -43,13 +43,7 @@ def train_classifier(
 ) -> int:
     """Train with AdamW and a learning rate that decreases to 0, and return the number of steps.
 
-    Args:
-        model: the classifier.
-        data: pictures (N, H, W) uint8, and their classes (N,) int64.
-        minutes: duration, used if `steps` is None.
-        steps: number of steps.
-        batch: batch size.
-        seed: seed of the batches and shifts.
+    The data are pictures (N, H, W) uint8 and their classes (N,) int64. `minutes` is the duration if `steps` is None.
     """
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=1e-2)

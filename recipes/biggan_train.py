@@ -20,7 +20,7 @@ import math
 import pathlib
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import typer
@@ -69,9 +69,7 @@ class Discriminator(nn.Module):
 
     This is the projection discriminator of Miyato & Koyama (2018) with spectral norm (Miyato et al. 2018).
 
-    Args:
-        classes: number of classes.
-        widths: channels of the blocks, each of which halves the resolution.
+    Each block, whose channels are `widths`, halves the resolution.
     """
 
     def __init__(self, classes: int, widths: tuple[int, ...] = (24, 48, 96)) -> None:
@@ -95,23 +93,14 @@ def hinge_loss(real: Tensor, generated: Tensor) -> Tensor:
 def sameness(pictures: Tensor, noise: Tensor) -> Tensor:
     """Mode-seeking loss (Mao et al. 2019, eq. 5): large if the noise changes the pictures little.
 
-    Args:
-        pictures: (2 B, 3, P, P), where pictures b and B + b have the same class.
-        noise: (2 B, z_dim).
+    The arguments are pictures (2 B, 3, P, P), where b and B + b have the same class, and their noise (2 B, z_dim).
     """
     changed, moved = ((x[: len(x) // 2] - x[len(x) // 2 :]).abs().mean() for x in (pictures, noise))
     return moved / (changed + 1e-3)
 
 
 def make_generator(classes: int, *, width: int = 16, z_dim: int = 32, gamma: float = 1.0) -> BigGANModel:
-    """An untrained generator of 32 x 32 pictures.
-
-    Args:
-        classes: number of classes.
-        width: channels of the last block; attention has 4 times as many.
-        z_dim: size of the noise, and of the class embedding.
-        gamma: initial factor of the attention.
-    """
+    """An untrained generator of 32 x 32 pictures. Its attention has 4 times `width` channels and the factor `gamma`."""
     config = BigGANConfig(
         z_dim=z_dim, class_embed_dim=z_dim, channel_width=width, num_classes=classes,
         layers=[list(layer) for layer in LAYERS], attention_layer_position=ATTENTION, n_stats=11,
@@ -135,102 +124,49 @@ def _average(average: Tensor, current: Tensor, updates: Tensor | int, decay: flo
     return average + (current - average) * (1 - min(decay, (1 + float(updates)) / (10 + float(updates))))
 
 
-class Training:
-    """The training of both networks, with the averaged generator.
+Figures = dict[str, float]
 
-    Args:
-        generator: the generator.
-        discriminator: the discriminator.
-        rates: learning rates of the two.
-        batch: batch size, which must be even.
-        diversity: weight of `sameness` in the generator's loss.
-        seed: seed of the noise and the pictures.
+
+def step(
+    generator: BigGANModel, discriminator: Discriminator, optimizers: Sequence[torch.optim.Optimizer],
+    real: tuple[Tensor, Tensor], draw: torch.Generator, diversity: float,
+) -> Figures:  # fmt: skip
+    """Train both networks on real pictures (B, 3, P, P) and their classes (B,), and return the losses.
+
+    `diversity` is the weight of `sameness` in the generator's loss.
     """
-
-    def __init__(
-        self,
-        generator: BigGANModel,
-        discriminator: Discriminator,
-        rates: tuple[float, float],
-        batch: int,
-        diversity: float = 0.1,
-        seed: int = 0,
-    ) -> None:
-        self.generator, self.discriminator = generator.train(), discriminator.train()
-        self.rates, self.batch, self.diversity = rates, batch, diversity
-        self.average = AveragedModel(generator, avg_fn=_average)
-        self.optimizers = [
-            torch.optim.Adam(model.parameters(), lr=rate, betas=(0.0, 0.999))
-            for model, rate in zip((generator, discriminator), rates, strict=True)
-        ]
-        self.seconds, self.log = 0.0, []
-        self.draw = torch.Generator().manual_seed(seed)
-
-    def _generate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pictures (B, 3, P, P), their classes (B,) and their noise (B, z_dim)."""
-        config = self.generator.config
-        noise = torch.randn(self.batch, config.z_dim, generator=self.draw)
-        # Both halves have the same classes, since `sameness` compares them.
-        labels = torch.randint(config.num_classes, (self.batch // 2,), generator=self.draw).repeat(2)
-        return self.generator(noise, labels, truncation=1.0).images, labels, noise
-
-    def step(self, real: Tensor, labels: Tensor, over: float) -> dict[str, float]:
-        """Train both networks for one step, and return its figures.
-
-        Args:
-            real: real pictures (B, 3, P, P).
-            labels: their classes (B,).
-            over: share of the training that is done.
-        """
-        start = time.process_time()
-        for one, rate in zip(self.optimizers, self.rates, strict=True):
-            # Constant in the first half, then linear decay to 0.
-            one.param_groups[0]["lr"] = rate * min(1.0, 2 * (1 - over))
-        fake, fake_labels, noise = self._generate()
-        # One batch of real and generated pictures, so that the spectral norms are estimated once.
-        scores = self.discriminator(torch.cat((real, fake.detach())), torch.cat((labels, fake_labels)))
-        loss = hinge_loss(scores[: len(real)], scores[len(real) :])
-        self._update(1, loss)
-        self.discriminator.requires_grad_(False)
-        # The generator's step uses the same pictures, since generating them costs the most.
-        gain, same = -self.discriminator(fake, fake_labels).mean(), sameness(fake, noise)
-        self._update(0, gain + self.diversity * same)
-        self.discriminator.requires_grad_(True)
-        self.average.update_parameters(self.generator)
-        self.seconds += time.process_time() - start
-        found = {
-            "step": len(self.log) + 1, "discriminator": loss.item(), "generator": gain.item(), "sameness": same.item(),
-            "gamma": attention_factor(self.generator).item(),
-        }  # fmt: skip
-        if not all(map(math.isfinite, found.values())):
-            raise UnsupportedAttentionError(f"the losses are not finite at step {found['step']}: lower --rate")
-        self.log.append(found)
-        return found
-
-    def _update(self, which: int, loss: Tensor) -> None:
-        self.optimizers[which].zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizers[which].step()
+    config, batch = generator.config, len(real[0])
+    noise = torch.randn(batch, config.z_dim, generator=draw)
+    # Both halves have the same classes, since `sameness` compares them.
+    labels = torch.randint(config.num_classes, (batch // 2,), generator=draw).repeat(2)
+    fake = generator(noise, labels, truncation=1.0).images
+    # One batch of real and generated pictures, so that the spectral norms are estimated once.
+    scores = discriminator(torch.cat((real[0], fake.detach())), torch.cat((real[1], labels)))
+    loss = hinge_loss(scores[:batch], scores[batch:])
+    _update(optimizers[1], loss)
+    discriminator.requires_grad_(False)
+    # The generator's step uses the same pictures, since generating them costs the most.
+    gain, same = -discriminator(fake, labels).mean(), sameness(fake, noise)
+    _update(optimizers[0], gain + diversity * same)
+    discriminator.requires_grad_(True)
+    return {"discriminator": loss.item(), "generator": gain.item(), "sameness": same.item()}
 
 
-def save(training: Training, output: pathlib.Path, number: int, about: dict[str, Any]) -> BigGANModel:
-    """Save the averaged generator, its tables of statistics (each of `number` pictures), samples and figures."""
-    model, config = training.average.module, training.generator.config
-    model.set_statistics(num_samples=number, batch_size=training.batch, progress=sys.stderr.isatty())
+def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+
+
+def save(model: BigGANModel, output: pathlib.Path, number: int, batch: int) -> None:
+    """Save the generator with its tables of statistics, each of `number` pictures, and a sheet of samples."""
+    model.set_statistics(num_samples=number, batch_size=batch, progress=sys.stderr.isatty())
     model.eval().save_pretrained(output)
-    noise = torch.randn(10, config.z_dim, generator=torch.Generator().manual_seed(0)).repeat(config.num_classes, 1)
+    config, draw = model.config, torch.Generator().manual_seed(0)
+    noise = torch.randn(10, config.z_dim, generator=draw).repeat(config.num_classes, 1)
     with torch.no_grad():
         pictures = model(noise, torch.arange(config.num_classes).repeat_interleave(10), truncation=1.0).images
     save_png(grid(pictures, 10), output / "samples.png")
-    networks = {"generator": model, "discriminator": training.discriminator}
-    report = {
-        **about, "steps": len(training.log), "seconds": round(training.seconds, 1),
-        "gamma": attention_factor(model).item(),
-        "parameters": {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()},
-    }  # fmt: skip
-    write_json(output / "metrics.json", report)
-    write_csv(output / "losses.csv", training.log)
-    return model
 
 
 @app.command(epilog="Example: python -m recipes.biggan_train --data ../shared/data --output gan --steps 200")
@@ -257,20 +193,43 @@ def train(
     pictures, labels = digits.load(data_folder(data), "train")
     output.mkdir(parents=True)
     torch.manual_seed(seed)
-    classes = int(labels.max()) + 1
+    draw, rates = torch.Generator().manual_seed(seed), [rate, discriminator_rate]
+    classes, seconds, log = int(labels.max()) + 1, 0.0, []
     with use_threads(threads), tqdm(total=steps, unit="step", disable=None, leave=False) as bar:
-        generator, rates = make_generator(classes, width=width, gamma=gamma), (rate, discriminator_rate)
-        training = Training(generator, Discriminator(classes), rates, batch, diversity, seed)
-        while (over := len(training.log) / steps if steps else training.seconds / (60 * minutes)) < 1:
-            chosen = torch.randint(len(labels), (batch,), generator=training.draw)
-            found = training.step(digits.as_input(pictures[chosen]), labels[chosen], over)
+        networks = make_generator(classes, width=width, gamma=gamma).train(), Discriminator(classes).train()
+        average = AveragedModel(networks[0], avg_fn=_average)
+        optimizers = [
+            torch.optim.Adam(network.parameters(), lr=one, betas=(0.0, 0.999))
+            for network, one in zip(networks, rates, strict=True)
+        ]
+        while (over := len(log) / steps if steps else seconds / (60 * minutes)) < 1:
+            chosen, start = torch.randint(len(labels), (batch,), generator=draw), time.process_time()
+            for optimizer, one in zip(optimizers, rates, strict=True):
+                # Constant in the first half, then linear decay to 0.
+                optimizer.param_groups[0]["lr"] = one * min(1.0, 2 * (1 - over))
+            real = digits.as_input(pictures[chosen]), labels[chosen]
+            figures = step(*networks, optimizers, real, draw, diversity)
+            average.update_parameters(networks[0])
+            seconds += time.process_time() - start
+            figures["gamma"] = attention_factor(networks[0]).item()
+            if not all(map(math.isfinite, figures.values())):
+                raise UnsupportedAttentionError(f"the losses are not finite at step {len(log) + 1}: lower --rate")
+            log.append({"step": len(log) + 1, **figures})
             bar.update()
-            bar.set_postfix({k: f"{v:.2f}" for k, v in found.items() if k != "step"}, refresh=False)
-        about = {"gamma_at_start": gamma, "diversity": diversity, "batch": batch, "rates": list(rates)}
-        model = save(training, output, statistics, about)
+            bar.set_postfix({k: f"{v:.2f}" for k, v in figures.items()}, refresh=False)
+        model = average.module
+        save(model, output, statistics, batch)
+    gamma_at_end = attention_factor(model).item()
+    report = {
+        "gamma_at_start": gamma, "gamma": gamma_at_end, "diversity": diversity, "batch": batch, "rates": rates,
+        "steps": len(log), "seconds": round(seconds, 1),
+        "parameters": {type(one).__name__: sum(p.numel() for p in one.parameters()) for one in networks},
+    }  # fmt: skip
+    write_json(output / "metrics.json", report)
+    write_csv(output / "losses.csv", log)
     typer.echo(
-        f"{output}: {len(training.log)} steps of {training.seconds / len(training.log):.2f} s; gamma "
-        f"{attention_factor(model).item():.3f}; samples in {output / 'samples.png'}"
+        f"{output}: {len(log)} steps of {seconds / len(log):.2f} s; gamma {gamma_at_end:.3f}; samples in "
+        f"{output / 'samples.png'}"
     )
 
 

@@ -47,11 +47,11 @@ class CausalArguments:
 
     _argument_group_name = "evaluation"
 
-    eval_positions: bool = option("Also measure the loss by position and on repeated passages.", default=False)
-    position_bucket: int = option("Number of positions in a bucket of the loss by position.", default=256)
-    repeat_tokens: int = option("Tokens of a repeated passage.", default=128)
+    eval_positions: bool = option("Also measure the loss by position and on repeated passages.", False)
+    position_bucket: int = option("Number of positions in a bucket of the loss by position.", 256)
+    repeat_tokens: int = option("Tokens of a repeated passage.", 128)
     repeat_distances: list[int] = option(
-        "Distances between the two occurrences of a passage, in tokens.", default=[256, 768, 1536]
+        "Distances between the two occurrences of a passage, in tokens.", [256, 768, 1536]
     )
 
     def __post_init__(self) -> None:
@@ -95,10 +95,7 @@ def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, 
         block_size: number of tokens of a full window.
 
     Returns:
-        The examples by distance.
-
-    Raises:
-        ValueError: the two occurrences do not fit into a window, or no window is full.
+        The examples by distance. Those whose occurrences do not fit into a full window are refused.
     """
     last = block_size - max(distances) - passage
     if last < 1:
@@ -134,10 +131,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if causal.eval_positions:
         metrics[""] = functools.partial(position_figures, bucket=causal.position_bucket)
         repeated = repeated_passages(
-            sets[""],
-            distances=causal.repeat_distances,
-            passage=causal.repeat_tokens,
-            block_size=about["block_size"],
+            sets[""], distances=causal.repeat_distances, passage=causal.repeat_tokens, block_size=about["block_size"]
         )
         for distance, rows in repeated.items():
             sets[f"repeat_{distance}"], metrics[f"repeat_{distance}"] = rows, repeat_figures

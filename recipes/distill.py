@@ -30,7 +30,6 @@ if __package__ in (None, ""):
     import recipes  # noqa: F401  # first: it reports missing packages
 
 import accelerate
-from torch import Tensor
 
 from hf_efficient_attn.cli.distill import Rows
 from hf_efficient_attn.evaluation.analyze import Source
@@ -53,24 +52,24 @@ class DistillationArguments:
     model_name_or_path: str = option("Folder or hub id of a checkpoint with exact attention.")
     data: str = option("Text (.txt, .jsonl with 'text', or gzipped), or a folder or zip file of pictures.")
     output_dir: str = option("A new folder.")
-    overwrite: bool = option("Replace an output folder that is not empty.", default=False)
-    restart: bool = option("Discard the saved state and start again.", default=False)
-    steps: int = option("Steps of the first stage.", default=300)
-    loss: str = option("Loss of the first stage: output, weights or both.", default="output")
-    learning_rate: float = option("Learning rate of the first stage.", default=2e-2)
+    overwrite: bool = option("Replace an output folder that is not empty.", False)
+    restart: bool = option("Discard the saved state and start again.", False)
+    steps: int = option("Steps of the first stage.", 300)
+    loss: str = option("Loss of the first stage: output, weights or both.", "output")
+    learning_rate: float = option("Learning rate of the first stage.", 2e-2)
     length: int | None = option(
         "Tokens of an input; pictures are resized. Default: those that the model takes, at most 2048; for pictures, "
         "those of its own size.",
-        default=None,
+        None,
     )
-    max_length: int | None = option("Let the result take N tokens, as in `convert`.", default=None, metavar="N")
-    per_device_train_batch_size: int = option("Inputs of a batch of one process.", default=4)
-    save_steps: int = option("Measure the error and save the state after every N steps.", default=50, metavar="N")
-    seed: int = option("Seed of the order of the batches.", default=0)
-    finetune_steps: int = option("Steps of the second stage.", default=0)
-    finetune_target: str = option("What it compares: hidden_states or logits.", default="hidden_states")
-    finetune_learning_rate: float = option("Its learning rate.", default=5e-5)
-    lora_rank: int | None = option("Train LoRA adapters of this rank in it.", default=None)
+    max_length: int | None = option("Let the result take N tokens, as in `convert`.", None, metavar="N")
+    per_device_train_batch_size: int = option("Inputs of a batch of one process.", 4)
+    save_steps: int = option("Measure the error and save the state after every N steps.", 50, metavar="N")
+    seed: int = option("Seed of the order of the batches.", 0)
+    finetune_steps: int = option("Steps of the second stage.", 0)
+    finetune_target: str = option("What it compares: hidden_states or logits.", "hidden_states")
+    finetune_learning_rate: float = option("Its learning rate.", 5e-5)
+    lora_rank: int | None = option("Train LoRA adapters of this rank in it.", None)
 
     def __post_init__(self) -> None:
         arguments.check_counts(
@@ -81,11 +80,7 @@ class DistillationArguments:
 
 
 def target_of(attention: AttentionArguments) -> Target:
-    """The method that --attention, --set and --layers name.
-
-    Raises:
-        ValueError: there is none, or there are stages.
-    """
+    """The method that --attention, --set and --layers name. Refuses stages, and exact attention."""
     if attention.stages or attention.preset:
         raise ValueError("--stages and --preset are for training with labels: name one method with --attention")
     config, layers = attention.method() or (None, None)
@@ -96,7 +91,7 @@ def target_of(attention: AttentionArguments) -> Target:
 
 
 def plan_of(args: DistillationArguments, accelerator: accelerate.Accelerator) -> Plan:
-    """How each process trains."""
+    """How each process trains. Several processes average their gradients."""
     second = None
     if args.finetune_steps:
         second = FinetuningOptions(
@@ -105,11 +100,11 @@ def plan_of(args: DistillationArguments, accelerator: accelerate.Accelerator) ->
             learning_rate=args.finetune_learning_rate,
             lora_rank=args.lora_rank,
         )
-    average = functools.partial(_average, accelerator=accelerator) if accelerator.num_processes > 1 else None
+    several = accelerator.num_processes > 1
     options = DistillationOptions(
         learning_rate=args.learning_rate,
         seed=args.seed,
-        reduce=average,
+        reduce=functools.partial(accelerator.reduce, reduction="mean") if several else None,
         finetuning=second,
         show_progress=accelerator.is_main_process,
     )
@@ -123,13 +118,6 @@ def plan_of(args: DistillationArguments, accelerator: accelerate.Accelerator) ->
     )
 
 
-def _average(gradient: Tensor, accelerator: accelerate.Accelerator) -> Tensor:
-    """The mean of a tensor over the processes."""
-    mean = accelerator.reduce(gradient, reduction="mean")
-    assert isinstance(mean, Tensor)
-    return mean
-
-
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the report of `distill_checkpoint`."""
     args, attention = arguments.parse_only(DistillationArguments, AttentionArguments, description=__doc__, argv=argv)
@@ -137,22 +125,12 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments.check_connected(accelerator.num_processes)
     accelerate.utils.set_seed(args.seed)
     rows = Rows(is_silent=not accelerator.is_main_process)
-    output = Output(
-        folder=pathlib.Path(args.output_dir),
-        max_length=args.max_length,
-        force=args.overwrite,
-        restart=args.restart,
-    )
+    folder = pathlib.Path(args.output_dir)
+    output = Output(folder=folder, max_length=args.max_length, force=args.overwrite, restart=args.restart)
+    source, plan = Source(args.model_name_or_path, device=accelerator.device), plan_of(args, accelerator)
     try:
         with accelerator.autocast():
-            report = distill_checkpoint(
-                Source(args.model_name_or_path, device=accelerator.device),
-                args.data,
-                output,
-                target,
-                plan_of(args, accelerator),
-                rows.execution(),
-            )
+            report = distill_checkpoint(source, args.data, output, target, plan, rows.execution())
     except Interrupted as interruption:
         found = interruption.result
         if accelerator.is_main_process:

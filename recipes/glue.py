@@ -48,10 +48,10 @@ class GlueArguments:
     task: str = option(f"One of {', '.join(glue.TASKS)}.")
     data: str = option("Folder that holds <TASK>/train.tsv and dev.tsv, or a hub id.")
     model_name_or_path: str = option("Encoder: a folder or a hub id.", aliases=["--model"])
-    max_length: int = option("Tokens of an example; longer ones are truncated.", default=128)
+    max_length: int = option("Tokens of an example; longer ones are truncated.", 128)
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
-    skip_bad_rows: bool = option("Skip rows that cannot be read, and report them.", default=False)
+    skip_bad_rows: bool = option("Skip rows that cannot be read, and report them.", False)
 
     def __post_init__(self) -> None:
         glue.task_of(self.task)
@@ -89,7 +89,7 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
             f"the tokenizer of {name_or_path} has no padding token, which batches need: use a model that has one"
         )
     head: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
-    if not task.regression:
+    if task.labels:
         head = {
             "id2label": dict(enumerate(task.names)),
             "label2id": {name: number for number, name in enumerate(task.names)},

@@ -74,36 +74,32 @@ class DataArguments:
 
     _argument_group_name = "data"
 
-    train_data: str | None = option("Hub id, folder or zip file.", default=None)
-    eval_data: str | None = option("Pictures to evaluate on. Default: a split of --train_data.", default=None)
-    train_split: str | None = option("Split to train on. Default: train, if there are splits.", default=None)
-    eval_split: str | None = option("Split to evaluate on. Default: validation, val, dev or test.", default=None)
-    eval_share: float | None = option(
-        "Hold out this share of the training pictures at random for evaluation.", default=None
-    )
+    train_data: str | None = option("Hub id, folder or zip file.", None)
+    eval_data: str | None = option("Pictures to evaluate on. Default: a split of --train_data.", None)
+    train_split: str | None = option("Split to train on. Default: train, if there are splits.", None)
+    eval_split: str | None = option("Split to evaluate on. Default: validation, val, dev or test.", None)
+    eval_share: float | None = option("Hold out this share of the training pictures at random for evaluation.", None)
     class_list: str | None = option(
-        "Class names in the order of the model's labels: a file with one name per line, "
-        "imagenet_class_index.json, or a folder or zip file of pictures of all classes.",
-        default=None,
+        "Class names in the order of the model's labels: a file with one name per line, or a folder or zip file of "
+        "pictures of all classes.",
+        None,
     )
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
-    skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
+    skip_bad_images: bool = option("Skip images that cannot be read.", False)
     check_images: bool = option(
-        "Decode every image once before the first step, with --dataloader_num_workers threads.", default=True
+        "Decode every image once before the first step, with --dataloader_num_workers threads.", True
     )
-    eval_only: bool = option("Evaluate without training.", default=False)
-    crop_ratio: float = option(
-        "Side of the central square that is evaluated, as a share of the shorter side.", default=0.875
-    )
+    eval_only: bool = option("Evaluate without training.", False)
+    crop_ratio: float = option("Side of the central square that is evaluated, as a share of the shorter side.", 0.875)
     augmentation: str = option(
         "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
         "TrivialAugment as well, which needs torchvision.",
-        default="crop",
+        "crop",
         choices=["none", "crop", "trivial"],
     )
-    crop_scale: float = option("Smallest share of the area in a random crop.", default=0.08)
-    flip: float = option("Probability of a horizontal flip.", default=0.5)
+    crop_scale: float = option("Smallest share of the area in a random crop.", 0.08)
+    flip: float = option("Probability of a horizontal flip.", 0.5)
 
     def __post_init__(self) -> None:
         if self.train_data is None and not (self.eval_only and self.eval_data):
@@ -120,11 +116,7 @@ class DataArguments:
 
 
 def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
-    """The splits to train on (None with --eval_only) and to evaluate on. No picture is read yet.
-
-    Raises:
-        ValueError: a source cannot be read, or a split is missing or empty.
-    """
+    """The splits to train on (None with --eval_only) and to evaluate on. No picture is read yet."""
     train = evaluation = None
     if options.train_data is not None:
         splits = images.load(options.train_data)
@@ -153,11 +145,7 @@ def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
 def classes_of(
     options: ModelArguments, parts: Sequence[Pictures], class_list: Sequence[str] | None
 ) -> tuple[dict[str, int], list[str] | None, str]:
-    """The model's output of every class of the splits, the labels of a new head, and how the outputs were found.
-
-    Raises:
-        ValueError: the classes cannot be matched with the labels, or a new head would have a single label.
-    """
+    """The model's output of every class of the splits, the labels of a new head, and how the outputs were found."""
     if not options.new_head:
         config, orders = config_of(options), {part.order for part in parts}
         own_order = len(orders) == 1 and None not in orders

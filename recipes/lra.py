@@ -67,27 +67,27 @@ class TaskArguments:
 
     _argument_group_name = "task"
 
-    task: str | None = option(f"One of {', '.join(lra.TASKS)}. Required.", default=None)
+    task: str | None = option(f"One of {', '.join(lra.TASKS)}. Required.", None)
     data: str | None = option(
-        "Folder in the benchmark's layout; also a hub id for text and image, or a zip file for image.", default=None
+        "Folder in the benchmark's layout; also a hub id for text and image, or a zip file for image.", None
     )
     max_length: int | None = option(
-        "Largest number of tokens; longer texts are truncated. Default: the benchmark's.", default=None
+        "Largest number of tokens; longer texts are truncated. Default: the benchmark's.", None
     )
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
-    train_split: str | None = option("For image: the split to train on. Default: train.", default=None)
-    eval_split: str | None = option("For image: the split to evaluate on. Default: test.", default=None)
-    skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
+    train_split: str | None = option("For image: the split to train on. Default: train.", None)
+    eval_split: str | None = option("For image: the split to evaluate on. Default: test.", None)
+    skip_bad_images: bool = option("Skip images that cannot be read.", False)
     cache_dir: str | None = option(
-        "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", default=None
+        "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", None
     )
-    listops_train: int = option("Number of ListOps to train on, without --data.", default=96000)
-    listops_eval: int = option("Number of ListOps to evaluate on.", default=2000)
-    listops_seed: int = option("Seed of generated ListOps.", default=0)
-    min_length: int = option("Generated ListOps have more tokens than this, and fewer than --max_length.", default=500)
-    listops_depth: int = option("Largest depth of generated ListOps: nested operators, and the digits.", default=10)
-    listops_args: int = option("Largest number of arguments of an operator in generated ListOps.", default=10)
+    listops_train: int = option("Number of ListOps to train on, without --data.", 96000)
+    listops_eval: int = option("Number of ListOps to evaluate on.", 2000)
+    listops_seed: int = option("Seed of generated ListOps.", 0)
+    min_length: int = option("Generated ListOps have more tokens than this, and fewer than --max_length.", 500)
+    listops_depth: int = option("Largest depth of generated ListOps: nested operators, and the digits.", 10)
+    listops_args: int = option("Largest number of arguments of an operator in generated ListOps.", 10)
 
     def __post_init__(self) -> None:
         if self.task is None:
@@ -118,17 +118,17 @@ class EncoderArguments:
 
     _argument_group_name = "encoder"
 
-    num_layers: int = option("Number of layers.", default=2)
-    hidden_size: int = option("Hidden size.", default=64)
-    num_heads: int = option("Number of attention heads.", default=2)
-    intermediate_size: int = option("Hidden size of the feed-forward layers and the MLP.", default=128)
-    dropout: float = option("Dropout of hidden states.", default=0.1)
+    num_layers: int = option("Number of layers.", 2)
+    hidden_size: int = option("Hidden size.", 64)
+    num_heads: int = option("Number of attention heads.", 2)
+    intermediate_size: int = option("Hidden size of the feed-forward layers and the MLP.", 128)
+    dropout: float = option("Dropout of hidden states.", 0.1)
     attention_dropout: float = option(
-        "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU.", default=0.0
+        "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU.", 0.0
     )
-    initializer_range: float = option("Standard deviation of new weights.", default=0.02)
+    initializer_range: float = option("Standard deviation of new weights.", 0.02)
     pooling: str = option(
-        "mean over all tokens, or cls for an additional first token.", default="mean", choices=["mean", "cls"]
+        "mean over all tokens, or cls for an additional first token.", "mean", choices=["mean", "cls"]
     )
 
     def __post_init__(self) -> None:
@@ -142,9 +142,7 @@ class EncoderArguments:
 class LongRangeModel(BertPreTrainedModel):
     """BERT with the benchmark's classifier.
 
-    Args:
-        config: a BertConfig with two more entries, `pooling` ("mean" or "cls") and `pairs` (whether the model takes two
-            sequences).
+    Its BertConfig has two more entries, `pooling` ("mean" or "cls") and `pairs` (whether it takes two sequences).
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -162,10 +160,8 @@ class LongRangeModel(BertPreTrainedModel):
         states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         if self.config.pooling == "cls":
             return states[:, 0]
-        if attention_mask is None:
-            return states.mean(1)
-        mask = attention_mask.unsqueeze(-1).to(states.dtype)
-        return (states * mask).sum(1) / mask.sum(1)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return (states * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
 
     def forward(
         self,
@@ -175,15 +171,7 @@ class LongRangeModel(BertPreTrainedModel):
         other_mask: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
-        """Classify sequences or pairs of sequences.
-
-        Args:
-            input_ids: (B, N).
-            attention_mask: (B, N), 1 for tokens and 0 for padding.
-            other_ids: (B, M), the second sequences of pairs.
-            other_mask: (B, M).
-            labels: (B,).
-        """
+        """Classify sequences (B, N), or pairs of them with (B, M), whose labels are (B,). A mask is 0 for padding."""
         pooled = self.encode(input_ids, attention_mask)
         if self.config.pairs:
             other = self.encode(other_ids, other_mask)
@@ -215,11 +203,7 @@ def make_model(task: lra.Task, encoder: EncoderArguments, max_length: int) -> Lo
 
 
 def load(options: TaskArguments, reading: lra.Reading) -> dict[str, Dataset]:
-    """The examples of the task by split: train, and validation, test or both. ListOps are generated without --data.
-
-    Raises:
-        ValueError: the data is missing, empty or not in the benchmark's layout.
-    """
+    """The examples of the task by split: train, and validation, test or both. ListOps are generated without --data."""
     if options.task == "image":
         return lra.load_image(options.data, reading, options.eval_split, options.train_split)
     source = options.data

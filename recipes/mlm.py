@@ -39,7 +39,7 @@ class MaskingArguments:
 
     _argument_group_name = "masking"
 
-    mask_probability: float = option("Share of the tokens that are masked.", default=0.15)
+    mask_probability: float = option("Share of the tokens that are masked.", 0.15)
 
     def __post_init__(self) -> None:
         arguments.check_share("mask_probability", self.mask_probability)

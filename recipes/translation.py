@@ -30,15 +30,9 @@ if __package__ in (None, ""):
 
 import numpy as np
 import sacrebleu
+import transformers
 from datasets import Dataset
-from transformers import (
-    DataCollatorForSeq2Seq,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
 from recipes.common import arguments, language_models, training
@@ -61,25 +55,25 @@ class TranslationArguments:
     target: list[str] = several("Files with the translations of --source, line by line.")
     eval_source: list[str] = several("As --source, to evaluate on. Default: --eval_share.")
     eval_target: list[str] = several("Translations of --eval_source.")
-    dataset: str | None = option("A hub data set instead of --source and --target.", default=None)
-    dataset_config: str | None = option("Configuration of --dataset.", default=None)
-    source_language: str = option("Its key in the rows of --dataset.", default="en")
-    target_language: str = option("Its key in the rows of --dataset.", default="de")
-    train_split: str = option("Split of --dataset to train on.", default="train")
-    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", default=None)
+    dataset: str | None = option("A hub data set instead of --source and --target.", None)
+    dataset_config: str | None = option("Configuration of --dataset.", None)
+    source_language: str = option("Its key in the rows of --dataset.", "en")
+    target_language: str = option("Its key in the rows of --dataset.", "de")
+    train_split: str = option("Split of --dataset to train on.", "train")
+    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", None)
     generate: int | None = option(
         "Train on N generated pairs instead: lists of English number words, and the German ones in the same or in "
         "reverse order. They are the same for every --seed.",
-        default=None,
+        None,
         metavar="N",
     )
-    eval_share: float = option("Share of the pairs that is held out for evaluation, at random.", default=0.05)
+    eval_share: float = option("Share of the pairs that is held out for evaluation, at random.", 0.05)
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
-    max_source_length: int = option("Tokens of a source; longer ones are truncated.", default=128)
-    max_target_length: int = option("Tokens of a target; longer ones are truncated.", default=128)
-    source_prefix: str = option("Text before every source, as T5 has it.", default="")
-    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
+    max_source_length: int = option("Tokens of a source; longer ones are truncated.", 128)
+    max_target_length: int = option("Tokens of a target; longer ones are truncated.", 128)
+    source_prefix: str = option("Text before every source, as T5 has it.", "")
+    eval_only: bool = option("Evaluate the model as it is, without training.", False)
 
     def __post_init__(self) -> None:
         sources = [bool(self.source), bool(self.dataset), bool(self.generate)]
@@ -104,18 +98,14 @@ class EncoderAttentionArguments(AttentionArguments):
 
 
 @dataclass
-class TranslationTrainingArguments(RecipeArguments, Seq2SeqTrainingArguments):
+class TranslationTrainingArguments(RecipeArguments, transformers.Seq2SeqTrainingArguments):
     """RecipeArguments whose evaluation translates: BLEU needs text, not the loss of a given text."""
 
-    predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", default=True)
+    predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", True)
 
 
 def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
-    """The pairs to train on and to evaluate on, with the requested numbers of examples.
-
-    Raises:
-        ValueError: a source cannot be read, or there is nothing to train or evaluate on.
-    """
+    """The pairs to train on and to evaluate on, with the requested numbers of examples."""
     other = None
     if options.generate:
         held_out = max(1, round(options.generate * options.eval_share))
@@ -196,13 +186,13 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ids = np.where(prediction.predictions == -100, tokenizer.pad_token_id, prediction.predictions)
         return scores([text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)], references)
 
-    trainer = Seq2SeqTrainer(
+    trainer = transformers.Seq2SeqTrainer(
         model=model,
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=compute_metrics if args.predict_with_generate else None,
         callbacks=callbacks,
     )

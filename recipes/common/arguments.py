@@ -49,7 +49,7 @@ def several(help: str, metavar: str = "PATH") -> Any:
 
 def samples(what: str) -> Any:
     """The option of a largest number of examples."""
-    return option(f"{what} at most N examples, chosen at random.", default=None, metavar="N")
+    return option(f"{what} at most N examples, chosen at random.", None, metavar="N")
 
 
 def key_values(option: str, entries: Sequence[str]) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def for_length(config: MethodConfig, tokens: int) -> MethodConfig:
 class AttentionArguments:
     """The attention that a recipe trains with: one method, or several stages. The options are checked on construction.
 
-    `tokens` is set by image recipes once the model is loaded: methods with learned tables get tables for this number
-    of tokens. The config of a model does not show it at another resolution than the model's own.
+    Image recipes set `tokens` once the model is loaded. Methods with learned tables get tables for this number of
+    tokens, which the config of a model does not show at another resolution than the model's own.
 
     Raises:
         ValueError: more than one of --attention, --stages and --preset is given, or an option without the option that
@@ -90,11 +90,11 @@ class AttentionArguments:
     attention: str | None = option(
         "Attention method (`hf-efficient-attn methods` lists them), or 'sdpa' for exact attention. "
         "Default: that of the checkpoint.",
-        default=None,
+        None,
     )
     set: list[str] = several("Hyperparameters of --attention or --preset.", "KEY=VALUE")
     layers: str | None = option(
-        "Layers to convert, such as 0-5,8 or encoder; the others stay exact. Default: all.", default=None
+        "Layers to convert, such as 0-5,8 or encoder; the others stay exact. Default: all.", None
     )
     stages: list[str] = several(
         "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for the last "
@@ -103,14 +103,12 @@ class AttentionArguments:
         "batches of the training set.",
         "STAGE",
     )
-    preset: str | None = option(
-        "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ...", default=None
-    )
-    variant: str | None = option("FLuRKA variant that --preset ends with.", default=None)
+    preset: str | None = option("Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ...", None)
+    variant: str | None = option("FLuRKA variant that --preset ends with.", None)
     switch_warmup_steps: int = option(
         "Raise the learning rate from 0 to its scheduled value again in N steps after each switch of --stages or "
         "--preset.",
-        default=0,
+        0,
         metavar="N",
     )
 
@@ -181,9 +179,13 @@ class AttentionArguments:
         return config, self.default_layers if layers is None else layers
 
 
+# The defaults of the recipes: the loss is logged at 50 to 100 steps, and nothing is reported to a service.
+_DEFAULTS = {"seed": 0, "report_to": "none", "logging_steps": 0.01, "logging_first_step": True, "disable_tqdm": None}
+
+
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """TrainingArguments with the recipes' defaults: seed 0, the loss at 50 to 100 steps, bars only on a terminal.
+    """TrainingArguments with an output folder that is protected, and bars only on a terminal.
 
     Raises:
         ValueError: there is no output folder, or the checkpoint to resume from is not a checkpoint.
@@ -191,24 +193,11 @@ class RecipeArguments(TrainingArguments):
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
-    output_dir: str | None = option(
-        f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required.", default=None
-    )
-    overwrite: bool = option(
-        "Write into an output folder that is not empty, and delete its checkpoints.", default=False
-    )
+    output_dir: str | None = option(f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required.", None)
+    overwrite: bool = option("Write into an output folder that is not empty, and delete its checkpoints.", False)
     resume_from_checkpoint: str | None = option(
-        "True for the last complete checkpoint in the output folder, or the path of a checkpoint.", default=None
+        "True for the last complete checkpoint in the output folder, or the path of a checkpoint.", None
     )
-    seed: int = option("Seed of new weights, data order, dropout and random draws.", default=0)
-    report_to: str | None = option("Integration that the loss is reported to: none or tensorboard.", default="none")
-    logging_steps: float = option("Steps between two log entries; below 1, a share of all steps.", default=0.01)
-    eval_steps: float | None = option(
-        "Steps between two evaluations; below 1, a share of all steps. Default: 10 with --eval_strategy steps.",
-        default=None,
-    )
-    logging_first_step: bool = option("Log the first step too.", default=True)
-    disable_tqdm: bool | None = option("Disable progress bars. Default: if stderr is not a terminal.", default=None)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -253,11 +242,6 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
         return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; try --help")
-
-
 def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = None, **defaults: Any) -> tuple:
     """Parse the command line, seed all random generators, and prepare the output folder.
 
@@ -276,7 +260,7 @@ def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = No
     names = {word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     with_steps = [name for name in ("save", "eval", "logging") if f"__{name}_steps" in names]
     argv += [f"--{name}_strategy=steps" for name in with_steps if f"__{name}_strategy" not in names]
-    parsed = parse_only(*types, description=description, argv=argv, **defaults)
+    parsed = parse_only(*types, description=description, argv=argv, **_DEFAULTS, **defaults)
     args = next(one for one in parsed if isinstance(one, RecipeArguments))
     for name in with_steps:
         steps, strategy = getattr(args, f"{name}_steps"), getattr(args, f"{name}_strategy").value
@@ -288,15 +272,7 @@ def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = No
     # Trainer seeds only on construction, which comes after the model is made.
     (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
     prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
-    if args.disable_tqdm:
-        no_bars()
     return parsed
-
-
-def no_bars() -> None:
-    """Disable the progress bars of datasets and Transformers. `disable_tqdm` disables that of Trainer."""
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def parse_only(*dataclasses_: type, description: str, argv: Sequence[str] | None = None, **defaults: Any) -> tuple:
@@ -304,8 +280,16 @@ def parse_only(*dataclasses_: type, description: str, argv: Sequence[str] | None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # Accelerate connects processes on the CPU only if told to; otherwise each of them would train its own model.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if not sys.stderr.isatty():  # `disable_tqdm` disables the progress bar of Trainer
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
     layout: Any = {"formatter_class": _Formatter, "usage": "%(prog)s [options]", "allow_abbrev": False}
-    parser = _Parser(dataclasses_, description=description, **layout)
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message}; try --help")
+
+    parser = HfArgumentParser(dataclasses_, description=description, **layout)
+    parser.error = refuse
     parser.set_defaults(**defaults)
     *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:

@@ -34,10 +34,10 @@ class ModelArguments:
         f"{', '.join(T2TViTConfig.names())}.",
         aliases=["--model"],
     )
-    from_scratch: bool = option("Start from random weights, with the model's config.", default=False)
-    new_head: bool = option("Use a new classifier for the classes of the training data.", default=False)
+    from_scratch: bool = option("Start from random weights, with the model's config.", False)
+    new_head: bool = option("Use a new classifier for the classes of the training data.", False)
     resolution: int | None = option(
-        "Side of the pictures in pixels. Positions are interpolated if it is not the model's own.", default=None
+        "Side of the pictures in pixels. Positions are interpolated if it is not the model's own.", None
     )
 
     @property
@@ -117,11 +117,7 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
 def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
     """Set the resolution of a model.
 
-    T2T-ViT is changed to the new resolution, and needs no interpolation afterwards.
-
-    Args:
-        model: the classifier.
-        pixels: side of the pictures; None for the model's own.
+    T2T-ViT is changed to the new resolution, and needs no interpolation afterwards. None keeps the model's own.
 
     Returns:
         The side of the pictures, the number of tokens of a picture (None if it differs between layers or is unknown),

@@ -1,6 +1,7 @@
 """Shared code of mlm.py and clm.py: windows of text, token losses, and evaluation."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForMaskedLMLoss
@@ -21,6 +21,7 @@ from recipes.common.arguments import AttentionArguments, RecipeArguments, check_
 from recipes.common.data import text
 from recipes.common.language_models import Kind, ModelArguments, load_model, load_tokenizer
 
+Metrics = Callable[[EvalPrediction], dict[str, float]]
 DEFAULT_BLOCK = 1024  # the default --block_size of a model that takes more tokens
 
 
@@ -39,27 +40,27 @@ class TextArguments:
         "is one document, unless --document_separator splits it. A line of .jsonl is one document."
     )
     eval_text: list[str] = several("Text to evaluate on. Default: --eval_share.")
-    dataset: str | None = option("A hub data set instead of --text. Each of its rows is one document.", default=None)
-    dataset_config: str | None = option("Configuration of --dataset.", default=None)
-    train_split: str = option("Split of --dataset to train on.", default="train")
-    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", default=None)
-    text_column: str = option("Column or .jsonl field of the text.", default="text")
+    dataset: str | None = option("A hub data set instead of --text. Each of its rows is one document.", None)
+    dataset_config: str | None = option("Configuration of --dataset.", None)
+    train_split: str = option("Split of --dataset to train on.", "train")
+    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", None)
+    text_column: str = option("Column or .jsonl field of the text.", "text")
     document_separator: str | None = option(
-        "Separates the documents of a plain text file; 'blank-line' for empty lines.", default=None
+        "Separates the documents of a plain text file; 'blank-line' for empty lines.", None
     )
-    eval_share: float = option("Share of the text that is held out for evaluation.", default=0.05)
+    eval_share: float = option("Share of the text that is held out for evaluation.", 0.05)
     eval_from: str = option(
         "Where --eval_share comes from: the end of every document, or whole documents.",
-        default="tails",
+        "tails",
         choices=["tails", "documents"],
     )
     block_size: int | None = option(
-        f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", default=None
+        f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", None
     )
-    drop_short: bool = option("Drop the shorter window at the end of a document instead of padding it.", default=False)
-    max_train_windows: int | None = option("Train on at most N windows, chosen at random.", default=None, metavar="N")
-    max_eval_windows: int | None = option("Evaluate on the first N windows.", default=None, metavar="N")
-    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
+    drop_short: bool = option("Drop the shorter window at the end of a document instead of padding it.", False)
+    max_train_windows: int | None = option("Train on at most N windows, chosen at random.", None, metavar="N")
+    max_eval_windows: int | None = option("Evaluate on the first N windows.", None, metavar="N")
+    eval_only: bool = option("Evaluate the model as it is, without training.", False)
 
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.dataset):
@@ -145,9 +146,9 @@ def token_losses(logits: Tensor, labels: Tensor, *, causal: bool) -> tuple[Tenso
     """The loss of every token, and whether it has the largest logit. Trainer collects these instead of the logits.
 
     Args:
-        logits: (B, N, V).
+        logits: (B, N, V). Those of a causal model predict the next token.
         labels: (B, N), -100 for tokens without label.
-        causal: the logits at one position predict the next token.
+        causal: whether the model is causal.
 
     Returns:
         Losses in nats (B, N) and correctness (B, N), float32; 0 for tokens without label.
@@ -204,31 +205,17 @@ class LanguageTrainer(Trainer):
     """Trainer with separate metrics for each evaluation set, and without a cache of keys and values.
 
     The evaluation loss is the mean over all tokens, which `metrics` return. It replaces that of Trainer, a mean of the
-    means over batches.
-
-    Args:
-        *args: arguments of Trainer.
-        metrics: the metrics of an EvalPrediction, by name of the evaluation set. "" is the main set, which is
-            `eval_dataset` during training.
-        causal: the model predicts the next token.
-        **kwargs: arguments of Trainer.
+    means over batches. `metrics` has a function of an EvalPrediction for each evaluation set; "" is the main set, which
+    is `eval_dataset` during training.
     """
 
     counts_items = True  # the losses are means over the tokens of a whole step
 
-    def __init__(
-        self,
-        *args: Any,
-        metrics: Mapping[str, Callable[[EvalPrediction], dict[str, float]]],
-        causal: bool,
-        **kwargs: Any,
-    ) -> None:
-        def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return token_losses(logits, labels, causal=causal)
-
+    def __init__(self, *, metrics: Mapping[str, Metrics], causal: bool, **kwargs: Any) -> None:
         if not causal and not kwargs["args"].label_smoothing_factor:
             kwargs["compute_loss_func"] = masked_loss
-        super().__init__(*args, compute_metrics=metrics[""], preprocess_logits_for_metrics=losses, **kwargs)
+        losses = functools.partial(token_losses, causal=causal)
+        super().__init__(compute_metrics=metrics[""], preprocess_logits_for_metrics=losses, **kwargs)
         self.metrics, self.causal = metrics, causal
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -237,10 +224,7 @@ class LanguageTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluate(
-        self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """As in Trainer, with the metrics of each evaluation set."""
         if not isinstance(eval_dataset, dict):

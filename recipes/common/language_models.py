@@ -5,21 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import unknown_name
@@ -37,17 +25,17 @@ class ModelArguments:
 
     _argument_group_name = "model"
 
-    model: str | None = option("A pretrained model: folder or hub id.", default=None, aliases=["--model_name_or_path"])
-    model_type: str | None = option("Type of a new model instead, such as gpt2, llama, bert, roberta.", default=None)
+    model: str | None = option("A pretrained model: folder or hub id.", None, aliases=["--model_name_or_path"])
+    model_type: str | None = option("Type of a new model instead, such as gpt2, llama, bert, roberta.", None)
     config_overrides: list[str] = several(
         "Changes of the model's config, such as hidden_size=256 num_hidden_layers=4.", "KEY=VALUE"
     )
-    tokenizer: str | None = option("Folder or hub id. Default: the model's.", default=None)
+    tokenizer: str | None = option("Folder or hub id. Default: the model's.", None)
     train_tokenizer: int | None = option(
-        "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", default=None, metavar="SIZE"
+        "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", None, metavar="SIZE"
     )
     extend_positions: int | None = option(
-        "Extend the model's learned positions to N tokens, by tiling.", default=None, metavar="N"
+        "Extend the model's learned positions to N tokens, by tiling.", None, metavar="N"
     )
 
     def __post_init__(self) -> None:
@@ -73,19 +61,28 @@ class Kind(NamedTuple):
 
 
 MASKED = Kind(
-    "is not a masked language model: train it with clm.py", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING,
+    "is not a masked language model: train it with clm.py",
+    transformers.AutoModelForMaskedLM,
+    transformers.MODEL_FOR_MASKED_LM_MAPPING,
     ("bert", "roberta"),
-    {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}, "[CLS] $A [SEP]",
-)  # fmt: skip
+    {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"},
+    "[CLS] $A [SEP]",
+)
 CAUSAL = Kind(
-    "is not a causal language model: train it with mlm.py", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING,
-    ("gpt2", "llama"), dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>"),
-)  # fmt: skip
+    "is not a causal language model: train it with mlm.py",
+    transformers.AutoModelForCausalLM,
+    transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    ("gpt2", "llama"),
+    dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>"),
+)
 TRANSLATION = Kind(
-    "is no encoder-decoder of text: give for example --model_type marian", AutoModelForSeq2SeqLM,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, ("marian", "bart", "t5", "m2m_100"),
-    {"pad_token": "<pad>", "eos_token": "</s>"}, "$A </s>",
-)  # fmt: skip
+    "is no encoder-decoder of text: give for example --model_type marian",
+    transformers.AutoModelForSeq2SeqLM,
+    transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    ("marian", "bart", "t5", "m2m_100"),
+    {"pad_token": "<pad>", "eos_token": "</s>"},
+    "$A </s>",
+)
 
 
 def load_tokenizer(
@@ -139,8 +136,8 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, ki
     changes = key_values("--config_overrides", arguments.config_overrides)
     if arguments.model:
         config = AutoConfig.from_pretrained(arguments.model)
-    elif arguments.model_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[arguments.model_type]()
+    elif arguments.model_type in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[arguments.model_type]()
     else:
         raise ValueError(unknown_name("model type", arguments.model_type, kind.examples))
     # BERT and similar models have a causal form, but attend to the future unless the config sets is_decoder.

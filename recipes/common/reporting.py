@@ -111,26 +111,13 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [math.fsum(values[i - w : i + w + 1]) / (2 * w + 1) for i, w in enumerate(widths)]
 
 
-def stages_of(log_history: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
-    """The stages of an up-training, as (name, first step, last step + 1); empty without a switch of attention."""
-    switches = switches_of(log_history)
-    if not switches:
-        return []
-    steps = [entry["step"] for entry in log_history if "step" in entry]
-    edges = [min(0, *steps), *(switch["step"] for switch in switches), max(steps)]
-    names = [str(switches[0]["from"] or "before"), *(str(switch["to"]) for switch in switches)]
-    return list(zip(names, edges, edges[1:], strict=False))
-
-
 def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
     """Plot training loss, as logged and smoothed, and an evaluation metric against the step.
 
     The stages of an up-training are shaded and named in the legend, and resumptions are marked by dotted lines.
 
-    Args:
-        log_history: entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"}, as
-            Trainer logs them, and {"step", "resumed_at"}.
-        metric: key of the evaluation metric. If no entry has it, only the loss is plotted.
+    `log_history` has the entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"},
+    as Trainer logs them, and {"step", "resumed_at"}. If no entry has the metric, only the loss is plotted.
     """
     from matplotlib.figure import Figure
 
@@ -139,11 +126,11 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
     losses = [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry and "step" in entry]
     lines: list[Any] = []
     if losses:
-        steps, values = zip(*losses, strict=True)
-        has_smooth = len(values) >= 10
-        lines += axes.plot(steps, values, color="C0", alpha=0.35 if has_smooth else 1.0, label="training loss")
-        if has_smooth:
-            lines += axes.plot(steps, smoothed(values), color="C0", linewidth=2, label="training loss, smoothed")
+        points, values = zip(*losses, strict=True)
+        many = len(values) >= 10
+        lines += axes.plot(points, values, color="C0", alpha=0.35 if many else 1.0, label="training loss")
+        if many:
+            lines += axes.plot(points, smoothed(values), color="C0", linewidth=2, label="training loss, smoothed")
     axes.set(xlabel="step", ylabel="training loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
@@ -152,13 +139,16 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
         other = axes.twinx()
         lines += other.plot(*zip(*points, strict=True), color="C1", marker="o", label=metric)
         other.set_ylabel(metric)
-    for number, (name, first, last) in enumerate(stages_of(log_history)):
-        lines.append(axes.axvspan(first, last, color=f"C{number + 2}", alpha=0.1, linewidth=0, label=name))
+    switches, steps = switches_of(log_history), [entry["step"] for entry in log_history if "step" in entry]
+    edges = [0, *(switch["step"] for switch in switches), max(steps, default=0)]
+    names = [switches[0]["from"] or "before", *(switch["to"] for switch in switches)] if switches else []
+    for number, (name, first, last) in enumerate(zip(names, edges, edges[1:], strict=False)):
+        lines.append(axes.axvspan(first, last, color=f"C{number + 2}", alpha=0.1, linewidth=0, label=str(name)))
         if number:
             axes.axvline(first, color="0.3", linestyle="--", linewidth=1)
     for number, step in enumerate(resumptions_of(log_history)):
         label = None if number else "resumed"
         lines.append(axes.axvline(step, color="C3", linestyle=":", linewidth=1.5, label=label))
-    if lines := [line for line in lines if not str(line.get_label()).startswith("_")]:
-        axes.legend(handles=lines, fontsize="small")
+    if lines:
+        axes.legend(handles=[line for line in lines if not str(line.get_label()).startswith("_")], fontsize="small")
     return figure

@@ -27,28 +27,17 @@ from recipes.common.training import check_not_empty
 class Task:
     """One task.
 
-    Attributes:
-        folder: its name in the official layout.
-        texts: columns of the texts in the official files.
-        label: column of the label in the official files.
-        labels: maps labels of the files to class names, in the order of their indices; empty for a score from 0 to 5.
-        metrics: names of the official metrics. The first is the main one, that of the BERT paper.
-        header: columns of files without a header.
-        dev: endings of the development sets.
+    The labels of the official files are mapped to class names in the order of the class indices; a score from 0 to 5
+    has none. The first of the official metrics is the main one, that of the BERT paper.
     """
 
-    folder: str
-    texts: tuple[str, ...]
-    label: str
+    folder: str  # its name in the official layout
+    texts: tuple[str, ...]  # columns of the texts in the official files
+    label: str  # column of the label
     labels: Mapping[str, str]
     metrics: tuple[str, ...] = ("accuracy",)
-    header: tuple[str, ...] | None = None
-    dev: tuple[str, ...] = ("",)
-
-    @property
-    def regression(self) -> bool:
-        """Whether the label is a score."""
-        return not self.labels
+    header: tuple[str, ...] | None = None  # of files without one
+    dev: tuple[str, ...] = ("",)  # endings of the development sets
 
     @property
     def names(self) -> list[str]:
@@ -99,10 +88,8 @@ def task_of(name: str) -> Task:
 def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.DatasetDict:
     """Load the training and development sets of a task.
 
-    Args:
-        name: name of the task.
-        source: folder that holds <TASK>/train.tsv and dev.tsv (or .tsv.gz), or a hub id such as "nyu-mll/glue".
-        skip_bad_rows: skip rows with a wrong number of columns or an unknown label, and report them.
+    The source is a folder that holds <TASK>/train.tsv and dev.tsv (or .tsv.gz), or a hub id such as "nyu-mll/glue".
+    `skip_bad_rows` skips rows with a wrong number of columns or an unknown label, and reports them.
 
     Returns:
         The splits "train" and "validation" (MNLI: "validation_matched" and "validation_mismatched") with the columns
@@ -140,7 +127,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
 
 def _dataset(task: Task, columns: Sequence[Sequence[Any]]) -> datasets.Dataset:
     """The data set of the columns of the texts and the label."""
-    label = datasets.Value("float32") if task.regression else datasets.ClassLabel(names=task.names)
+    label = datasets.Value("float32") if not task.labels else datasets.ClassLabel(names=task.names)
     names = [f"sentence{number}" for number in range(1, len(task.texts) + 1)]
     features = datasets.Features({**dict.fromkeys(names, datasets.Value("string")), "label": label})
     return datasets.Dataset.from_dict(dict(zip(features, columns, strict=True)), features=features)
@@ -158,21 +145,17 @@ def _read(path: pathlib.Path, task: Task, skip_bad_rows: bool) -> datasets.Datas
     rows, bad = [], {}
     for number, cells in lines:
         row = dict(zip(header, cells, strict=False))
-        label = (_score if task.regression else indices.get)(row.get(task.label, ""))
-        if len(cells) == len(header) and label is not None:
-            rows.append((*(row[name] for name in task.texts), label))
+        label = (_score if not task.labels else indices.get)(row.get(task.label, ""))
+        if len(cells) != len(header):
+            bad.setdefault(f"not {len(header)} columns", []).append(number)
+        elif label is None:
+            bad.setdefault(f"the unknown label {row[task.label]!r}", []).append(number)
         else:
-            right = len(cells) == len(header)
-            what = f"the unknown label {row[task.label]!r}" if right else f"not {len(header)} columns"
-            bad.setdefault(what, []).append(number)
+            rows.append((*(row[name] for name in task.texts), label))
     if bad:
-        found = [
-            f"{len(n)} with {what} (line {', '.join(map(str, n[:5]))}{', ...' * (len(n) > 5)})"
-            for what, n in bad.items()
-        ]
-        more = f" and {len(found) - 5} more kinds" if len(found) > 5 else ""
-        labels = "scores from 0 to 5" if task.regression else ", ".join(map(repr, task.labels))
-        total = f"{sum(map(len, bad.values()))} bad rows: {'; '.join(found[:5])}{more}. Known labels: {labels}."
+        known = "scores from 0 to 5" if not task.labels else ", ".join(map(repr, task.labels))
+        kinds = [f"{len(n)} with {what} (line {', '.join(map(str, n[:5]))})" for what, n in list(bad.items())[:5]]
+        total = f"{sum(map(len, bad.values()))} bad rows: {'; '.join(kinds)}. Known labels: {known}."
         if not skip_bad_rows:
             raise ValueError(f"{path}: {total} --skip_bad_rows skips such rows")
         print(f"skipped in {path}: {total}", file=sys.stderr)
@@ -199,12 +182,10 @@ def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dat
         )
     check_not_empty(len(dataset), where)
     labels = np.asarray(dataset["label"], dtype=np.float64)
-    wrong = ~((labels >= 0) & (labels <= 5)) if task.regression else ~np.isin(labels, range(len(task.labels)))
-    if wrong.any():
-        known = "scores from 0 to 5" if task.regression else f"0 to {len(task.labels) - 1}"
-        row = int(wrong.argmax())
+    wrong = np.flatnonzero(~((labels >= 0) & (labels <= (5 if not task.labels else len(task.labels) - 1))))
+    if len(wrong):
         raise ValueError(
-            f"{where}: {wrong.sum()} rows with unknown labels (row {row}: {labels[row]:g}); known: {known}"
+            f"{where}: {len(wrong)} rows with unknown labels (row {wrong[0]}: {labels[wrong[0]]:g}): remove them"
         )
     return _dataset(task, [list(dataset[name]) for name in (*texts, "label")])
 
@@ -212,19 +193,15 @@ def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dat
 def figures(name: str, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """The official metrics of a task, the main one first.
 
-    They are nan if a prediction is not finite, and for correlations with a constant.
-
-    Args:
-        name: name of the task.
-        predictions: class logits (N, classes), or scores (N,) or (N, 1) for STS-B.
-        labels: (N,).
+    The predictions are class logits (N, classes), or scores (N,) or (N, 1) for STS-B. The metrics are nan if one is not
+    finite, and for correlations with a constant.
     """
     task = task_of(name)
     predicted = np.asarray(predictions, dtype=np.float64)
-    constant = task.regression and (np.ptp(labels) == 0 or np.ptp(predicted) == 0)
+    constant = not task.labels and (np.ptp(labels) == 0 or np.ptp(predicted) == 0)
     if constant or not np.isfinite(predicted).all():
         return dict.fromkeys(task.metrics, math.nan)
-    predicted = predicted.reshape(len(labels)) if task.regression else predicted.argmax(axis=-1)
+    predicted = predicted.reshape(len(labels)) if not task.labels else predicted.argmax(axis=-1)
     return {metric: float(METRICS[metric](labels, predicted)) for metric in task.metrics}
 
 

@@ -151,11 +151,8 @@ class PictureDataset(torch.utils.data.Dataset):
     random state is not used, since prefetched batches would have advanced it when a checkpoint is written. So resumed
     runs and any number of workers and processes get the same pictures.
 
-    Args:
-        pictures: the pictures.
-        indices: the model's output for every class name.
-        transform: converts a picture to a tensor, with a random generator.
-        seed: seed of the generators.
+    `indices` has the model's output for every class name. `transform` converts a picture to a tensor, with a random
+    generator.
     """
 
     def __init__(

@@ -41,12 +41,8 @@ _STORED = ("*.parquet", "*.arrow", "data/*.parquet", "*/*.parquet", "dataset_dic
 class Pictures:
     """Pictures of one split, which are read on demand.
 
-    Attributes:
-        where: the source and the split, for messages.
-        keys: the file, or the row of a data set, of each picture.
-        classes: the class name of each picture.
-        reader: returns the bytes of the file with a given key.
-        order: all class names in the order of the source's numbered labels; None for files in folders.
+    The key of a picture is its file or its row, from which `reader` makes the bytes. `order` has all class names in the
+    order of the source's numbered labels; it is None for files in folders.
     """
 
     where: str
@@ -84,9 +80,7 @@ def sorted_classes(names: Iterable[str]) -> list[str]:
 def load(source: str) -> dict[str, Pictures]:
     """Load the splits of a folder, a zip file or a hub id by name. A source without splits has a single one named "".
 
-    Raises:
-        ValueError: the source does not exist, holds no pictures, has a class without pictures, or does not show the
-            classes of its pictures.
+    Refuses a source that does not exist, holds no pictures, or does not show the classes of its pictures.
     """
     path = pathlib.Path(source).expanduser()
     if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _STORED):
@@ -125,9 +119,7 @@ def _read_member(path: pathlib.Path, key: str) -> bytes:
 def _splits(where: str, names: Sequence[str], reader: Callable[[Any], bytes]) -> dict[str, Pictures]:
     """The splits of a source, from the names of all its files and of its folders, which end in "/".
 
-    Raises:
-        ValueError: there are no pictures, the layout is neither <split>/<class>/<file> nor <class>/<file> and not all
-            names begin with WordNet numbers, or a folder beside those of the classes holds no picture.
+    Refuses a layout that shows no classes, and a folder beside those of the classes that holds no picture.
     """
     names = [n for n in names if not any(part.startswith((".", "__MACOSX")) for part in n.split("/"))]
     keys = sorted(name for name in names if name.lower().endswith(SUFFIXES))
@@ -205,11 +197,7 @@ def _column(where: str, data: Dataset, usual: str, kind: type) -> str:
 
 
 def pick(splits: Mapping[str, Pictures], given: str | None, usual: Sequence[str], where: str) -> Pictures | None:
-    """The given split, or by default the first one with a usual name; None if there is none.
-
-    Raises:
-        ValueError: the given split does not exist.
-    """
+    """The given split, or by default the first one with a usual name; None if there is none."""
     if given is not None:
         if given not in splits:
             known = ", ".join(name for name in splits if name) or "none, since its pictures are not arranged in splits"
@@ -220,11 +208,7 @@ def pick(splits: Mapping[str, Pictures], given: str | None, usual: Sequence[str]
 
 
 def divide(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
-    """Split the pictures at random into two parts, the second with about this share of the pictures of every class.
-
-    Raises:
-        ValueError: a part would be empty.
-    """
+    """Split the pictures at random into two parts, the second with about this share of the pictures of every class."""
     count = round(share * len(pictures))
     if not 0 < count < len(pictures):
         raise ValueError(f"{pictures.where}: a share of {share} of {len(pictures)} pictures leaves one part empty")
@@ -254,18 +238,11 @@ def _evenly(pictures: Pictures) -> list[int]:
 def readable(pictures: Pictures, *, skip: bool, threads: int = 1) -> tuple[Pictures, list[str]]:
     """Decode every picture once, to find broken ones before the training.
 
-    JPEGs are decoded at an eighth of their size. This still reads every byte, in about a third of the time.
-
-    Args:
-        pictures: the pictures.
-        skip: skip pictures that cannot be read.
-        threads: number of threads.
+    JPEGs are decoded at an eighth of their size. This still reads every byte, in about a third of the time. Broken
+    pictures are refused, or skipped with `skip` unless all of them are broken.
 
     Returns:
         The readable pictures, and the names of the others with the reasons.
-
-    Raises:
-        ValueError: a picture cannot be read and `skip` is False, or none can be read.
     """
 
     def why_broken(key: Any) -> str:

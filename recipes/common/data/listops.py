@@ -29,13 +29,9 @@ OPERATOR_SHARE = 0.25
 
 
 class Rules(NamedTuple):
-    """The rules of generated expressions. The defaults are the benchmark's.
+    """The rules of generated expressions: bounds of their tokens, which are excluded, their depth and arguments.
 
-    Attributes:
-        min_length: expressions have more tokens than this.
-        max_length: expressions have fewer tokens than this.
-        max_depth: largest depth of nested operators and digits.
-        max_args: largest number of arguments of an operator.
+    The defaults are the benchmark's. The depth counts nested operators and the digits in them.
     """
 
     min_length: int = 500

@@ -57,13 +57,10 @@ TASKS = {
 class Reading(NamedTuple):
     """How a task is read.
 
-    Attributes:
-        max_length: largest number of bytes of a text; longer texts are truncated. ListOps are never truncated.
-        train: largest number of examples to train on; None for all.
-        evaluation: largest number of examples of another split; None for all.
-        first: prepend the token FIRST to every sequence.
-        image_size: side to which pictures are resized; None if all pictures have the same size.
-        skip_bad: skip pictures that cannot be read, and report them.
+    Longer texts than `max_length` bytes are truncated; ListOps never are. `train` and `evaluation` are the largest
+    numbers of examples of the training set and of other splits; None for all. `first` prepends the token FIRST to every
+    sequence. Pictures are resized to the side `image_size`; None if all have the same size. `skip_bad` skips pictures
+    that cannot be read, and reports them.
     """
 
     max_length: int
@@ -268,11 +265,7 @@ def load_image(
 
 
 def _grey_rows(pictures: images.Pictures, names: Sequence[str], reading: Reading) -> Dataset:
-    """Grey values of each picture that can be read, line by line from the top, with the index of its class.
-
-    Raises:
-        ValueError: pictures cannot be read and are not skipped, or differ in size.
-    """
+    """Grey values of each picture that can be read, line by line from the top, with the index of its class."""
     found, labels, bad, size = [], [], [], None
     for i in tqdm(range(len(pictures)), desc=pictures.where, unit=" pictures", disable=None, leave=False):
         try:

@@ -28,11 +28,7 @@ SUFFIXES = (".txt", ".txt.gz", *JSON_SUFFIXES)
 
 
 def text_files(sources: Sequence[str]) -> list[pathlib.Path]:
-    """The given files, and the text files in the given folders, sorted.
-
-    Raises:
-        ValueError: a file or folder does not exist, or a folder holds no text.
-    """
+    """The given files, and the text files in the given folders, sorted. Refuses what is missing or holds no text."""
     found: list[pathlib.Path] = []
     for path in (pathlib.Path(source).expanduser() for source in sources):
         if path.is_dir():
@@ -50,14 +46,8 @@ def text_files(sources: Sequence[str]) -> list[pathlib.Path]:
 def documents_of(path: pathlib.Path, *, column: str = "text", separator: str | None = None) -> Iterator[str]:
     """The documents of one file, without empty ones.
 
-    Args:
-        path: a `.jsonl` or `.jsonl.gz` file with one document per line, or a plain text file.
-        column: field of the text in a `.jsonl` file.
-        separator: separator of the documents in a plain text file; "blank-line" for one or more empty lines; None if
-            the file is a single document.
-
-    Raises:
-        ValueError: the file, or a line of it, cannot be read.
+    A line of a `.jsonl` or `.jsonl.gz` file is a document, with the text in the field `column`. Any other file is plain
+    text: one document, or several with `separator` between them ("blank-line" for one or more empty lines).
     """
     texts: Iterable[str]
     if path.name.lower().endswith(JSON_SUFFIXES):
@@ -127,14 +117,10 @@ def windows(
     drop_short: bool = False,
     where: str = "the texts",
 ) -> Dataset:
-    """Cut documents into consecutive windows without overlap. Windows with fewer than two tokens are dropped.
+    """Cut documents, given by their token ids, into consecutive windows without overlap.
 
-    Args:
-        documents: the token ids of the documents.
-        block_size: largest number of tokens of a window, with special tokens.
-        special: special tokens before and after the text of every window.
-        drop_short: drop the shorter window at the end of a document.
-        where: source of the documents, for messages.
+    `special` are the tokens before and after the text of every window, which count for `block_size`. With `drop_short`
+    the shorter window at the end of a document is dropped; one with fewer than two tokens always is.
 
     Returns:
         A Dataset with the columns `input_ids`, `length` and `row` (the number of the window).
@@ -185,11 +171,6 @@ class MaskingCollator:
     Transformers' DataCollatorForLanguageModeling draws the masks. The mask of a window depends on the seed, the epoch
     and the window's number only. It is new in every epoch, but independent of the batch, the number of processes and
     interruptions of the run. A window that has `labels` already is only padded.
-
-    Args:
-        tokenizer: the tokenizer.
-        probability: share of the tokens that are masked.
-        seed: seed of the masks.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float = 0.15, seed: int = 0) -> None:
@@ -224,13 +205,9 @@ class MaskingCollator:
 
 
 def baselines(train: Dataset, evaluation: Dataset, vocab_size: int, special: Sequence[int] = ()) -> dict[str, float]:
-    """What can be predicted of tokens without a model, by the frequencies of the tokens.
+    """What can be predicted of the labels of `evaluation` without a model, by the frequencies of the tokens.
 
-    Args:
-        train: windows with `input_ids`; the frequencies are those of at most 10,000 windows, evenly spaced.
-        evaluation: windows with `labels`.
-        vocab_size: the number of tokens.
-        special: tokens that are never predicted, and not counted.
+    The frequencies are those of at most 10,000 windows of `train`, evenly spaced, without the special tokens.
 
     Returns:
         "frequencies_loss": nats per token if each has the probability of its frequency. Every count is larger by one,

@@ -21,11 +21,7 @@ from recipes.common.image_models import for_length
 
 
 def load_generator(folder: str) -> BigGANModel:
-    """Load a `BigGANModel` for inference with exact attention and without spectral norm.
-
-    Raises:
-        UnsupportedAttentionError: the folder holds no checkpoint of a BigGAN.
-    """
+    """Load a `BigGANModel` for inference with exact attention and without spectral norm; refuse other folders."""
     try:
         with no_progress_bar():
             model = BigGANModel.from_pretrained(folder, spectral_norm=False)
@@ -35,11 +31,7 @@ def load_generator(folder: str) -> BigGANModel:
 
 
 def parse_classes(names: Sequence[str], config: BigGANConfig) -> list[int]:
-    """Class indices for numbers, the model's class names, or ImageNet's class names.
-
-    Raises:
-        UnsupportedAttentionError: the model has no such class.
-    """
+    """Class indices for numbers, the model's class names, or ImageNet's class names; refuse others."""
     own = {str(name).lower(): int(number) for number, name in (config.id2label or {}).items()}
     found = []
     for name in names:
@@ -95,23 +87,18 @@ class Swap(NamedTuple):
 EXACT_SWAP = Swap("exact", None, None)
 
 
-def rectangular_names() -> list[str]:
-    """Names of the methods that take fewer keys than queries."""
-    return [name for name in hea.available_methods() if method_info(name).rectangular]
-
-
 def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[int], kv_len: int) -> list[Swap]:
     """Exact attention, and every method at every budget below the number of keys, without repetition.
 
-    Raises:
-        UnsupportedAttentionError: a method has no rectangular form, or no budget is below the number of keys.
+    Refuses methods without a rectangular form, and budgets none of which is below the number of keys.
     """
-    configs = parse_methods(methods or rectangular_names(), settings)
+    rectangular = [name for name in hea.available_methods() if method_info(name).rectangular]
+    configs = parse_methods(methods or rectangular, settings)
     for config in configs.values():
         if not method_info(config.method).rectangular:
             raise UnsupportedAttentionError(
                 f"{config.method} needs as many keys as queries, but BigGAN has a quarter as many; use one of "
-                f"{', '.join(rectangular_names())}"
+                f"{', '.join(rectangular)}"
             )
     below = [budget for budget in budgets if budget < kv_len]
     if budgets and not below:

@@ -29,13 +29,8 @@ from recipes.common.gan import digits
 class FeatureNetwork:
     """An image classifier as feature network: returns the input of its last layer, and its probabilities.
 
-    Args:
-        folder: any folder that `AutoModelForImageClassification` loads. Pictures are resized and normalised as its
-            `preprocessor_config.json` says.
-
-    Raises:
-        UnsupportedAttentionError: the folder holds no image classifier with a preprocessor, or its classifier is not a
-            linear layer.
+    The folder is any that `AutoModelForImageClassification` loads. Pictures are resized and normalised as its
+    `preprocessor_config.json` says. A folder without classifier, linear last layer or preprocessor is refused.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -108,9 +103,6 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 
     The trace of (C1 C2)^(1/2) is computed as the sum of the singular values of C1^(1/2) C2^(1/2). This is real and
     finite for singular covariances too (fewer pictures than features), where a root of the product itself may not be.
-
-    Raises:
-        ValueError: the numbers of features differ.
     """
     if first.covariance.shape != second.covariance.shape:
         raise ValueError(
@@ -154,17 +146,10 @@ def _batches(source: pathlib.Path, pixels: int, batch: int) -> Iterator[Tensor]:
 
 
 def reference_statistics(source: pathlib.Path, network: FeatureNetwork, pixels: int, batch: int = 250) -> Gaussian:
-    """Mean and covariance of the features of real pictures.
+    """Mean and covariance of the features of real pictures, resized to `pixels`, the side of the generated ones.
 
-    Args:
-        source: a .npz file with `mu` and `sigma`; MNIST's folder, whose t10k is used; or a folder or zip file of
-            pictures, whose validation split is used if it has one.
-        network: the feature network.
-        pixels: side to which the pictures are resized, that of the generated ones.
-        batch: batch size.
-
-    Raises:
-        UnsupportedAttentionError: the source does not exist or cannot be read.
+    The source is a .npz file with `mu` and `sigma`; MNIST's folder, whose t10k is used; or a folder or zip file of
+    pictures, whose validation split is used if it has one. One that cannot be read is refused.
     """
     try:
         if source.suffix == ".npz":
