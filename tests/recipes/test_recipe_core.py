@@ -98,11 +98,6 @@ def test_stages_and_presets_become_a_callback():
     assert schedule.stages[1].settings.entries[0].config.projection_dim == 8
 
 
-@pytest.mark.parametrize(("text", "layers"), [("0-2,5", [0, 1, 2, 5]), (" 3 , 1 ", [1, 3]), ("2-2,2", [2])])
-def test_layers(text, layers):
-    assert arguments.parse_layers(text) == layers
-
-
 def test_parse(tmp_path):
     own, attention, args = arguments.parse(
         OwnArguments, AttentionArguments, description="x", save_strategy="no", max_steps=7,

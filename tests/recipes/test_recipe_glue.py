@@ -310,9 +310,27 @@ def same_weights(one: pathlib.Path, other: pathlib.Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
+def check_files(folder, report) -> None:
+    written = json.loads((folder / "metrics.json").read_text())
+    assert written["metrics"]["eval_accuracy"] == report["metrics"]["eval_accuracy"]
+    assert written["switches"] == [{"step": 2, "from": "linformer", "to": "flurka_performer"}]
+    assert written["rows"] == {"train": 20, "validation": 9}
+    assert (written["steps"], written["seed"], written["processes"], written["global_batch_size"]) == (8, 0, 1, 4)
+    assert written["seconds_per_step"] > 0 and written["peak_memory_mib"] > 100
+    assert written["attention"]["stages"] == STAGES[1:] and written["versions"]["hf_efficient_attn"] == hea.__version__
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert model.config.efficient_attention["method"] == "flurka_performer"
+    assert model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
+    assert transformers.AutoTokenizer.from_pretrained(folder).pad_token == "[PAD]"
+
+
 def test_runs_are_reproducible_and_can_be_resumed(command, tmp_path, capsys):
-    report = recipe.run(command("mrpc", "one", *TRAINER, *STAGES))
-    again = recipe.run(command("mrpc", "two", *TRAINER, *STAGES))
+    options = [*TRAINER, *STAGES, "--max_train_samples", "20", "--max_eval_samples", "9"]
+    report = recipe.run(command("mrpc", "one", *options))
+    check_files(tmp_path / "one", report)
+    assert "| switch at step 2 | linformer to flurka_performer |" in capsys.readouterr().out
+    again = recipe.run(command("mrpc", "two", *options))
     timed = ("runtime", "per_second")
     figures = [{k: v for k, v in r["metrics"].items() if not k.endswith(timed)} for r in (report, again)]
     assert figures[0] == figures[1] and {"eval_f1", "eval_accuracy", "eval_loss", "train_loss"} <= figures[0].keys()
@@ -322,33 +340,14 @@ def test_runs_are_reproducible_and_can_be_resumed(command, tmp_path, capsys):
     # From step 3, after the switch at step 2, in the middle of an epoch.
     for step in ("6", "8"):
         shutil.rmtree(two / f"checkpoint-{step}", ignore_errors=True)
-    resumed = recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
+    resumed = recipe.run(command("mrpc", "two", *options, "--resume_from_checkpoint", "True"))
     assert (report["resumed_at"], resumed["resumed_at"]) == ([], [3])
     assert "resumed from" in capsys.readouterr().err
     assert losses(two) == losses(one) and same_weights(one, two)
     # The last step has a checkpoint. Trainer would do a ninth step.
     with pytest.raises(ValueError, match=r"is finished: it has done 8 steps and --max_steps is 8"):
-        recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
+        recipe.run(command("mrpc", "two", *options, "--resume_from_checkpoint", "True"))
     assert same_weights(one, two)
-
-
-def test_files_of_a_run(command, tmp_path, capsys):
-    report = recipe.run(
-        command("rte", "out", *TRAINER, *STAGES, "--max_train_samples", "20", "--max_eval_samples", "9")
-    )
-    written = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert written["metrics"]["eval_accuracy"] == report["metrics"]["eval_accuracy"]
-    assert written["switches"] == [{"step": 2, "from": "linformer", "to": "flurka_performer"}]
-    assert written["rows"] == {"train": 20, "validation": 9}
-    assert (written["steps"], written["seed"], written["processes"], written["global_batch_size"]) == (8, 0, 1, 4)
-    assert written["seconds_per_step"] > 0 and written["peak_memory_mib"] > 100
-    assert written["attention"]["stages"] == STAGES[1:] and written["versions"]["hf_efficient_attn"] == hea.__version__
-    assert (tmp_path / "out" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "| switch at step 2 | linformer to flurka_performer |" in capsys.readouterr().out
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert model.config.efficient_attention["method"] == "flurka_performer"
-    assert model.config.id2label == {0: "entailment", 1: "not_entailment"}
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").pad_token == "[PAD]"
 
 
 @pytest.fixture

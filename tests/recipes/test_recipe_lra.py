@@ -246,17 +246,6 @@ def test_splits_of_pictures_can_be_chosen(made, tmp_path):
         data_of.load_image(source, reading(image_size=4), "train", "tests")
 
 
-def test_grey_values_are_the_luminance(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for split, name in itertools.product(("train", "test"), "abcdefghij"):
-            out = io.BytesIO()
-            Image.fromarray(pixels).save(out, "PNG")
-            archive.writestr(f"{split}/{name}/0.png", out.getvalue())
-    row = data_of.load_image(str(tmp_path / "a.zip"), reading(image_size=4))["train"][0]["input_ids"] - 2
-    assert np.abs(row - (pixels @ [0.299, 0.587, 0.114]).reshape(-1)).max() <= 1
-
-
 def test_pairs_in_the_official_layout(made):
     found = data_of.load_retrieval(made("retrieval"), reading(max_length=12))
     assert sorted(found) == ["test", "train", "validation"]
@@ -330,14 +319,6 @@ def small_model(task="text", pooling="mean", **changes):
     return lra.make_model(data_of.task_of(task), encoder, 64).eval()
 
 
-def test_encoder_has_the_sizes_of_the_benchmark():
-    config = lra.make_model(data_of.task_of("listops"), lra.EncoderArguments(), 2000).config
-    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
-    assert (config.intermediate_size, config.max_position_embeddings, config.num_labels) == (128, 2000, 10)
-    assert config.vocab_size == 15 + 2
-    assert small_model(pooling="cls").config.max_position_embeddings == 65
-
-
 @pytest.mark.parametrize("method", ["sdpa", "nystromformer", "linear"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_padding_does_not_change_outputs(method, pooling):
@@ -361,17 +342,6 @@ def test_pairs_are_classified_by_their_combinations():
     assert found.loss.item() == pytest.approx(
         -math.fsum(expected.log_softmax(-1)[range(3), [0, 1, 1]].tolist()) / 3, rel=1e-5
     )
-
-
-def test_saved_model_is_unchanged_after_loading(tmp_path):
-    model = hea.convert(small_model("retrieval"), "linformer", projection_dim=8)
-    assert {type(m).__name__ for m in model.modules() if "Learned" in type(m).__name__}
-    ids = {"input_ids": torch.arange(2, 22)[None], "other_ids": torch.arange(30, 45)[None]}
-    model.save_pretrained(tmp_path)
-    again = lra.LongRangeModel.from_pretrained(tmp_path)
-    assert again.config.efficient_attention["method"] == "linformer" and again.config.pairs
-    with torch.no_grad():
-        assert torch.equal(model(**ids).logits, again.eval()(**ids).logits)
 
 
 def options_of(task: str, source: str, out, *more) -> list[str]:
@@ -422,17 +392,6 @@ def test_runs_are_reproducible_and_can_be_resumed(made, tmp_path):
     (outs[1] / "checkpoint-4" / "trainer_state.json").unlink()
     lra.run(options_of("listops", source, outs[1], *more, "--resume_from_checkpoint", "True"))
     assert losses(outs[0]) == losses(outs[1])
-
-
-def test_stages(made, tmp_path):
-    more = ["--stages", "linear:0.5", "flurka_linear:1.0"]
-    report = lra.run(options_of("image", made("image"), tmp_path / "out", *more))
-    assert [(switch["from"], switch["to"], switch["step"]) for switch in report["switches"]][-1] == (
-        "linear",
-        "flurka_linear",
-        2,
-    )
-    assert lra.LongRangeModel.from_pretrained(tmp_path / "out").config.efficient_attention["method"] == "flurka_linear"
 
 
 def test_it_learns(tmp_path):
