@@ -45,7 +45,7 @@ def test_distance_of_shifted_gaussians_is_the_squared_shift():
     assert found == pytest.approx(shift.square().sum().item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_other_covariances_against_scipy(seed):
     first, second = (Gaussian(normal(D, seed=10 * seed + i), covariance(10 * seed + i + 2)) for i in (0, 1))
     product = first.covariance @ second.covariance

@@ -202,7 +202,6 @@ def test_main_of_keeps_the_traceback_of_bugs():
     ("command", "module", "package"),
     [
         (["recipes/glue.py"], "datasets", "datasets"),
-        (["recipes/accelerate_loop.py"], "accelerate", "accelerate"),
         (["-m", "recipes.mlm"], "accelerate", "accelerate"),
     ],
 )

@@ -668,7 +668,11 @@ def tables_of(folder) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("variant", "base", "switch"), [("flurka_performer", "linformer", 7), ("flurka_linear", "linear", 13)]
+    ("variant", "base", "switch"),
+    [
+        ("flurka_performer", "linformer", 7),
+        pytest.param("flurka_linear", "linear", 13, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, tiny_t2t, colors, tmp_path):
     """With the paper's shares of 40 steps, 16.7 % and 33.3 %, in stages and backbone."""

@@ -1,5 +1,6 @@
 """Matches the classes of a data set with the outputs of a model."""
 
+import json
 import pathlib
 import zipfile
 from collections import Counter
@@ -12,7 +13,8 @@ def read_class_list(path: str) -> list[str]:
     """Read class names in the order of a model's outputs.
 
     The path is a text file with one name per line, of which only the WordNet number is used if every line begins with
-    one; or a folder or zip file of pictures of all classes, whose names are sorted.
+    one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures of all
+    classes, whose names are sorted.
 
     Raises:
         ValueError: the file does not exist or is empty, or a name occurs twice.
@@ -22,6 +24,15 @@ def read_class_list(path: str) -> list[str]:
         raise ValueError(f"no such class list: {path}")
     if file.is_dir() or zipfile.is_zipfile(file):
         names = sorted_classes(name for split in load(path).values() for name in split.classes)
+    elif file.suffix == ".json":
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            values = [values[str(i)] for i in range(len(values))] if isinstance(values, dict) else values
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(
+                f'{path}: a class list in JSON must be a list, or {{"0": name, "1": name, ...}}'
+            ) from error
+        names = [str(value[0]) if isinstance(value, list) else str(value) for value in values]
     else:
         try:
             names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
