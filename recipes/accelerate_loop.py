@@ -30,8 +30,6 @@ if __package__ in (None, ""):
 import accelerate
 import torch
 from accelerate.utils import DataLoaderConfiguration
-from datasets import Dataset
-from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
@@ -51,17 +49,15 @@ class LoopArguments:
     _argument_group_name = "training"
 
     output_dir: str = option("Folder for the model, its checkpoints and its figures.")
-    overwrite: bool = option("Write into an output folder that is not empty.", default=False)
-    resume: bool = option("Continue from the last complete checkpoint in the output folder.", default=False)
-    num_train_epochs: float = option("Epochs.", default=3.0)
-    max_steps: int | None = option("Optimizer steps, instead of epochs.", default=None)
-    per_device_train_batch_size: int = option("Examples of a forward pass of one process.", default=32)
-    gradient_accumulation_steps: int = option("Forward passes for one optimizer step.", default=1)
-    learning_rate: float = option("Highest learning rate, before a linear decay to 0.", default=5e-5)
-    warmup_share: float = option("Share of the steps with an increasing learning rate.", default=0.1)
-    weight_decay: float = option("Weight decay of AdamW.", default=0.0)
-    save_steps: int = option("Steps between two checkpoints.", default=500)
-    seed: int = option("Seed of new weights, data order, dropout and random draws.", default=0)
+    overwrite: bool = option("Write into an output folder that is not empty.", False)
+    resume: bool = option("Continue from the last complete checkpoint in the output folder.", False)
+    num_train_epochs: float = option("Epochs.", 3.0)
+    max_steps: int | None = option("Optimizer steps, instead of epochs.", None)
+    per_device_train_batch_size: int = option("Examples of a forward pass of one process.", 32)
+    gradient_accumulation_steps: int = option("Forward passes for one optimizer step.", 1)
+    learning_rate: float = option("Highest learning rate, after a tenth of the steps; then a linear decay to 0.", 5e-5)
+    save_steps: int = option("Steps between two checkpoints.", 500)
+    seed: int = option("Seed of new weights, data order, dropout and random draws.", 0)
 
     def __post_init__(self) -> None:
         arguments.check_counts(
@@ -69,23 +65,10 @@ class LoopArguments:
         )
 
 
-def last_checkpoint(folder: str) -> tuple[pathlib.Path, dict[str, Any]] | None:
+def last_checkpoint(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]] | None:
     """The newest complete checkpoint and its `loop.json`, which is written last."""
-    found = [
-        (json.loads(path.read_text()), path.parent) for path in pathlib.Path(folder).glob("checkpoint-*/loop.json")
-    ]
-    return max(((path, done) for done, path in found), key=lambda pair: pair[1]["step"], default=None)
-
-
-@torch.no_grad()
-def evaluate(
-    accelerator: accelerate.Accelerator, model: nn.Module, data: Dataset, collate: DataCollatorWithPadding, task: str
-) -> dict[str, float]:
-    """The official metrics on a split, gathered from all processes."""
-    loader = accelerator.prepare(DataLoader(data, batch_size=64, collate_fn=collate))
-    outputs = [accelerator.gather_for_metrics((model(**batch).logits.float(), batch["labels"])) for batch in loader]
-    logits, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs, strict=True))
-    return glue.figures(task, logits, labels)
+    found = [(path.parent, json.loads(path.read_text())) for path in folder.glob("checkpoint-*/loop.json")]
+    return max(found, key=lambda pair: pair[1]["step"], default=None)
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -99,34 +82,32 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     accelerate.utils.set_seed(args.seed)
     arguments.prepare_output(args.output_dir, accelerator.state, args.resume, args.overwrite)
-    if not sys.stderr.isatty():
-        arguments.no_bars()
     folder, task = pathlib.Path(args.output_dir), glue.task_of(options.task)
     with accelerator.main_process_first():
         data = load_data(options)
-    model, tokenizer = load_model(options.model_name_or_path, task)
-    training.check_length(model, options.max_length)
+    model, tokenizer = load_model(options.model_name_or_path, task, options.max_length)
     training.prepare_attention(model, attention)
     tokens, collate = tokenize(data, tokenizer, options.max_length), DataCollatorWithPadding(tokenizer)
+    size = args.per_device_train_batch_size
     # A separate generator, so that loading data does not change the random state that dropout uses.
+    order = torch.Generator().manual_seed(args.seed)
     loader = accelerator.prepare(
-        DataLoader(tokens["train"], batch_size=args.per_device_train_batch_size, shuffle=True, collate_fn=collate,
-                   generator=torch.Generator().manual_seed(args.seed))
-    )  # fmt: skip
+        DataLoader(tokens["train"], batch_size=size, shuffle=True, collate_fn=collate, generator=order)
+    )
     steps_of_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
     total = args.max_steps or math.ceil(args.num_train_epochs * steps_of_epoch)
     schedule = attention.schedule(total)
     # For stages with distill=N. They are read by index, so that the loader is not disturbed.
-    samples = training_batches(tokens["train"], collate, args.per_device_train_batch_size, accelerator.process_index,
-                               accelerator.num_processes)  # fmt: skip
-    found = last_checkpoint(args.output_dir) if args.resume else None
+    processes = accelerator.process_index, accelerator.num_processes
+    samples = training_batches(tokens["train"], collate, size, *processes)
+    found = last_checkpoint(folder) if args.resume else None
     done = found[1] if found else {"step": 0, "epoch": 0, "batch": 0, "log": []}
     if schedule is not None:
         # Start in the first stage, or in the stage of the checkpoint: a switch comes before its step.
         schedule.step(model, None, max(0, done["step"] - 1))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
-    rate = get_linear_schedule_with_warmup(optimizer, round(args.warmup_share * total), total)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    rate = get_linear_schedule_with_warmup(optimizer, round(0.1 * total), total)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(rate)
     if found:
@@ -166,26 +147,36 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     bar.close()
     seconds = (time.perf_counter() - started) / max(1, step - done["step"])
 
-    model.eval()
     results = {}
     for split in tokens:
         if split != "train":
-            figures = evaluate(accelerator, model, tokens[split], collate, options.task)
+            loader = accelerator.prepare(DataLoader(tokens[split], batch_size=64, collate_fn=collate))
+            figures = evaluate(accelerator, model.eval(), loader, options.task)
             results |= {f"eval{split.removeprefix('validation')}_{name}": value for name, value in figures.items()}
     log.append({"step": step, **results})
-    unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(
-        folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
-    )
-    report = {"metrics": results, "steps": step, "seconds_per_step": seconds, "seed": args.seed,
-              "precision": accelerator.mixed_precision, "switches": reporting.switches_of(log),
-              "resumed_at": reporting.resumptions_of(log),
-              **reporting.about_run(attention, unwrapped, accelerator.num_processes, accelerator.device)}  # fmt: skip
-    if accelerator.is_main_process:
+    unwrapped, is_main = accelerator.unwrap_model(model), accelerator.is_main_process
+    unwrapped.save_pretrained(folder, is_main_process=is_main, state_dict=accelerator.get_state_dict(model))
+    report = {
+        "metrics": results, "steps": step, "seconds_per_step": seconds, "seed": args.seed,
+        "precision": accelerator.mixed_precision, "switches": reporting.switches_of(log),
+        "resumed_at": reporting.resumptions_of(log),
+        **reporting.about_run(attention, unwrapped, accelerator.num_processes, accelerator.device),
+    }  # fmt: skip
+    if is_main:
         tokenizer.save_pretrained(folder)
         reporting.write_report(report, log, folder, next(iter(results)))
     accelerator.wait_for_everyone()
     return report
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: accelerate.Accelerator, model: torch.nn.Module, loader: DataLoader, task: str
+) -> dict[str, float]:
+    """The official metrics on a split, gathered from all processes."""
+    outputs = [accelerator.gather_for_metrics((model(**batch).logits.float(), batch["labels"])) for batch in loader]
+    logits, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs, strict=True))
+    return glue.figures(task, logits, labels)
 
 
 def save(accelerator: accelerate.Accelerator, folder: pathlib.Path, done: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ pictures for `score`. Expected with it at a budget of 32 of the 256 keys: FID 1.
 
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -37,36 +37,14 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, use_threads
 from hf_efficient_attn.io.writing import check_writable
-from hf_efficient_attn.models.biggan import BigGANModel
-from recipes.common.commands import (
-    Csv,
-    Seed,
-    Threads,
-    check_outputs,
-    methods_option,
-    new_app,
-    numbers_option,
-    option,
-    show,
-    write,
-)
-from recipes.common.gan.features import FeatureNetwork
-from recipes.common.gan.metrics import Gaussian, frechet_distance, inception_score
+from recipes.common import commands
+from recipes.common.commands import Csv, Seed, Threads, option
+from recipes.common.gan import sampling
 from recipes.common.gan.pictures import grid, named_rows, save_png
-from recipes.common.gan.reference import reference_statistics
-from recipes.common.gan.sampling import (
-    EXACT_SWAP,
-    Draw,
-    Swap,
-    apply_swap,
-    layer_costs,
-    load_generator,
-    parse_classes,
-    pictures,
-    swaps_of,
-)
+from recipes.common.gan.sampling import Draw, Swap, apply_swap, load_generator, pictures
+from recipes.common.gan.scores import FeatureNetwork, Gaussian, frechet_distance, inception_score, reference_statistics
 
-app = new_app(no_args_is_help=True)
+app = commands.new_app(no_args_is_help=True)
 
 Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder of the generator.")]
 Classes = Annotated[
@@ -74,9 +52,11 @@ Classes = Annotated[
 ]
 Truncation = Annotated[float, typer.Option(metavar="X", help="Truncation of the noise, above 0 and at most 1.")]
 Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")]
-Budget = numbers_option("Budgets in columns", "32,64,128")
-Method = methods_option("all rectangular ones")
+Budget = commands.numbers_option("Budgets in columns", "32,64,128")
+Method = commands.methods_option("all rectangular ones")
 TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timings of each method; 0 for none.")]
+
+Figures = Callable[[Swap, Iterable[Tensor]], dict[str, float]]
 
 
 def _check_png(path: pathlib.Path) -> None:
@@ -85,48 +65,38 @@ def _check_png(path: pathlib.Path) -> None:
     check_writable(path)
 
 
-def _kv_len(model: BigGANModel) -> int:
-    """Number of keys of the attention layer, which pools its picture by two."""
-    return (model.config.attention_resolution // 2) ** 2
+def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: float, seed: int) -> tuple[Any, Draw, int]:
+    """The generator, the inputs of the pictures, and the number of keys of its attention layer."""
+    model = load_generator(checkpoint)
+    chosen = sampling.parse_classes(split_list(classes), model.config)
+    # The layer pools its picture by two for the keys.
+    return model, Draw.of(model.config, chosen, number, truncation, seed), (model.config.attention_resolution // 2) ** 2
 
 
-class Comparison(NamedTuple):
-    """What `compare` and `score` run: the generator, its inputs and the methods, exact attention first."""
+def _run(
+    model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures
+) -> list[dict[str, Any]]:
+    """One row for each method, with the cost of the attention layer and the figures of its pictures.
 
-    model: BigGANModel
-    draw: Draw
-    swaps: list[Swap]
-    rounds: int
-    batch: int
-
-    def run(self, figures_of: Callable[[Swap, Iterable[Tensor]], dict[str, float]]) -> list[dict[str, Any]]:
-        """Generate the pictures of every method.
-
-        Args:
-            figures_of: takes a method and its pictures, batches (b, 3, P, P), and returns named figures.
-
-        Returns:
-            One row for each method, with the figures and the cost of the attention layer.
-        """
-        number, rows = len(self.draw.noise), []
-        steps = (len(self.swaps) - 1) * self.rounds
-        with tqdm(total=steps, unit="pair", desc="time", disable=None, leave=False) as bar:
-            costs = layer_costs(self.model, self.draw, self.swaps, self.rounds, bar)
-        with tqdm(total=number * len(self.swaps), unit="picture", disable=None, leave=False) as bar:
-            for swap, cost in zip(self.swaps, costs, strict=True):
-                bar.set_description(swap.label)
-                found = figures_of(swap, pictures(apply_swap(self.model, swap), self.draw, self.batch, bar))
-                rows.append({"attention": swap.name, "budget": swap.budget, **found, **cost})
-        return rows
+    `figures_of` takes a method and its pictures, batches (b, 3, P, P), and returns named figures.
+    """
+    rows = []
+    with tqdm(total=(len(swaps) - 1) * rounds, unit="pair", desc="time", disable=None, leave=False) as bar:
+        costs = sampling.layer_costs(model, draw, swaps, rounds, bar)
+    with tqdm(total=len(draw.noise) * len(swaps), unit="picture", disable=None, leave=False) as bar:
+        for swap, cost in zip(swaps, costs, strict=True):
+            bar.set_description(swap.label)
+            found = figures_of(swap, pictures(apply_swap(model, swap), draw, batch, bar))
+            rows.append({"attention": swap.name, "budget": swap.budget, **found, **cost})
+    return rows
 
 
 def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
     """Print one line for every row. `figures` maps a column to its format."""
-    write(rows, csv)
-
+    commands.write(rows, csv)
     columns = {**figures, "gflop": ".4f", "fewer": ".2f", "times_faster": ".2f"}
     templates = {name.replace("_", " "): f"{{{name}:{form}}}" for name, form in columns.items()}
-    show(rows, {"attention": "{attention}", "budget": "{budget}", **templates})
+    commands.show(rows, {"attention": "{attention}", "budget": "{budget}", **templates})
     typer.echo("\nGFLOP: products of the attention layer for one picture, a multiply-add as one operation.")
     if any(row["unsteady"] for row in rows):
         typer.echo(UNSTEADY)
@@ -148,14 +118,12 @@ def generate(
 ) -> None:
     """Write a sheet of pictures, generated with exact attention or another method."""
     _check_png(output)
-    model = load_generator(checkpoint)
-    draw = Draw.of(model.config, parse_classes(split_list(classes), model.config), number, truncation, seed)
+    model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
     if setting and attention is None:
         raise UnsupportedAttentionError("--set needs --attention METHOD")
-    swap = swaps_of([attention], setting, [], _kv_len(model))[-1] if attention else EXACT_SWAP
-    apply_swap(model, swap)
+    swap = sampling.swaps_of([attention], setting, [], keys)[-1] if attention else sampling.EXACT_SWAP
     with use_threads(threads), tqdm(total=number, unit="picture", disable=None, leave=False) as bar:
-        made = torch.cat(list(pictures(model, draw, batch, bar)))
+        made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch, bar)))
     save_png(grid(made, min(columns, number)), output)
     typer.echo(f"{output}: {number} pictures of {made.shape[-1]} pixels, {swap.name} attention")
 
@@ -185,15 +153,13 @@ def compare(
     rounds: TimingRounds = 5,
     batch: Batch = 8,
     threads: Threads = 1,
-    colours: option(int, "Colours of the file.", min=2, max=256) = 256,
     csv: Csv = None,
 ) -> None:
     """Compare the pictures of exact attention with those of other methods on the same noise."""
     _check_png(output)
-    check_outputs(csv, None)
-    model = load_generator(checkpoint)
-    draw = Draw.of(model.config, parse_classes(split_list(classes), model.config), number, truncation, seed)
-    swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _kv_len(model))
+    commands.check_outputs(csv, None)
+    model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
+    swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     sheets: dict[str, Tensor] = {}
 
     def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
@@ -201,8 +167,8 @@ def compare(
         return _differences(sheets[swap.label], next(iter(sheets.values())))
 
     with use_threads(threads):
-        rows = Comparison(model, draw, swaps, rounds, batch).run(figures_of)
-    save_png(named_rows(sheets), output, colours)
+        rows = _run(model, draw, swaps, rounds, batch, figures_of)
+    save_png(named_rows(sheets), output, colours=256)
     _show(rows, {"relative_error": ".3f", "greatest": ".3f", "absolute_difference": ".4f"}, csv)
     typer.echo(f"{output}: {number} pictures for each method, truncation {truncation:g}, seed {seed}")
 
@@ -212,7 +178,9 @@ def score(
     checkpoint: Checkpoint,
     features: option(pathlib.Path, "Folder of an image classifier.", metavar="FOLDER"),
     reference: option(
-        pathlib.Path, "Real pictures (folder, zip or IDX file), or a .npz file of statistics.", metavar="PATH"
+        pathlib.Path,
+        "Real pictures (folder or zip file), MNIST's folder, or .npz statistics.",
+        metavar="PATH",
     ),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Pictures for each method.", "--count", min=2) = 5000,
@@ -225,34 +193,27 @@ def score(
     rounds: TimingRounds = 5,
     batch: Batch = 50,
     threads: Threads = 1,
-    statistics: option(pathlib.Path | None, "Save the reference's statistics to this file.", metavar="FILE.npz") = None,
     csv: Csv = None,
 ) -> None:
     """Compute FID and the inception score of exact attention and of other methods on the same noise."""
-    check_outputs(csv, None)
-    if statistics is not None:
-        check_writable(statistics)
+    commands.check_outputs(csv, None)
     if number < splits:
-        raise UnsupportedAttentionError(
-            f"--count {number}: give at least one picture for each of the --splits {splits}"
-        )
-    model, network = load_generator(checkpoint), FeatureNetwork(features)
-    chosen = parse_classes(split_list(classes), model.config)
+        raise UnsupportedAttentionError(f"--count {number}: give at least one picture for each of --splits {splits}")
+    model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
+    network = FeatureNetwork(features)
     # Shuffled, so that all parts of the inception score have about the same share of every class.
-    draw = Draw.of(model.config, chosen, number, truncation, seed, shuffled=True)
-    swaps = swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], _kv_len(model))
+    draw = draw._replace(labels=draw.labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))])
+    swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     with use_threads(threads):
         real = reference_statistics(reference, network, model.config.output_dim)
-        if statistics is not None:
-            real.save(statistics)
 
         def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
             values, guesses = map(torch.cat, zip(*map(network, made), strict=True))
-            distance = frechet_distance(Gaussian.of(values), real)
             mean, deviation = inception_score(guesses, splits)
+            distance = frechet_distance(Gaussian.of(values), real)
             return {"fid": distance, "inception_score": mean, "deviation": deviation}
 
-        rows = Comparison(model, draw, swaps, rounds, batch).run(figures_of)
+        rows = _run(model, draw, swaps, rounds, batch, figures_of)
     _show(rows, {"fid": ".2f", "inception_score": ".3f", "deviation": ".3f"}, csv)
     typer.echo(f"{number} pictures for each method, truncation {truncation:g}, seed {seed}; features of {features}")
 

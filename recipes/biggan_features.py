@@ -17,16 +17,16 @@ import torch
 import typer
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessorPil
 
 from hf_efficient_attn.cli import main_of
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
 from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option
 from recipes.common.gan import digits
-from recipes.common.gan.features import save
 
 app = new_app()
+_RATE = 2e-3
 
 
 def make_classifier(classes: int = 10, widths: tuple[int, ...] = (32, 64, 128)) -> ResNetForImageClassification:
@@ -38,44 +38,25 @@ def make_classifier(classes: int = 10, widths: tuple[int, ...] = (32, 64, 128)) 
     return ResNetForImageClassification(config)
 
 
-def _shifted(pictures: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """Shift all pictures of the batch by the same random number of pixels, up to `most`, cyclically."""
-    across, down = torch.randint(-most, most + 1, (2,), generator=generator).tolist()
-    return pictures.roll((down, across), (2, 3))
-
-
 def train_classifier(
-    model: nn.Module,
-    pictures: Tensor,
-    labels: Tensor,
-    *,
-    minutes: float,
-    steps: int | None,
-    batch: int = 128,
-    seed: int = 0,
+    model: nn.Module, data: tuple[Tensor, Tensor], *, minutes: float, steps: int | None, batch: int = 128, seed: int = 0
 ) -> int:
     """Train with AdamW and a learning rate that decreases to 0, and return the number of steps.
 
-    Args:
-        model: the classifier.
-        pictures: (N, H, W) uint8.
-        labels: (N,) int64.
-        minutes: duration, used if `steps` is None.
-        steps: number of steps.
-        batch: batch size.
-        seed: seed of the batches and shifts.
+    The data are pictures (N, H, W) uint8 and their classes (N,) int64. `minutes` is the duration if `steps` is None.
     """
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=1e-2)
     model.train()
     start, done = time.monotonic(), 0
     with tqdm(total=steps, unit="step", disable=None, leave=False) as bar:
         while (over := done / steps if steps is not None else (time.monotonic() - start) / (60 * minutes)) < 1:
-            for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * (1 - over)
-            chosen = torch.randint(len(labels), (batch,), generator=generator)
-            inputs = _shifted(digits.as_input(pictures[chosen]), 2, generator)
-            loss = nn.functional.cross_entropy(model(pixel_values=inputs).logits, labels[chosen])
+            optimizer.param_groups[0]["lr"] = _RATE * (1 - over)
+            chosen = torch.randint(len(data[1]), (batch,), generator=generator)
+            # All pictures of the batch are shifted by the same number of pixels.
+            shift = torch.randint(-2, 3, (2,), generator=generator).tolist()
+            inputs = digits.as_input(data[0][chosen]).roll(shift[::-1], (2, 3))
+            loss = nn.functional.cross_entropy(model(pixel_values=inputs).logits, data[1][chosen])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -86,13 +67,10 @@ def train_classifier(
 
 
 @torch.inference_mode()
-def accuracy(model: nn.Module, pictures: Tensor, labels: Tensor, batch: int = 500) -> float:
+def accuracy(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
     """Share of the pictures (N, H, W) uint8 whose class (N,) has the largest logit."""
-    model.eval()
-    correct = 0
-    for part, wanted in zip(pictures.split(batch), labels.split(batch), strict=True):
-        correct += int((model(pixel_values=digits.as_input(part)).logits.argmax(1) == wanted).sum())
-    return correct / len(labels)
+    guesses = [model(pixel_values=digits.as_input(part)).logits.argmax(1) for part in pictures.split(500)]
+    return (torch.cat(guesses) == labels).float().mean().item()
 
 
 @app.command(epilog="Example: python -m recipes.biggan_features --data ../shared/data --output features --steps 500")
@@ -107,15 +85,16 @@ def features(
     """Train the classifier whose features FID is measured with."""
     if output.is_file():
         raise UnsupportedAttentionError(f"--output {output} is a file: give a folder")
-    folder = data_folder(data)
-    (pictures, labels), (others, wanted) = (digits.load(folder, split) for split in ("train", "t10k"))
+    training, test = (digits.load(data_folder(data), split) for split in ("train", "t10k"))
     torch.manual_seed(seed)
-    model = make_classifier(int(labels.max()) + 1)
+    model = make_classifier(int(training[1].max()) + 1)
     with use_threads(threads):
-        done = train_classifier(model, pictures, labels, minutes=minutes, steps=steps, seed=seed)
-        found = accuracy(model, others, wanted)
-    save(model, output)
-    typer.echo(f"{output}: {done} steps, accuracy {found:.4f} on {len(wanted)} test pictures")
+        done = train_classifier(model, training, minutes=minutes, steps=steps, seed=seed)
+        found = accuracy(model.eval(), *test)
+    model.save_pretrained(output)
+    half, size = [0.5] * 3, {"height": 32, "width": 32}
+    ViTImageProcessorPil(size=size, image_mean=half, image_std=half).save_pretrained(output)
+    typer.echo(f"{output}: {done} steps, accuracy {found:.4f} on {len(test[1])} test pictures")
 
 
 if __name__ == "__main__":

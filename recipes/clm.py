@@ -23,7 +23,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 if __package__ in (None, ""):
@@ -43,25 +43,24 @@ from recipes.common.language_models import CAUSAL, ModelArguments
 
 @dataclass
 class CausalArguments:
-    """Options of causal language models."""
+    """Options of the evaluation of causal language models."""
 
     _argument_group_name = "evaluation"
 
-    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
-    eval_positions: bool = option("Also measure the loss by position and on repeated passages.", default=False)
-    position_bucket: int = option("Number of positions in a bucket of the loss by position.", default=256)
-    repeat_tokens: int = option("Tokens of a repeated passage.", default=128)
-    repeat_distances: list[int] = field(
-        default_factory=lambda: [256, 768, 1536],
-        metadata={"help": "Distances between the two occurrences of a passage, in tokens; 0 for no passages."},
+    eval_positions: bool = option("Also measure the loss by position and on repeated passages.", False)
+    position_bucket: int = option("Number of positions in a bucket of the loss by position.", 256)
+    repeat_tokens: int = option("Tokens of a repeated passage.", 128)
+    repeat_distances: list[int] = option(
+        "Distances between the two occurrences of a passage, in tokens.", [256, 768, 1536]
     )
 
     def __post_init__(self) -> None:
-        if self.position_bucket < 1:
-            raise ValueError(f"--position_bucket {self.position_bucket}: give 1 or more")
-        if any(distance < 0 for distance in self.repeat_distances):
-            raise ValueError("--repeat_distances must be 0 or more")
-        self.repeat_distances = [distance for distance in self.repeat_distances if distance]
+        arguments.check_counts(self, "position_bucket")
+        if self.repeat_tokens < 2 or min(self.repeat_distances) < self.repeat_tokens:
+            raise ValueError(
+                f"a passage of {self.repeat_tokens} tokens cannot be repeated {min(self.repeat_distances)} tokens "
+                "after its start: give --repeat_tokens of 2 or more, and --repeat_distances that are not smaller"
+            )
 
 
 def position_figures(prediction: EvalPrediction, bucket: int) -> dict[str, float]:
@@ -69,8 +68,7 @@ def position_figures(prediction: EvalPrediction, bucket: int) -> dict[str, float
     figures = language.loss_figures(prediction, causal=True)
     nats, _, counts = language.counted(prediction, causal=True)
     for start in range(0, nats.shape[1], bucket):
-        end = min(start + bucket, nats.shape[1])
-        part = counts[:, start:end]
+        part, end = counts[:, start : start + bucket], min(start + bucket, nats.shape[1])
         if part.any():
             figures[f"loss_at_{start}_{end - 1}"] = float(nats[:, start:end][part].mean(dtype=np.float64))
     return figures
@@ -83,9 +81,7 @@ def repeat_figures(prediction: EvalPrediction) -> dict[str, float]:
     return {"first": float(means[0]), "second": float(means[1])}
 
 
-def repeated_passages(
-    rows: Dataset, *, distances: Sequence[int], passage: int, block_size: int, count: int | None = None
-) -> dict[int, Dataset]:
+def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, block_size: int) -> dict[int, Dataset]:
     """Insert a passage into windows a second time, at several distances from its first occurrence.
 
     Each example is a full window of `rows`, (block_size,), with the passage inserted; the tokens that are pushed beyond
@@ -97,84 +93,57 @@ def repeated_passages(
         distances: numbers of tokens from the start of the first occurrence to the start of the second.
         passage: number of tokens of a passage.
         block_size: number of tokens of a full window.
-        count: examples per distance; None for the number of full windows.
 
     Returns:
-        The examples by distance.
-
-    Raises:
-        ValueError: the two occurrences overlap or do not fit into a window, or no window is full.
+        The examples by distance. Those whose occurrences do not fit into a full window are refused.
     """
-    if passage < 2 or min(distances) < passage:
-        raise ValueError(
-            f"a passage of {passage} tokens cannot be repeated {min(distances)} tokens after its start: give "
-            "--repeat_tokens of 2 or more, and --repeat_distances that are not smaller"
-        )
     last = block_size - max(distances) - passage
     if last < 1:
         raise ValueError(
             f"a passage of {passage} tokens and its repetition {max(distances)} tokens later do not fit into windows "
             f"of {block_size}: give a larger --block_size, or smaller --repeat_distances or --repeat_tokens"
         )
-    full = [i for i, length in enumerate(rows["length"]) if length == block_size]
+    full = [row["input_ids"] for row in rows if row["length"] == block_size]
     if not full:
         raise ValueError(f"no evaluation window has {block_size} tokens: repeated passages need full windows")
     generator = np.random.default_rng(0)
-    chosen = [(full[i % len(full)], int(generator.integers(1, last + 1))) for i in range(count or len(full))]
-    found = {}
+    starts = [int(generator.integers(1, last + 1)) for _ in full]
+    examples: dict[int, list] = {distance: [] for distance in distances}
     for distance in distances:
-        columns: dict[str, list] = {"input_ids": [], "labels": [], "length": []}
-        for i, start in chosen:
-            ids = np.asarray(rows[i]["input_ids"])
-            repeated = np.concatenate((ids[: start + distance], ids[start : start + passage], ids[start + distance :]))
-            repeated = repeated[:block_size]
+        for ids, start in zip(full, starts, strict=True):
+            second = start + distance
+            repeated = np.concatenate((ids[:second], ids[start : start + passage], ids[second:]))[:block_size]
             labels = np.full_like(repeated, text.IGNORED)
-            for first_token in (start, start + distance):
-                part = slice(first_token + 1, first_token + passage)
-                labels[part] = repeated[part]
-            columns["input_ids"].append(repeated)
-            columns["labels"].append(labels)
-            columns["length"].append(block_size)
-        found[distance] = Dataset.from_dict(columns).with_format("numpy")
-    return found
+            for first in (start + 1, second + 1):
+                labels[first : first + passage - 1] = repeated[first : first + passage - 1]
+            examples[distance].append({"input_ids": repeated, "labels": labels})
+    return {distance: Dataset.from_list(found).with_format("numpy") for distance, found in examples.items()}
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
+    types = AttentionArguments, TextArguments, ModelArguments, CausalArguments
     attention, words, kind, causal, args = arguments.parse(
-        AttentionArguments,
-        TextArguments,
-        ModelArguments,
-        CausalArguments,
-        description=__doc__,
-        argv=argv,
-        defaults={"remove_unused_columns": False},
+        *types, description=__doc__, argv=argv, remove_unused_columns=False
     )
-    tokenizer, model, callbacks, train, evaluation, size = language.prepare(attention, words, kind, args, CAUSAL)
-    sets, metrics = {"": evaluation}, {"": functools.partial(language.loss_figures, causal=True)}
+    given, about = language.prepare(attention, words, kind, args, CAUSAL)
+    sets, metrics = {"": given["eval_dataset"]}, {"": functools.partial(language.loss_figures, causal=True)}
     if causal.eval_positions:
         metrics[""] = functools.partial(position_figures, bucket=causal.position_bucket)
-        if causal.repeat_distances:
-            repeated = repeated_passages(
-                evaluation, distances=causal.repeat_distances, passage=causal.repeat_tokens, block_size=size
-            )
-            sets |= {f"repeat_{distance}": windows for distance, windows in repeated.items()}
-            metrics |= dict.fromkeys((f"repeat_{distance}" for distance in repeated), repeat_figures)
-    trainer = language.LanguageTrainer(
-        model=model,
-        args=args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        data_collator=text.CausalCollator(tokenizer.pad_token_id or 0),
-        processing_class=tokenizer,
-        callbacks=callbacks,
-        metrics=metrics,
-        causal=True,
+        repeated = repeated_passages(
+            sets[""], distances=causal.repeat_distances, passage=causal.repeat_tokens, block_size=about["block_size"]
+        )
+        for distance, rows in repeated.items():
+            sets[f"repeat_{distance}"], metrics[f"repeat_{distance}"] = rows, repeat_figures
+    collate = functools.partial(text.collate, pad_token_id=given["processing_class"].pad_token_id or 0)
+    trainer = language.LanguageTrainer(**given, data_collator=collate, metrics=metrics, causal=True)
+    return training.run_and_report(
+        trainer,
+        attention,
+        evaluate=sets if len(sets) > 1 else sets[""],
+        extra={**about, "evaluation": dataclasses.asdict(causal)},
+        train=not words.eval_only,
     )
-    extra = language.about_text(train, evaluation, size, words, kind) | {"evaluation": dataclasses.asdict(causal)}
-    if causal.eval_only:
-        return training.evaluate_and_report(trainer, attention, evaluate=sets, extra=extra)
-    return training.train_and_report(trainer, attention, evaluate=sets if len(sets) > 1 else evaluation, extra=extra)
 
 
 if __name__ == "__main__":

@@ -49,24 +49,24 @@ class DistillationArguments:
     model_name_or_path: str = option("Folder or hub id of a checkpoint with exact attention.")
     data: str = option("Text (.txt, .jsonl with 'text', or gzipped), or a folder or zip file of pictures.")
     output_dir: str = option("A new folder.")
-    overwrite: bool = option("Replace an output folder that is not empty.", default=False)
-    restart: bool = option("Discard the saved state and start again.", default=False)
-    steps: int = option("Steps of the first stage.", default=300)
-    loss: str = option("Loss of the first stage: output, weights or both.", default="output")
-    learning_rate: float = option("Learning rate of the first stage.", default=2e-2)
+    overwrite: bool = option("Replace an output folder that is not empty.", False)
+    restart: bool = option("Discard the saved state and start again.", False)
+    steps: int = option("Steps of the first stage.", 300)
+    loss: str = option("Loss of the first stage: output, weights or both.", "output")
+    learning_rate: float = option("Learning rate of the first stage.", 2e-2)
     length: int | None = option(
         "Tokens of an input; pictures are resized. Default: those that the model takes, at most 2048; for pictures, "
         "those of its own size.",
-        default=None,
+        None,
     )
-    max_length: int | None = option("Let the result take N tokens, as in `convert`.", default=None, metavar="N")
-    per_device_train_batch_size: int = option("Inputs of a batch of one process.", default=4)
-    save_steps: int = option("Measure the error and save the state after every N steps.", default=50, metavar="N")
-    seed: int = option("Seed of the order of the batches.", default=0)
-    finetune_steps: int = option("Steps of the second stage.", default=0)
-    finetune_target: str = option("What it compares: hidden_states or logits.", default="hidden_states")
-    finetune_learning_rate: float = option("Its learning rate.", default=5e-5)
-    lora_rank: int | None = option("Train LoRA adapters of this rank in it.", default=None)
+    max_length: int | None = option("Let the result take N tokens, as in `convert`.", None, metavar="N")
+    per_device_train_batch_size: int = option("Inputs of a batch of one process.", 4)
+    save_steps: int = option("Measure the error and save the state after every N steps.", 50, metavar="N")
+    seed: int = option("Seed of the order of the batches.", 0)
+    finetune_steps: int = option("Steps of the second stage.", 0)
+    finetune_target: str = option("What it compares: hidden_states or logits.", "hidden_states")
+    finetune_learning_rate: float = option("Its learning rate.", 5e-5)
+    lora_rank: int | None = option("Train LoRA adapters of this rank in it.", None)
 
     def __post_init__(self) -> None:
         arguments.check_counts(

@@ -33,8 +33,9 @@ from transformers import (
     Trainer,
 )
 
+from hf_efficient_attn.evaluation.data import max_positions
 from recipes.common import arguments, training
-from recipes.common.arguments import option
+from recipes.common.arguments import option, samples
 from recipes.common.data import glue
 
 
@@ -47,12 +48,10 @@ class GlueArguments:
     task: str = option(f"One of {', '.join(glue.TASKS)}.")
     data: str = option("Folder that holds <TASK>/train.tsv and dev.tsv, or a hub id.")
     model_name_or_path: str = option("Encoder: a folder or a hub id.", aliases=["--model"])
-    max_length: int = option("Tokens of an example; longer ones are truncated.", default=128)
-    max_train_samples: int | None = option("Train on at most N examples, chosen at random.", default=None, metavar="N")
-    max_eval_samples: int | None = option(
-        "Evaluate on at most N examples, chosen at random.", default=None, metavar="N"
-    )
-    skip_bad_rows: bool = option("Skip rows that cannot be read, and report them.", default=False)
+    max_length: int = option("Tokens of an example; longer ones are truncated.", 128)
+    max_train_samples: int | None = samples("Train on")
+    max_eval_samples: int | None = samples("Evaluate on")
+    skip_bad_rows: bool = option("Skip rows that cannot be read, and report them.", False)
 
     def __post_init__(self) -> None:
         glue.task_of(self.task)
@@ -77,11 +76,12 @@ def load_data(options: GlueArguments) -> DatasetDict:
     return data
 
 
-def load_model(name_or_path: str, task: glue.Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The pretrained model with a new head for the task, and its tokenizer.
 
     Raises:
-        ValueError: the tokenizer has no padding token.
+        ValueError: the tokenizer has no padding token, or the model has a table of positions for fewer than `length`
+            tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     if tokenizer.pad_token is None:
@@ -89,13 +89,20 @@ def load_model(name_or_path: str, task: glue.Task) -> tuple[PreTrainedModel, Pre
             f"the tokenizer of {name_or_path} has no padding token, which batches need: use a model that has one"
         )
     head: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
-    if not task.regression:
+    if task.labels:
         head = {
             "id2label": dict(enumerate(task.names)),
             "label2id": {name: number for number, name in enumerate(task.names)},
             "problem_type": "single_label_classification",
         }
-    return AutoModelForSequenceClassification.from_pretrained(name_or_path, **head), tokenizer
+    model = AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
+    limit = max_positions(model)
+    if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
+        raise ValueError(
+            f"--max_length {length}: the model has positions for {limit} tokens; give at most {limit}, or extend the "
+            "model with hea.extend_positions"
+        )
+    return model, tokenizer
 
 
 def tokenize(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
@@ -111,13 +118,12 @@ def tokenize(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     options, attention, args = arguments.parse(
-        GlueArguments, arguments.AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
+        GlueArguments, arguments.AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
     )
     task = glue.task_of(options.task)
     with args.main_process_first():
         data = load_data(options)
-    model, tokenizer = load_model(options.model_name_or_path, task)
-    training.check_length(model, options.max_length)
+    model, tokenizer = load_model(options.model_name_or_path, task, options.max_length)
     callbacks = training.prepare_attention(model, attention)
     tokens = tokenize(data, tokenizer, options.max_length)
     train, dev = tokens.pop("train"), {split.partition("_")[2]: tokens[split] for split in tokens if split != "train"}
@@ -134,7 +140,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         callbacks=callbacks,
     )
     prefix = "eval_matched" if len(dev) > 1 else "eval"
-    return training.train_and_report(
+    return training.run_and_report(
         trainer,
         attention,
         evaluate=evaluation,

@@ -26,9 +26,10 @@ of 32 pictures. Expected with exact attention: top-1 .783 on one photograph of e
 after one epoch (25 steps) on the others.
 """
 
+import functools
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,43 +37,18 @@ if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
     import recipes  # noqa: F401  # first: it reports missing packages
 
-import torch
 from torch import Tensor, nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from torch.utils.data import default_collate
+from transformers import EvalPrediction, PreTrainedModel, Trainer
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, main_of, option, parse
+from recipes.common import training
+from recipes.common.arguments import AttentionArguments, check_counts, main_of, option, parse, samples
+from recipes.common.data import images
 from recipes.common.data.image_classes import class_indices, read_class_list
-from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training, augmentation
-from recipes.common.data.images import (
-    EVAL_SPLITS,
-    TRAIN_SPLITS,
-    Pictures,
-    at_most,
-    divide,
-    load,
-    pick,
-    readable,
-    sorted_classes,
-)
-from recipes.common.image_models import (
-    ModelArguments,
-    SizedAttention,
-    config_of,
-    fit_resolution,
-    load_model,
-    norm_of,
-    probe,
-    processor_of,
-)
-from recipes.common.training import evaluate_and_report, prepare_attention, train_and_report
+from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training, trivial_augment
+from recipes.common.data.images import Pictures
+from recipes.common.image_models import ModelArguments, config_of, fit_resolution, load_model, norm_of, processor_of
 
 DEFAULTS = {
     "per_device_train_batch_size": 32,
@@ -90,168 +66,104 @@ DEFAULTS = {
 
 @dataclass
 class DataArguments:
-    """The pictures and their classes."""
+    """The pictures and their classes.
+
+    Raises:
+        ValueError: options contradict each other or are out of range.
+    """
 
     _argument_group_name = "data"
 
-    train_data: str | None = option("Hub id, folder or zip file.", default=None)
-    eval_data: str | None = option("Pictures to evaluate on. Default: a split of --train_data.", default=None)
-    train_split: str | None = option("Split to train on. Default: train, if there are splits.", default=None)
-    eval_split: str | None = option("Split to evaluate on. Default: validation, val, dev or test.", default=None)
-    eval_share: float | None = option(
-        "Hold out this share of the training pictures at random for evaluation.", default=None
-    )
-    split_seed: int = option("Seed of --eval_share and --max_..._samples, independent of --seed.", default=0)
-    data_config: str | None = option("Configuration of a hub data set.", default=None)
-    image_column: str | None = option("Column of a hub data set. Default: the only one of its type.", default=None)
-    label_column: str | None = option("Column of a hub data set. Default: the only one of its type.", default=None)
+    train_data: str | None = option("Hub id, folder or zip file.", None)
+    eval_data: str | None = option("Pictures to evaluate on. Default: a split of --train_data.", None)
+    train_split: str | None = option("Split to train on. Default: train, if there are splits.", None)
+    eval_split: str | None = option("Split to evaluate on. Default: validation, val, dev or test.", None)
+    eval_share: float | None = option("Hold out this share of the training pictures at random for evaluation.", None)
     class_list: str | None = option(
         "Class names in the order of the model's labels: a file with one name per line, "
         "imagenet_class_index.json, or a folder or zip file of pictures of all classes.",
-        default=None,
+        None,
     )
-    max_train_samples: int | None = option("Train on at most N pictures, chosen at random.", default=None, metavar="N")
-    max_eval_samples: int | None = option(
-        "Evaluate on at most N pictures, chosen at random.", default=None, metavar="N"
-    )
-    skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
+    max_train_samples: int | None = samples("Train on")
+    max_eval_samples: int | None = samples("Evaluate on")
+    skip_bad_images: bool = option("Skip images that cannot be read.", False)
     check_images: bool = option(
-        "Decode every image once before the first step, with --dataloader_num_workers threads.", default=True
+        "Decode every image once before the first step, with --dataloader_num_workers threads.", True
     )
-    eval_only: bool = option("Evaluate without training.", default=False)
-    crop_ratio: float = option(
-        "Side of the central square that is evaluated, as a share of the shorter side.", default=0.875
-    )
+    eval_only: bool = option("Evaluate without training.", False)
+    crop_ratio: float = option("Side of the central square that is evaluated, as a share of the shorter side.", 0.875)
     augmentation: str = option(
         "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
         "TrivialAugment as well, which needs torchvision.",
-        default="crop",
+        "crop",
         choices=["none", "crop", "trivial"],
     )
-    crop_scale: float = option("Smallest share of the area in a random crop.", default=0.08)
-    flip: float = option("Probability of a horizontal flip.", default=0.5)
-    color_jitter: float = option(
-        "Largest relative change of brightness, contrast and saturation, by torchvision.", default=0.0
-    )
+    crop_scale: float = option("Smallest share of the area in a random crop.", 0.08)
+    flip: float = option("Probability of a horizontal flip.", 0.5)
 
-
-def check(model: ModelArguments, data: DataArguments, attention: AttentionArguments) -> None:
-    """Raise ValueError for options that contradict each other or are out of range, before the data is read."""
-    if data.train_data is None and not (data.eval_only and data.eval_data):
-        raise ValueError(
-            "--train_data is missing: give a hub id, a folder or a zip file (or --eval_only with --eval_data)"
-        )
-    if data.eval_data is not None and data.eval_share is not None:
-        raise ValueError("--eval_data and --eval_share exclude each other: give only one of them")
-    if data.eval_only and (attention.stages or attention.preset):
-        raise ValueError("--stages and --preset need a training: with --eval_only give the method with --attention")
-    if data.eval_only and (model.new_head or model.from_scratch):
-        raise ValueError(
-            "--eval_only with --new_head or --from_scratch would evaluate random weights: leave one of them out"
-        )
-    if (model.image_mean is None) != (model.image_std is None):
-        raise ValueError("--image_mean and --image_std belong together: give both or neither")
-    for name, low, high in (("crop_ratio", 0.1, 1), ("crop_scale", 0.001, 1), ("flip", 0, 1), ("color_jitter", 0, 1)):
-        if not low <= getattr(data, name) <= high:
-            raise ValueError(f"--{name} {getattr(data, name)} must be between {low} and {high}")
-    check_counts(data, "max_train_samples", "max_eval_samples")
-    augmentation(data.color_jitter, data.augmentation == "trivial")
+    def __post_init__(self) -> None:
+        if self.train_data is None and not (self.eval_only and self.eval_data):
+            raise ValueError(
+                "--train_data is missing: give a hub id, a folder or a zip file (or --eval_only with --eval_data)"
+            )
+        if self.eval_data is not None and self.eval_share is not None:
+            raise ValueError("--eval_data and --eval_share exclude each other: give only one of them")
+        for name, low in (("crop_ratio", 0.1), ("crop_scale", 0.001), ("flip", 0)):
+            if not low <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must be between {low} and 1")
+        check_counts(self, "max_train_samples", "max_eval_samples")
+        self.change = trivial_augment() if self.augmentation == "trivial" else None
 
 
 def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
-    """The splits to train on (None with --eval_only) and to evaluate on. No picture is read yet.
-
-    Raises:
-        ValueError: a source cannot be read, or a split is missing or empty.
-    """
-    columns = {
-        "config": options.data_config, "image_column": options.image_column, "label_column": options.label_column,
-    }  # fmt: skip
-    sources = {name: load(name, **columns) for name in {options.train_data, options.eval_data} if name is not None}
+    """The splits to train on (None with --eval_only) and to evaluate on. No picture is read yet."""
     train = evaluation = None
     if options.train_data is not None:
-        splits = sources[options.train_data]
-        train = splits.get("") or pick(splits, options.train_split, TRAIN_SPLITS, options.train_data)
-        if options.train_split is not None and "" in splits:
-            pick(splits, options.train_split, (), options.train_data)
+        splits = images.load(options.train_data)
+        train = images.pick(splits, options.train_split, images.TRAIN_SPLITS, options.train_data) or splits.get("")
         if train is None:
             raise ValueError(
                 f"{options.train_data} has no split train: give one of {', '.join(splits)} with --train_split"
             )
         if options.eval_share is not None:
-            train, evaluation = divide(train, options.eval_share, options.split_seed)
+            train, evaluation = images.divide(train, options.eval_share)
         elif options.eval_data is None:
-            evaluation = pick(splits, options.eval_split, EVAL_SPLITS, options.train_data)
+            evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, options.train_data)
     if options.eval_data is not None:
-        splits = sources[options.eval_data]
-        evaluation = pick(splits, options.eval_split, EVAL_SPLITS, options.eval_data)
+        splits = images.load(options.eval_data)
+        evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, options.eval_data)
         if evaluation is None and len(splits) == 1:
             (evaluation,) = splits.values()
     if evaluation is None:
-        where = options.eval_data or options.train_data
         raise ValueError(
-            f"{where} has no split to evaluate on: give --eval_data, --eval_split, or --eval_share 0.1 for a tenth of "
-            "the training pictures"
+            f"{options.eval_data or options.train_data} has no split to evaluate on: give --eval_data, --eval_split, "
+            "or --eval_share 0.1 for a tenth of the training pictures"
         )
     return None if options.eval_only else train, evaluation
 
 
-def classes_of(parts: Sequence[Pictures]) -> tuple[list[str], bool]:
-    """All class names of the splits, and whether their order is that of the source's numbered labels."""
-    orders = {part.order for part in parts}
-    if len(orders) == 1 and None not in orders:
-        return list(*orders), True
-    return sorted_classes(name for part in parts for name in part.class_names()), False
-
-
-def names_of_new_head(train: Pictures, evaluation: Pictures, class_list: Sequence[str] | None) -> list[str]:
-    """The labels of a new classifier.
-
-    Raises:
-        ValueError: the data has a class that is not among them, or there is only one label.
-    """
-    names = list(class_list or train.class_names())
-    for part in (train, evaluation):
-        unknown = sorted_classes(set(part.classes) - set(names))
+def classes_of(
+    options: ModelArguments, parts: Sequence[Pictures], class_list: Sequence[str] | None
+) -> tuple[dict[str, int], list[str] | None, str]:
+    """The model's output of every class of the splits, the labels of a new head, and how the outputs were found."""
+    if not options.new_head:
+        config, orders = config_of(options), {part.order for part in parts}
+        own_order = len(orders) == 1 and None not in orders
+        names = images.sorted_classes(name for part in parts for name in part.class_names())
+        known = [str(config.id2label[i]) for i in range(config.num_labels)]
+        indices, how = class_indices(
+            list(*orders) if own_order else names, known, class_list=class_list, own_order=own_order
+        )
+        return indices, None, how
+    labels = list(class_list or parts[0].class_names())
+    for part in parts:
+        unknown = images.sorted_classes(set(part.classes) - set(labels))
         if unknown:
             where = "the class list" if class_list else "the training data"
             raise ValueError(f"{part.where}: unknown label {unknown[0]!r}, which is not a class of {where}")
-    if len(names) < 2:
-        raise ValueError(f"{train.where} has only one class, {names[0]!r}: a classifier needs two or more")
-    return names
-
-
-def checked(pictures: Pictures, options: DataArguments, count: int | None, threads: int) -> tuple[Pictures, list[str]]:
-    """Choose `count` pictures and check that they can be read; return them and the names of skipped ones."""
-    pictures = at_most(pictures, count, options.split_seed)
-    return readable(pictures, skip=options.skip_bad_images, threads=threads) if options.check_images else (pictures, [])
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Collates examples of a `PictureDataset` to a batch: pixel_values (B, 3, P, P), labels (B,)."""
-
-    interpolate: bool
-
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate a batch."""
-        batch: dict[str, Any] = {
-            "pixel_values": torch.stack([example["pixel_values"] for example in examples]),
-            "labels": torch.tensor([example["labels"] for example in examples]),
-        }
-        return batch | {"interpolate_pos_encoding": True} if self.interpolate else batch
-
-
-class Epochs(TrainerCallback):
-    """Tells the data set the epoch. Accelerate does so only with a single process."""
-
-    def __init__(self, data: PictureDataset) -> None:
-        self.data = data
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Set the epoch."""
-        # A resumed run starts within an epoch. At the end of an epoch the value is an integer up to rounding.
-        self.data.set_epoch(int((state.epoch or 0) + 1e-6))
+    if len(labels) < 2:
+        raise ValueError(f"{parts[0].where} has only one class, {labels[0]!r}: a classifier needs two or more")
+    return {name: i for i, name in enumerate(labels)}, labels, "a new head"
 
 
 class ImageTrainer(Trainer):
@@ -274,6 +186,12 @@ class ImageTrainer(Trainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
+def collate(examples: Sequence[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
+    """Collate examples of a `PictureDataset` to a batch: pixel_values (B, 3, P, P), labels (B,)."""
+    batch = default_collate(examples)
+    return {**batch, "interpolate_pos_encoding": True} if interpolate else batch
+
+
 def top_five(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
     """The classes of the five largest logits (B, classes), largest first: (B, 5)."""
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -290,72 +208,58 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     options, data, attention, args = parse(
-        ModelArguments, DataArguments, SizedAttention, description=__doc__, argv=argv, defaults=DEFAULTS
+        ModelArguments, DataArguments, AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
     )
-    check(options, data, attention)
+    if data.eval_only and (attention.stages or attention.preset):
+        raise ValueError("--stages and --preset need a training: with --eval_only give the method with --attention")
+    if data.eval_only and (options.new_head or options.from_scratch):
+        raise ValueError(
+            "--eval_only with --new_head or --from_scratch would evaluate random weights: leave one of them out"
+        )
     with args.main_process_first():
         train, evaluation = read_pictures(data)
-    parts = [part for part in (train, evaluation) if part is not None]
     class_list = None if data.class_list is None else read_class_list(data.class_list)
-    if options.new_head:
-        labels = names_of_new_head(train, evaluation, class_list)
-        indices, how = {name: i for i, name in enumerate(labels)}, "a new head"
-    else:
-        config, (names, own_order) = config_of(options), classes_of(parts)
-        known = [str(config.id2label[i]) for i in range(config.num_labels)]
-        indices, how = class_indices(names, known, class_list=class_list, own_order=own_order)
-        labels = None
-    norm, threads = norm_of(options), args.dataloader_num_workers
-    evaluation, bad = checked(evaluation, data, data.max_eval_samples, threads)
-    if train is not None:
-        train, more = checked(train, data, data.max_train_samples, threads)
-        bad = more + bad
-    say(
-        args,
-        f"{len(indices)} classes, {how}" + (f"; skipped, since they cannot be read: {', '.join(bad)}" if bad else ""),
-    )
+    parts = [part for part in (train, evaluation) if part is not None]
+    indices, labels, how = classes_of(options, parts, class_list)
+    norm, bad = norm_of(options), []
+    for i, part in enumerate(parts):
+        part = images.at_most(part, data.max_eval_samples if part is evaluation else data.max_train_samples)
+        if data.check_images:
+            part, skipped = images.readable(part, skip=data.skip_bad_images, threads=args.dataloader_num_workers)
+            bad += skipped
+        parts[i] = part
+    if args.process_index == 0:
+        left_out = f"; skipped, since they cannot be read: {', '.join(bad)}" if bad else ""
+        print(f"{len(indices)} classes, {how}{left_out}", file=sys.stderr, flush=True)
 
     model = load_model(options, labels)
-    pixels, tokens, interpolate = fit_resolution(model, options.resolution)
-    attention.tokens = tokens
-    callbacks = prepare_attention(model, attention)
+    pixels, attention.tokens, interpolate = fit_resolution(model, options.resolution)
+    callbacks = training.prepare_attention(model, attention)
     plain = Evaluation(pixels, norm, data.crop_ratio)
-    evaluated = PictureDataset(evaluation, indices, plain)
-    trained = None
+    evaluated, trained = PictureDataset(parts[-1], indices, plain), None
     if train is not None:
-        random = Training(
-            pixels, norm, (data.crop_scale, 1.0), flip=data.flip, jitter=data.color_jitter,
-            trivial=data.augmentation == "trivial",
-        )  # fmt: skip
-        trained = PictureDataset(train, indices, plain if data.augmentation == "none" else random, args.seed)
-        callbacks = [*callbacks, Epochs(trained)]
-    collate = Collator(interpolate)
-    probe(model, collate([evaluated[0]]))
+        random = Training(pixels, norm, (data.crop_scale, 1.0), data.flip, data.change)
+        trained = PictureDataset(parts[0], indices, plain if data.augmentation == "none" else random, args.seed)
+        callbacks.append(training.Epochs(trained.set_epoch))
     trainer = ImageTrainer(
-        model=model, args=args, data_collator=collate, train_dataset=trained, eval_dataset=evaluated,
-        processing_class=processor_of(norm, pixels, data.crop_ratio), callbacks=callbacks, compute_metrics=accuracy,
-        preprocess_logits_for_metrics=top_five,
+        model=model, args=args, data_collator=functools.partial(collate, interpolate=interpolate),
+        train_dataset=trained, eval_dataset=evaluated, processing_class=processor_of(norm, pixels, data.crop_ratio),
+        callbacks=callbacks, compute_metrics=accuracy, preprocess_logits_for_metrics=top_five,
     )  # fmt: skip
     extra = {
         "model": options.model_name_or_path,
         "resolution": pixels,
-        "tokens": tokens,
+        "tokens": attention.tokens,
         "crop_ratio": data.crop_ratio,
         "augmentation": data.augmentation,
-        "train_data": None if train is None else {"from": train.where, "pictures": len(train)},
-        "eval_data": {"from": evaluation.where, "pictures": len(evaluation)},
+        "train_data": None if train is None else {"from": train.where, "pictures": len(parts[0])},
+        "eval_data": {"from": evaluation.where, "pictures": len(parts[-1])},
         "classes": how,
         "left_out": bad,
     }
-    if data.eval_only:
-        return evaluate_and_report(trainer, attention, extra=extra, metric="eval_top1")
-    return train_and_report(trainer, attention, evaluate=evaluated, extra=extra, metric="eval_top1")
-
-
-def say(args: RecipeArguments, text: str) -> None:
-    """Print a line on stderr from the first process."""
-    if args.process_index == 0:
-        print(text, file=sys.stderr, flush=True)
+    return training.run_and_report(
+        trainer, attention, evaluate=evaluated, extra=extra, metric="eval_top1", train=not data.eval_only
+    )
 
 
 if __name__ == "__main__":

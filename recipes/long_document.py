@@ -16,6 +16,7 @@ rounding. The configs for GPUs are only tested for being read by Accelerate.
 
 import argparse
 import pathlib
+import pydoc_data.topics
 import sys
 import time
 
@@ -23,40 +24,18 @@ if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
     import recipes  # noqa: F401  # first: it reports missing packages
 
-import pydoc_data.topics
-
 import accelerate
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_methods
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.data import allow_length
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import replacing
-
-
-def read_document(path: str | None) -> str:
-    """The text of a file, or Python's documentation."""
-    if path is None:
-        return "\n\n".join(pydoc_data.topics.topics.values())
-    return pathlib.Path(path).read_text(encoding="utf-8")
-
-
-@torch.inference_mode()
-def embed(model: PreTrainedModel, ids: Tensor, state: accelerate.PartialState) -> tuple[Tensor, int]:
-    """The mean of the hidden states of all tokens (N,) with length 1, and how many tokens this process computed."""
-    first, last = (len(ids) * (state.process_index + i) // state.num_processes for i in (0, 1))
-    own = ids[first:last]
-    positions = torch.arange(first, last, device=ids.device)
-    total = model(input_ids=own[None], position_ids=positions[None]).last_hidden_state.double().sum(1)[0]
-    if state.num_processes > 1:
-        dist.all_reduce(total)
-    return torch.nn.functional.normalize(total / len(ids), dim=0), last - first
+from recipes.common.arguments import main_of
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -73,31 +52,40 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Embed one document."""
+    """Embed one document: every process computes its part of the tokens."""
     options = parse(argv)
     if options.max_tokens < 1:
-        raise UnsupportedAttentionError(f"--max_tokens {options.max_tokens}: give 1 or more")
+        raise ValueError(f"--max_tokens {options.max_tokens}: give 1 or more")
     ((_, config),) = parse_methods([options.attention], options.set).items()
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
-    folder = options.model or str(minilm_folder())
+    rank, processes = state.process_index, state.num_processes
+    folder, name = options.model or str(minilm_folder()), options.document
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = tokenizer(read_document(options.document), truncation=True, max_length=options.max_tokens)["input_ids"]
-    if len(text) < state.num_processes:
-        raise UnsupportedAttentionError(f"the document has {len(text)} tokens for {state.num_processes} processes")
+    document = pathlib.Path(name).read_text("utf-8") if name else "\n\n".join(pydoc_data.topics.topics.values())
+    tokens = tokenizer(document, truncation=True, max_length=options.max_tokens)["input_ids"]
+    count = len(tokens)
+    if count < processes:
+        raise ValueError(f"the document has {count} tokens for {processes} processes")
     model = AutoModel.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
-    note = allow_length(model, len(text))
+    note = allow_length(model, count)
     model = hea.convert(model, config).to(state.device)
-    if state.num_processes > 1:
+    if processes > 1:
         model = hea.sequence_parallel(model, dist.group.WORLD)
     start = time.perf_counter()
-    embedding, own = embed(model, torch.tensor(text, device=state.device), state)
+    first, last = (count * (rank + i) // processes for i in (0, 1))
+    ids, positions = (torch.tensor([x[first:last]], device=state.device) for x in (tokens, range(count)))
+    with torch.inference_mode():
+        total = model(input_ids=ids, position_ids=positions).last_hidden_state.double().sum(1)[0]
+    if processes > 1:
+        dist.all_reduce(total)
+    embedding = torch.nn.functional.normalize(total / count, dim=0)
     seconds = time.perf_counter() - start
     if state.is_main_process:
         found = {
-            "document": options.document or "Python's documentation",
-            "tokens": len(text),
-            "processes": state.num_processes,
-            "tokens_of_first_process": own,
+            "document": name or "Python's documentation",
+            "tokens": count,
+            "processes": processes,
+            "tokens_of_first_process": last - first,
             "attention": config.to_dict(),
             "positions": note,
             "seconds": seconds,
@@ -105,13 +93,8 @@ def main(argv: list[str] | None = None) -> None:
         }
         with replacing(pathlib.Path(options.output)) as draft:
             write_json(draft, found)
-        print(f"{len(text):,} tokens in {state.num_processes} processes: {seconds:.1f} s, {options.output}")
-    if state.num_processes > 1:
-        state.destroy_process_group()
+        print(f"{count:,} tokens in {processes} processes: {seconds:.1f} s, {options.output}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UnsupportedAttentionError as error:
-        sys.exit(f"error: {error}")
+    main_of(main)

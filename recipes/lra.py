@@ -40,14 +40,13 @@ if __package__ in (None, ""):
 
 import torch
 from datasets import Dataset
-from sklearn.metrics import accuracy_score
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, BertPreTrainedModel, EvalPrediction, Trainer
+from transformers import BertConfig, BertModel, BertPreTrainedModel, Trainer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from recipes.common import arguments, training
-from recipes.common.arguments import AttentionArguments, option
-from recipes.common.data import listops, lra, lra_pictures
+from recipes.common.arguments import AttentionArguments, option, samples
+from recipes.common.data import listops, lra
 
 DEFAULTS = {
     "learning_rate": 1e-3,
@@ -68,30 +67,27 @@ class TaskArguments:
 
     _argument_group_name = "task"
 
-    task: str | None = option(f"One of {', '.join(lra.TASKS)}. Required.", default=None)
+    task: str | None = option(f"One of {', '.join(lra.TASKS)}. Required.", None)
     data: str | None = option(
-        "Folder in the benchmark's layout; also a hub id for text and image, or a zip file for image.", default=None
+        "Folder in the benchmark's layout; also a hub id for text and image, or a zip file for image.", None
     )
     max_length: int | None = option(
-        "Largest number of tokens; longer texts are truncated. Default: the benchmark's.", default=None
+        "Largest number of tokens; longer texts are truncated. Default: the benchmark's.", None
     )
-    max_train_samples: int | None = option("Train on at most N examples, chosen at random.", default=None, metavar="N")
-    max_eval_samples: int | None = option(
-        "Evaluate on at most N examples, chosen at random.", default=None, metavar="N"
-    )
-    train_split: str | None = option("For image: the split to train on. Default: train.", default=None)
-    eval_split: str | None = option("For image: the split to evaluate on. Default: test.", default=None)
-    difficulty: str = option("For pathfinder: its difficulty.", default="hard", choices=list(lra_pictures.DIFFICULTIES))
-    skip_bad_images: bool = option("Skip images that cannot be read.", default=False)
+    max_train_samples: int | None = samples("Train on")
+    max_eval_samples: int | None = samples("Evaluate on")
+    train_split: str | None = option("For image: the split to train on. Default: train.", None)
+    eval_split: str | None = option("For image: the split to evaluate on. Default: test.", None)
+    skip_bad_images: bool = option("Skip images that cannot be read.", False)
     cache_dir: str | None = option(
-        "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", default=None
+        "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", None
     )
-    listops_train: int = option("Number of ListOps to train on, without --data.", default=96000)
-    listops_eval: int = option("Number of ListOps to evaluate on.", default=2000)
-    listops_seed: int = option("Seed of generated ListOps.", default=0)
-    min_length: int = option("Generated ListOps have more tokens than this, and fewer than --max_length.", default=500)
-    listops_depth: int = option("Largest depth of generated ListOps: nested operators, and the digits.", default=10)
-    listops_args: int = option("Largest number of arguments of an operator in generated ListOps.", default=10)
+    listops_train: int = option("Number of ListOps to train on, without --data.", 96000)
+    listops_eval: int = option("Number of ListOps to evaluate on.", 2000)
+    listops_seed: int = option("Seed of generated ListOps.", 0)
+    min_length: int = option("Generated ListOps have more tokens than this, and fewer than --max_length.", 500)
+    listops_depth: int = option("Largest depth of generated ListOps: nested operators, and the digits.", 10)
+    listops_args: int = option("Largest number of arguments of an operator in generated ListOps.", 10)
 
     def __post_init__(self) -> None:
         if self.task is None:
@@ -107,12 +103,13 @@ class TaskArguments:
                 f"--max_length {self.max_length} is not a square number: pictures of side S have S * S tokens"
             )
         if self.task == "listops" and self.data is None:
-            self.rules()
+            self.rules.check()
 
+    @property
     def rules(self) -> listops.Rules:
         """The rules of generated ListOps."""
         longest = self.max_length or lra.TASKS["listops"].max_length
-        return listops.Rules(self.min_length, longest, max_depth=self.listops_depth, max_args=self.listops_args)
+        return listops.Rules(self.min_length, longest, self.listops_depth, self.listops_args)
 
 
 @dataclass
@@ -121,22 +118,21 @@ class EncoderArguments:
 
     _argument_group_name = "encoder"
 
-    num_layers: int = option("Number of layers.", default=2)
-    hidden_size: int = option("Hidden size.", default=64)
-    num_heads: int = option("Number of attention heads.", default=2)
-    intermediate_size: int = option("Hidden size of the feed-forward layers and the MLP.", default=128)
-    dropout: float = option("Dropout of hidden states.", default=0.1)
+    num_layers: int = option("Number of layers.", 2)
+    hidden_size: int = option("Hidden size.", 64)
+    num_heads: int = option("Number of attention heads.", 2)
+    intermediate_size: int = option("Hidden size of the feed-forward layers and the MLP.", 128)
+    dropout: float = option("Dropout of hidden states.", 0.1)
     attention_dropout: float = option(
-        "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU.", default=0.0
+        "Dropout of attention. The benchmark has 0.1, but exact attention is slow with it on a CPU.", 0.0
     )
-    initializer_range: float = option("Standard deviation of new weights.", default=0.02)
+    initializer_range: float = option("Standard deviation of new weights.", 0.02)
     pooling: str = option(
-        "mean over all tokens, or cls for an additional first token.", default="mean", choices=["mean", "cls"]
+        "mean over all tokens, or cls for an additional first token.", "mean", choices=["mean", "cls"]
     )
 
     def __post_init__(self) -> None:
-        if min(self.num_layers, self.hidden_size, self.num_heads, self.intermediate_size) < 1:
-            raise ValueError("the encoder's sizes must be 1 or more")
+        arguments.check_counts(self, "num_layers", "hidden_size", "num_heads", "intermediate_size")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"--hidden_size {self.hidden_size} is not a multiple of --num_heads {self.num_heads}")
         if self.initializer_range <= 0:
@@ -146,9 +142,7 @@ class EncoderArguments:
 class LongRangeModel(BertPreTrainedModel):
     """BERT with the benchmark's classifier.
 
-    Args:
-        config: a BertConfig with two more entries, `pooling` ("mean" or "cls") and `pairs` (whether the model takes two
-            sequences).
+    Its BertConfig has two more entries, `pooling` ("mean" or "cls") and `pairs` (whether it takes two sequences).
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -166,10 +160,8 @@ class LongRangeModel(BertPreTrainedModel):
         states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         if self.config.pooling == "cls":
             return states[:, 0]
-        if attention_mask is None:
-            return states.mean(1)
-        mask = attention_mask.unsqueeze(-1).to(states.dtype)
-        return (states * mask).sum(1) / mask.sum(1)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return (states * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
 
     def forward(
         self,
@@ -179,15 +171,7 @@ class LongRangeModel(BertPreTrainedModel):
         other_mask: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
-        """Classify sequences or pairs of sequences.
-
-        Args:
-            input_ids: (B, N).
-            attention_mask: (B, N), 1 for tokens and 0 for padding.
-            other_ids: (B, M), the second sequences of pairs.
-            other_mask: (B, M).
-            labels: (B,).
-        """
+        """Classify sequences (B, N), or pairs of them with (B, M), whose labels are (B,). A mask is 0 for padding."""
         pooled = self.encode(input_ids, attention_mask)
         if self.config.pairs:
             other = self.encode(other_ids, other_mask)
@@ -219,52 +203,30 @@ def make_model(task: lra.Task, encoder: EncoderArguments, max_length: int) -> Lo
 
 
 def load(options: TaskArguments, reading: lra.Reading) -> dict[str, Dataset]:
-    """The examples of the task by split: train, and validation, test or both.
-
-    Raises:
-        ValueError: the data is missing, empty or not in the benchmark's layout.
-    """
-    if options.task == "listops":
-        return lra.load_listops(options.data or generated_listops(options), reading)
-    if options.task == "text":
-        return lra.load_text(options.data, reading)
+    """The examples of the task by split: train, and validation, test or both. ListOps are generated without --data."""
     if options.task == "image":
-        return lra_pictures.load_image(options.data, reading, options.eval_split, options.train_split)
-    if options.task == "retrieval":
-        return lra.load_retrieval(options.data, reading)
-    return lra_pictures.load_pathfinder(options.data, reading, options.difficulty)
-
-
-def generated_listops(options: TaskArguments) -> str:
-    """The folder of ListOps, which are generated if they do not exist yet."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(options.cache_dir or pathlib.Path(cache) / "hf_efficient_attn")
-    return str(
-        listops.generate(
-            folder,
-            train=options.listops_train,
-            evaluation=options.listops_eval,
-            rules=options.rules(),
-            seed=options.listops_seed,
-        )
-    )
-
-
-def figures(prediction: EvalPrediction) -> dict[str, float]:
-    """Accuracy of logits (examples, labels)."""
-    return {"accuracy": float(accuracy_score(prediction.label_ids, prediction.predictions.argmax(-1)))}
+        return lra.load_image(options.data, reading, options.eval_split, options.train_split)
+    source = options.data
+    if options.task == "listops" and source is None:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        source = listops.generate(
+            pathlib.Path(options.cache_dir or cache / "hf_efficient_attn"), train=options.listops_train,
+            evaluation=options.listops_eval, rules=options.rules, seed=options.listops_seed,
+        )  # fmt: skip
+    return getattr(lra, f"load_{options.task}")(str(source), reading)
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     options, encoder, attention, args = arguments.parse(
-        TaskArguments, EncoderArguments, AttentionArguments, description=__doc__, argv=argv, defaults=DEFAULTS
+        TaskArguments, EncoderArguments, AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
     )
     task = lra.task_of(options.task)
     max_length = options.max_length or task.max_length
     reading = lra.Reading(
         max_length,
-        {"train": options.max_train_samples, "evaluation": options.max_eval_samples},
+        options.max_train_samples,
+        options.max_eval_samples,
         first=encoder.pooling == "cls",
         image_size=math.isqrt(max_length) if options.task == "image" else None,
         skip_bad=options.skip_bad_images,
@@ -275,7 +237,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with args.main_process_first(desc="reading the data"):
         data = load(options, reading)
     for split, examples in data.items():
-        training.check_not_empty(examples, f"{options.task}, {split}")
+        training.check_not_empty(len(examples), f"{options.task}, {split}")
     evaluation = {split: examples for split, examples in data.items() if split != "train"}
     # During training the first evaluation split is used; at the end both are, if there are two.
     single = next(iter(evaluation.values()))
@@ -288,7 +250,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         train_dataset=data["train"],
         eval_dataset=single,
         data_collator=lra.collate,
-        compute_metrics=figures,
+        compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
         callbacks=callbacks,
     )
     extra = {
@@ -298,13 +260,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "baselines": trivial,
         "mean_length": {split: float(examples["length"][:].mean()) for split, examples in data.items()},
     }
-    return training.train_and_report(
-        trainer,
-        attention,
-        evaluate=evaluation if len(evaluation) > 1 else single,
-        metric="eval_accuracy",
-        extra=extra,
-    )
+    evaluate = evaluation if len(evaluation) > 1 else single
+    return training.run_and_report(trainer, attention, evaluate=evaluate, metric="eval_accuracy", extra=extra)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Duration of the first command on nine novels: six minutes on one thread of a bus
 after these few steps: a loss of 6.38 and an accuracy of .082.
 """
 
-import dataclasses
 import functools
 import pathlib
 import sys
@@ -40,52 +39,36 @@ class MaskingArguments:
 
     _argument_group_name = "masking"
 
-    mask_probability: float = option("Share of the tokens that are masked.", default=0.15)
-    whole_words: bool = option("Mask whole words instead of tokens.", default=False)
-    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
+    mask_probability: float = option("Share of the tokens that are masked.", 0.15)
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_probability < 1:
-            raise ValueError(f"--mask_probability {self.mask_probability:g} must be between 0 and 1")
+        arguments.check_share("mask_probability", self.mask_probability)
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
+    types = AttentionArguments, TextArguments, ModelArguments, MaskingArguments
+    # The collator needs the number of the window, which is not an argument of the model.
     attention, words, kind, masking, args = arguments.parse(
-        AttentionArguments,
-        TextArguments,
-        ModelArguments,
-        MaskingArguments,
-        description=__doc__,
-        argv=argv,
-        # The collator needs the number of the window, which is not an argument of the model.
-        defaults={"remove_unused_columns": False},
+        *types, description=__doc__, argv=argv, remove_unused_columns=False
     )
-    tokenizer, model, callbacks, train, evaluation, size = language.prepare(
-        attention, words, kind, args, MASKED, offsets=masking.whole_words
-    )
-    collator = text.MaskingCollator(
-        tokenizer, probability=masking.mask_probability, whole_words=masking.whole_words, seed=args.seed
-    )
-    extra = language.about_text(train, evaluation, size, words, kind) | {"masking": dataclasses.asdict(masking)}
-    evaluation = collator.mask_once(evaluation)
-    trivial = text.baselines(train, evaluation, len(tokenizer), collator.special)
+    given, about = language.prepare(attention, words, kind, args, MASKED)
+    tokenizer = given["processing_class"]
+    collator = text.MaskingCollator(tokenizer, masking.mask_probability, args.seed)
+    given["eval_dataset"] = collator.mask_once(given["eval_dataset"])
+    trivial = text.baselines(given["train_dataset"], given["eval_dataset"], len(tokenizer), tokenizer.all_special_ids)
     training.show_baselines(trivial, args)
-    extra["baselines"] = trivial
-    trainer = language.LanguageTrainer(
-        model=model,
-        args=args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        data_collator=collator,
-        processing_class=tokenizer,
-        callbacks=[*callbacks, text.EpochOfMasks(collator)],
-        metrics={"": functools.partial(language.loss_figures, causal=False)},
-        causal=False,
+    given["callbacks"].append(training.Epochs(collator.set_epoch))
+    metrics = {"": functools.partial(language.loss_figures, causal=False)}
+    trainer = language.LanguageTrainer(**given, data_collator=collator, metrics=metrics, causal=False)
+    return training.run_and_report(
+        trainer,
+        attention,
+        evaluate=given["eval_dataset"],
+        extra={**about, "masking": vars(masking), "baselines": trivial},
+        metric="eval_accuracy",
+        train=not words.eval_only,
     )
-    if masking.eval_only:
-        return training.evaluate_and_report(trainer, attention, evaluate={"": evaluation}, extra=extra)
-    return training.train_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric="eval_accuracy")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ to a minute of one core. Expected: the table of recipes/README.md, a BLEU of 69 
 
 import dataclasses
 import pathlib
-import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
@@ -31,26 +30,15 @@ if __package__ in (None, ""):
 
 import numpy as np
 import sacrebleu
+import transformers
 from datasets import Dataset
-from transformers import (
-    DataCollatorForSeq2Seq,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
-from hf_efficient_attn.methods import MethodConfig
 from recipes.common import arguments, language_models, training
-from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, several
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, samples, several
 from recipes.common.data import parallel
-from recipes.common.data.parallel import Pairs
 from recipes.common.language_models import ModelArguments
-
-ENCODER = ["encoder"]
-_IGNORED = -100
 
 
 @dataclass
@@ -63,44 +51,40 @@ class TranslationArguments:
 
     _argument_group_name = "translation"
 
-    source: list[str] = field(**several("Text files (also .gz), one sentence per line."))
-    target: list[str] = field(**several("Files with the translations of --source, line by line."))
-    eval_source: list[str] = field(**several("As --source, to evaluate on. Default: --eval_share."))
-    eval_target: list[str] = field(**several("Translations of --eval_source."))
-    dataset: str | None = option("A hub data set instead of --source and --target.", default=None)
-    dataset_config: str | None = option("Configuration of --dataset.", default=None)
-    source_language: str = option("Its key in the rows of --dataset.", default="en")
-    target_language: str = option("Its key in the rows of --dataset.", default="de")
-    train_split: str = option("Split of --dataset to train on.", default="train")
-    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", default=None)
+    source: list[str] = several("Text files (also .gz), one sentence per line.")
+    target: list[str] = several("Files with the translations of --source, line by line.")
+    eval_source: list[str] = several("As --source, to evaluate on. Default: --eval_share.")
+    eval_target: list[str] = several("Translations of --eval_source.")
+    dataset: str | None = option("A hub data set instead of --source and --target.", None)
+    dataset_config: str | None = option("Configuration of --dataset.", None)
+    source_language: str = option("Its key in the rows of --dataset.", "en")
+    target_language: str = option("Its key in the rows of --dataset.", "de")
+    train_split: str = option("Split of --dataset to train on.", "train")
+    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", None)
     generate: int | None = option(
         "Train on N generated pairs instead: lists of English number words, and the German ones in the same or in "
         "reverse order. They are the same for every --seed.",
-        default=None,
+        None,
         metavar="N",
     )
-    eval_share: float = option("Share of the pairs that is held out for evaluation, at random.", default=0.05)
-    max_train_samples: int | None = option("Train on at most N pairs, chosen at random.", default=None, metavar="N")
-    max_eval_samples: int | None = option("Evaluate on at most N pairs, chosen at random.", default=None, metavar="N")
-    max_source_length: int = option("Tokens of a source; longer ones are truncated.", default=128)
-    max_target_length: int = option("Tokens of a target; longer ones are truncated.", default=128)
-    source_prefix: str = option("Text before every source, as T5 has it.", default="")
-    eval_only: bool = option("Evaluate the model as it is, without training.", default=False)
+    eval_share: float = option("Share of the pairs that is held out for evaluation, at random.", 0.05)
+    max_train_samples: int | None = samples("Train on")
+    max_eval_samples: int | None = samples("Evaluate on")
+    max_source_length: int = option("Tokens of a source; longer ones are truncated.", 128)
+    max_target_length: int = option("Tokens of a target; longer ones are truncated.", 128)
+    source_prefix: str = option("Text before every source, as T5 has it.", "")
+    eval_only: bool = option("Evaluate the model as it is, without training.", False)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("source", "dataset", "generate") if getattr(self, name)]
-        if (
-            len(given) != 1
-            or bool(self.source) != bool(self.target)
-            or bool(self.eval_source) != bool(self.eval_target)
-        ):
+        sources = [bool(self.source), bool(self.dataset), bool(self.generate)]
+        sides = (self.source, self.target), (self.eval_source, self.eval_target)
+        if sum(sources) != 1 or any(bool(one) != bool(other) for one, other in sides):
             raise ValueError(
                 "give the pairs with --source PATH ... and --target PATH ..., with --dataset ID or with --generate N"
             )
         if self.eval_source and not self.source:
             raise ValueError("--eval_source belongs to --source: give --eval_split for a --dataset")
-        if not 0 < self.eval_share < 1:
-            raise ValueError(f"--eval_share {self.eval_share:g} must be between 0 and 1")
+        arguments.check_share("eval_share", self.eval_share)
         check_counts(
             self, "generate", "max_train_samples", "max_eval_samples", "max_source_length", "max_target_length"
         )
@@ -110,25 +94,19 @@ class TranslationArguments:
 class EncoderAttentionArguments(AttentionArguments):
     """AttentionArguments for the encoder, unless --layers names other layers."""
 
-    def adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
-        """The method for the encoder."""
-        return config, list(ENCODER) if layers is None else layers
+    default_layers: ClassVar[list[int | str] | None] = ["encoder"]
 
 
 @dataclass
-class TranslationTrainingArguments(RecipeArguments, Seq2SeqTrainingArguments):
+class TranslationTrainingArguments(RecipeArguments, transformers.Seq2SeqTrainingArguments):
     """RecipeArguments whose evaluation translates: BLEU needs text, not the loss of a given text."""
 
-    predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", default=True)
+    predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", True)
 
 
-def load_pairs(options: TranslationArguments) -> tuple[Pairs, Pairs]:
-    """The pairs to train on and to evaluate on, with the requested numbers of examples.
-
-    Raises:
-        ValueError: a source cannot be read, or there is nothing to train or evaluate on.
-    """
-    other: Pairs | None = None
+def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
+    """The pairs to train on and to evaluate on, with the requested numbers of examples."""
+    other = None
     if options.generate:
         held_out = max(1, round(options.generate * options.eval_share))
         pairs, other = parallel.number_lists(options.generate, held_out)
@@ -142,17 +120,12 @@ def load_pairs(options: TranslationArguments) -> tuple[Pairs, Pairs]:
         if options.eval_source:
             other = parallel.pairs_of_files(options.eval_source, options.eval_target)
     if other is None:
-        order = list(range(len(pairs.source)))
-        random.Random(0).shuffle(order)
-        count = round(len(order) * options.eval_share)
-        pairs, other = pairs.part(sorted(order[count:])), pairs.part(sorted(order[:count]))
-    found = []
-    for one, most in ((pairs, options.max_train_samples), (other, options.max_eval_samples)):
-        training.check_not_empty(one.source, "the set of pairs")
-        indices = range(len(one.source))
-        # Not by the seed of the training, so that runs with different seeds have the same examples.
-        found.append(one if most is None or most >= len(indices) else one.part(random.Random(0).sample(indices, most)))
-    return found[0], found[1]
+        order = pairs.shuffle(seed=0)  # not by the seed of the training, so that all runs have the same examples
+        count = round(len(pairs) * options.eval_share)
+        pairs, other = order.select(range(count, len(pairs))), order.select(range(count))
+    for one in (pairs, other):
+        training.check_not_empty(len(one), "the set of pairs")
+    return training.take(pairs, options.max_train_samples), training.take(other, options.max_eval_samples)
 
 
 def check_lengths(options: TranslationArguments, model: PreTrainedModel) -> None:
@@ -164,12 +137,11 @@ def check_lengths(options: TranslationArguments, model: PreTrainedModel) -> None
             raise ValueError(f"--{name} {length} exceeds the model's {positions} positions: give at most {positions}")
 
 
-def tokenize(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, options: TranslationArguments) -> Dataset:
+def tokenize(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, options: TranslationArguments) -> Dataset:
     """Token ids of the pairs. The batches are padded later."""
-    sources = [options.source_prefix + text for text in pairs.source]
-    found = dict(tokenizer(sources, truncation=True, max_length=options.max_source_length))
-    found.pop("token_type_ids", None)
-    targets = tokenizer(text_target=pairs.target, truncation=True, max_length=options.max_target_length)
+    sources = [options.source_prefix + text for text in pairs["source"]]
+    found = tokenizer(sources, truncation=True, max_length=options.max_source_length, return_token_type_ids=False)
+    targets = tokenizer(text_target=list(pairs["target"]), truncation=True, max_length=options.max_target_length)
     return Dataset.from_dict({**found, "labels": targets["input_ids"]})
 
 
@@ -182,41 +154,23 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> dict[str, 
     }
 
 
-class Scorer:
-    """The metrics of an evaluation that translates.
-
-    Args:
-        tokenizer: decodes translations.
-        references: the translations of the evaluation set.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, references: Sequence[str]) -> None:
-        self.tokenizer, self.references = tokenizer, [text.strip() for text in references]
-        self.examples: list[str] = []
-
-    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
-        """`scores` of the predicted token ids (rows, tokens)."""
-        ids = np.asarray(prediction.predictions)
-        ids = np.where(ids == _IGNORED, self.tokenizer.pad_token_id, ids)
-        texts = [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
-        self.examples = texts[:3]
-        return scores(texts, self.references)
-
-
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
+    types = TranslationArguments, ModelArguments, EncoderAttentionArguments, TranslationTrainingArguments
     options, kind, attention, args = arguments.parse(
-        TranslationArguments,
-        ModelArguments,
-        EncoderAttentionArguments,
-        TranslationTrainingArguments,
+        *types,
         description=__doc__,
         argv=argv,
-        defaults={"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2, "warmup_steps": 0.1},
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=2,
+        warmup_steps=0.1,
     )
     with args.main_process_first():
         pairs, others = load_pairs(options)
-    tokenizer = language_models.load_tokenizer(kind, args, [*pairs.source, *pairs.target], language_models.TRANSLATION)
+    tokenizer = language_models.load_tokenizer(
+        kind, args, [*pairs["source"], *pairs["target"]], language_models.TRANSLATION
+    )
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no padding token, which batches need: use one that has one")
     model = language_models.load_model(kind, tokenizer, language_models.TRANSLATION)
@@ -224,17 +178,22 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args.generation_max_length = args.generation_max_length or options.max_target_length
     callbacks = training.prepare_attention(model, attention)
     train, evaluation = (tokenize(one, tokenizer, options) for one in (pairs, others))
-    trivial = {f"copy_{name}": value for name, value in scores(others.source, others.target).items()}
+    references = [text.strip() for text in others["target"]]
+    trivial = {f"copy_{name}": value for name, value in scores(others["source"], references).items()}
     training.show_baselines(trivial, args)
-    scorer = Scorer(tokenizer, others.target)
-    trainer = Seq2SeqTrainer(
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        ids = np.where(prediction.predictions == -100, tokenizer.pad_token_id, prediction.predictions)
+        return scores([text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)], references)
+
+    trainer = transformers.Seq2SeqTrainer(
         model=model,
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-        compute_metrics=scorer if args.predict_with_generate else None,
+        data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model=model),
+        compute_metrics=compute_metrics if args.predict_with_generate else None,
         callbacks=callbacks,
     )
     extra = {
@@ -244,10 +203,14 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "source_tokens": float(np.mean([len(ids) for ids in evaluation["input_ids"]])),
         "baselines": trivial,
     }
-    metric = "eval_bleu" if args.predict_with_generate else "eval_loss"
-    if options.eval_only:
-        return training.evaluate_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric=metric)
-    return training.train_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric=metric)
+    return training.run_and_report(
+        trainer,
+        attention,
+        evaluate=evaluation,
+        extra=extra,
+        metric="eval_bleu" if args.predict_with_generate else "eval_loss",
+        train=not options.eval_only,
+    )
 
 
 if __name__ == "__main__":

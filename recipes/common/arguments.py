@@ -4,17 +4,16 @@ Wrong options raise ValueError before the first step. `main_of` turns it into on
 """
 
 import argparse
+import ast
 import dataclasses
-import difflib
-import json
 import os
 import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import accelerate
 import datasets
@@ -26,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_layers, parse_methods
-from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.errors import did_you_mean, unknown_name
 from hf_efficient_attn.io.writing import check_picture
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common.reporting import METRICS, PICTURE
@@ -37,22 +36,47 @@ STATE = "trainer_state.json"
 def option(help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
     """A dataclass field that becomes an option of the command line; required without a default.
 
-    Args:
-        help: its help text.
-        default: its default.
-        **metadata: further arguments of `ArgumentParser.add_argument`.
+    `metadata` are further arguments of `ArgumentParser.add_argument`.
     """
-    return field(default=default, metadata={"help": help, **metadata})
+    given = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**given, metadata={"help": help, **metadata})
 
 
-def several(help: str, metavar: str = "PATH") -> dict[str, Any]:
-    """The arguments of `dataclasses.field` for an option with several values, which can be repeated."""
-    return {"default_factory": list, "metadata": {"help": help, "metavar": metavar, "action": "extend"}}
+def several(help: str, metavar: str = "PATH") -> Any:
+    """An option with several values, which can be repeated."""
+    return option(help, default=[], metavar=metavar, action="extend")
+
+
+def samples(what: str) -> Any:
+    """The option of a largest number of examples."""
+    return option(f"{what} at most N examples, chosen at random.", None, metavar="N")
+
+
+def key_values(option: str, entries: Sequence[str]) -> dict[str, Any]:
+    """Parse KEY=VALUE entries of an option. A value is a Python literal, true, false, null, or otherwise text."""
+    names, found = {"true": True, "false": False, "null": None}, {}
+    for entry in entries:
+        key, equals, value = entry.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{option} {entry!r} must have the form key=value")
+        try:
+            found[key] = names[value] if value in names else ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            found[key] = value
+    return found
+
+
+def for_length(config: MethodConfig, tokens: int) -> MethodConfig:
+    """The config with learned tables for this number of tokens, if the method has tables."""
+    return dataclasses.replace(config, max_length=tokens) if hasattr(config, "max_length") else config
 
 
 @dataclass
 class AttentionArguments:
     """The attention that a recipe trains with: one method, or several stages. The options are checked on construction.
+
+    Image recipes set `tokens` once the model is loaded. Methods with learned tables get tables for this number of
+    tokens, which the config of a model does not show at another resolution than the model's own.
 
     Raises:
         ValueError: more than one of --attention, --stages and --preset is given, or an option without the option that
@@ -61,55 +85,49 @@ class AttentionArguments:
     """
 
     _argument_group_name = "attention"
+    default_layers: ClassVar[list[int | str] | None] = None  # the layers that are converted without --layers
 
     attention: str | None = option(
         "Attention method (`hf-efficient-attn methods` lists them), or 'sdpa' for exact attention. "
         "Default: that of the checkpoint.",
-        default=None,
+        None,
     )
-    set: list[str] = field(**several("Hyperparameters of --attention or --preset.", "KEY=VALUE"))
+    set: list[str] = several("Hyperparameters of --attention or --preset.", "KEY=VALUE")
     layers: str | None = option(
-        "Layers to convert, such as 0-5,8 or encoder; the others stay exact. Default: all.", default=None
+        "Layers to convert, such as 0-5,8 or encoder; the others stay exact. Default: all.", None
     )
-    stages: list[str] = field(
-        **several(
-            "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for the last "
-            "stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0. With distill=N among "
-            "the keys, the stage's new learned parameters first imitate the attention before it, for N steps on "
-            "batches of the training set.",
-            "STAGE",
-        )
+    stages: list[str] = several(
+        "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for the last "
+        "stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0. With distill=N among "
+        "the keys, the stage's new learned parameters first imitate the attention before it, for N steps on "
+        "batches of the training set.",
+        "STAGE",
     )
-    preset: str | None = option(
-        "Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ...", default=None
-    )
-    variant: str | None = option("FLuRKA variant that --preset ends with.", default=None)
+    preset: str | None = option("Up-training with the FLuRKA paper's shares for a task: nmt, imagenet, ...", None)
+    variant: str | None = option("FLuRKA variant that --preset ends with.", None)
     switch_warmup_steps: int = option(
         "Raise the learning rate from 0 to its scheduled value again in N steps after each switch of --stages or "
         "--preset.",
-        default=0,
+        0,
         metavar="N",
     )
 
     def __post_init__(self) -> None:
+        self.tokens: int | None = None
         given = [f"--{name}" for name in ("attention", "stages", "preset") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: give only one of them")
-        for name, of in (
-            ("set", ("attention", "preset")),
-            ("layers", ("attention",)),
-            ("variant", ("preset",)),
-            ("switch_warmup_steps", ("stages", "preset")),
-        ):
-            if getattr(self, name) and not any(getattr(self, other) for other in of):
-                raise ValueError(f"--{name} needs {' or '.join(f'--{o}' for o in of)}")
+        needs = {"set": "attention preset", "layers": "attention", "variant": "preset"}
+        for name, others in {**needs, "switch_warmup_steps": "stages preset"}.items():
+            if getattr(self, name) and not any(getattr(self, other) for other in others.split()):
+                raise ValueError(f"--{name} needs {' or '.join(f'--{other}' for other in others.split())}")
         if self.switch_warmup_steps < 0:
             raise ValueError(f"--switch_warmup_steps {self.switch_warmup_steps}: give 0 or more")
         # Both are called for their errors, which would otherwise come after the model and the data are loaded.
         self.method()
         self.schedule()
 
-    def method(self) -> tuple[Any, list[int] | None] | None:
+    def method(self) -> tuple[Any, list[int | str] | None] | None:
         """The arguments of `hea.convert` for --attention: (config or name, layers); None without --attention."""
         if self.attention is None:
             return None
@@ -118,9 +136,8 @@ class AttentionArguments:
             configs = list(parse_methods([self.attention], self.set).values())
             if len(configs) != 1:
                 raise ValueError(f"--attention takes one method, not {self.attention!r}; use --stages for several")
-            return self.adapted(configs[0], layers)
-        known = ["eager", *transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()]
-        if self.attention not in known:
+            return self._adapted(configs[0], layers)
+        if self.attention not in ("eager", *transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()):
             raise hea.UnsupportedAttentionError(
                 unknown_name("attention method", self.attention, [*hea.available_methods(), "sdpa", "eager"])
             )
@@ -140,38 +157,35 @@ class AttentionArguments:
             schedule = hea.UptrainingSchedule.parse(self.stages)
         elif self.preset:
             variant = {"variant": self.variant} if self.variant else {}
-            schedule = hea.uptraining_preset(self.preset, **variant, **dict(map(_pair, self.set)))
+            schedule = hea.uptraining_preset(self.preset, **variant, **key_values("--set", self.set))
         else:
             return None
         stages = []
         for stage in schedule.stages:
             if stage.settings is not None and len(stage.settings.entries) == 1:
-                entry = stage.settings.entries[0]
-                config, layers = self.adapted(entry.config, entry.layers)
-                if config is not entry.config or layers is not entry.layers:
-                    stage = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
+                (entry,) = stage.settings.entries
+                config, layers = self._adapted(entry.config, entry.layers)
+                stage = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
             stages.append(stage)
         return hea.UptrainingSchedule(stages, schedule.total_steps if total_steps is None else total_steps)
 
-    def adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
-        """The method and the layers of --attention or of a stage, as the model of a recipe needs them."""
-        return config, layers
+    def _adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
+        """The method with tables for `tokens`, and the layers. Refuses a `max_length` that is too small."""
+        given = getattr(config, "max_length", 0)
+        if self.tokens is not None and given < self.tokens:
+            if given:
+                raise ValueError(f"{config.method}: max_length={given}, but a picture has {self.tokens} tokens")
+            config = for_length(config, self.tokens)
+        return config, self.default_layers if layers is None else layers
 
 
-def _pair(text: str) -> tuple[str, Any]:
-    """Split key=value; the value is JSON or text."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise ValueError(f"--set {text!r} must have the form key=value")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+# The defaults of the recipes: the loss is logged at 50 to 100 steps, and nothing is reported to a service.
+_DEFAULTS = {"seed": 0, "report_to": "none", "logging_steps": 0.01, "logging_first_step": True, "disable_tqdm": None}
 
 
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """TrainingArguments with the recipes' defaults: seed 0, the loss at 50 to 100 steps, bars only on a terminal.
+    """TrainingArguments with an output folder that is protected, and bars only on a terminal.
 
     Raises:
         ValueError: there is no output folder, or the checkpoint to resume from is not a checkpoint.
@@ -179,24 +193,11 @@ class RecipeArguments(TrainingArguments):
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
-    output_dir: str | None = option(
-        f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required.", default=None
-    )
-    overwrite: bool = option(
-        "Write into an output folder that is not empty, and delete its checkpoints.", default=False
-    )
+    output_dir: str | None = option(f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required.", None)
+    overwrite: bool = option("Write into an output folder that is not empty, and delete its checkpoints.", False)
     resume_from_checkpoint: str | None = option(
-        "True for the last complete checkpoint in the output folder, or the path of a checkpoint.", default=None
+        "True for the last complete checkpoint in the output folder, or the path of a checkpoint.", None
     )
-    seed: int = option("Seed of new weights, data order, dropout and random draws.", default=0)
-    report_to: str | None = option("Integration that the loss is reported to: none or tensorboard.", default="none")
-    logging_steps: float = option("Steps between two log entries; below 1, a share of all steps.", default=0.01)
-    eval_steps: float | None = option(
-        "Steps between two evaluations; below 1, a share of all steps. Default: 10 with --eval_strategy steps.",
-        default=None,
-    )
-    logging_first_step: bool = option("Log the first step too.", default=True)
-    disable_tqdm: bool | None = option("Disable progress bars. Default: if stderr is not a terminal.", default=None)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -220,41 +221,18 @@ class RecipeArguments(TrainingArguments):
             )
 
 
-# Trainer ignores the steps of the first unless the strategy is "steps".
-_STRATEGIES = {"save_steps": "save_strategy", "eval_steps": "eval_strategy", "logging_steps": "logging_strategy"}
-
-
-def _with_strategies(argv: Sequence[str]) -> list[str]:
-    """Options with `--save_strategy steps` for `--save_steps`, and so on, unless a strategy is given.
-
-    Raises:
-        ValueError: the strategy that is given would ignore the steps.
-    """
-    given: dict[str, str | None] = {}
-    for word, following in zip(argv, [*argv, None][1:], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word[2:].replace("-", "_").partition("=")
-            given[name] = value if equals else following
-    implied = []
-    for steps, strategy in _STRATEGIES.items():
-        if steps not in given:
-            continue
-        if strategy not in given:
-            implied += [f"--{strategy}", "steps"]
-        elif given[strategy] != "steps":
-            raise ValueError(
-                f"--{steps} {given[steps]} has no effect with --{strategy} {given[strategy]}: leave one of them out, "
-                f"or give --{strategy} steps"
-            )
-    return [*argv, *implied]
-
-
 def check_counts(options: Any, *names: str) -> None:
     """Raise ValueError if one of the named options, each a count or None, is below 1."""
     for name in names:
         count = getattr(options, name)
         if count is not None and count < 1:
             raise ValueError(f"--{name} {count}: give 1 or more")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ValueError if the value of an option is not between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"--{name} {value:g} must be between 0 and 1")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -264,86 +242,71 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
         return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; try --help")
-
-
-def parse(
-    *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
-) -> tuple:
+def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = None, **defaults: Any) -> tuple:
     """Parse the command line, seed all random generators, and prepare the output folder.
 
-    Args:
-        *dataclasses_: types whose fields become options. RecipeArguments is appended, unless a subclass of it is given.
-        description: text above the options in --help, usually the script's docstring.
-        argv: the options; those of the process if None.
-        defaults: the recipe's own defaults, by option.
-
-    Returns:
-        Instances of the dataclasses, in their order.
+    The types are those of the options; RecipeArguments is appended, unless a subclass of it is given. Instances of
+    them are returned in their order. --save_steps, --eval_steps and --logging_steps imply the strategy "steps", without
+    which Trainer would ignore them.
 
     Raises:
         ValueError: an option does not exist, the dataclasses refuse the options, or the output folder is not empty and
             neither --resume_from_checkpoint nor --overwrite is given.
     """
-    types = list(dataclasses_)
+    types = [*dataclasses_]
     if not any(issubclass(kind, RecipeArguments) for kind in types):
         types.append(RecipeArguments)
-    parsed = parse_only(*types, description=description, argv=argv, defaults=defaults)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    names = {word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    with_steps = [name for name in ("save", "eval", "logging") if f"__{name}_steps" in names]
+    argv += [f"--{name}_strategy=steps" for name in with_steps if f"__{name}_strategy" not in names]
+    parsed = parse_only(*types, description=description, argv=argv, **_DEFAULTS, **defaults)
     args = next(one for one in parsed if isinstance(one, RecipeArguments))
+    for name in with_steps:
+        steps, strategy = getattr(args, f"{name}_steps"), getattr(args, f"{name}_strategy").value
+        if strategy != "steps":
+            raise ValueError(
+                f"--{name}_steps {steps:g} has no effect with --{name}_strategy {strategy}: leave one of them out, or "
+                f"give --{name}_strategy steps"
+            )
     # Trainer seeds only on construction, which comes after the model is made.
     (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
     prepare_output(args.output_dir, args.distributed_state, bool(args.resume_from_checkpoint), args.overwrite)
-    if args.disable_tqdm:
-        no_bars()
     return parsed
 
 
-def no_bars() -> None:
-    """Disable the progress bars of datasets and Transformers. `disable_tqdm` disables that of Trainer."""
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def parse_only(
-    *dataclasses_: type, description: str, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
-) -> tuple:
+def parse_only(*dataclasses_: type, description: str, argv: Sequence[str] | None = None, **defaults: Any) -> tuple:
     """Parse the command line only, without seeding and without an output folder, for loops without Trainer."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # Accelerate connects processes on the CPU only if told to; otherwise each of them would train its own model.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    parser = _Parser(
-        dataclasses_,
-        description=description,
-        formatter_class=_Formatter,
-        usage="%(prog)s [options]",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(**(defaults or {}))
-    if any(issubclass(kind, TrainingArguments) for kind in dataclasses_):
-        argv = _with_strategies(sys.argv[1:] if argv is None else argv)
+    if not sys.stderr.isatty():  # `disable_tqdm` disables the progress bar of Trainer
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    layout: Any = {"formatter_class": _Formatter, "usage": "%(prog)s [options]", "allow_abbrev": False}
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message}; try --help")
+
+    parser = HfArgumentParser(dataclasses_, description=description, **layout)
+    parser.error = refuse
+    parser.set_defaults(**defaults)
     *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.5)
-        raise ValueError(f"unknown option {unknown[0]!r};" + (f" did you mean {near[0]}?" if near else " try --help"))
+        advice = did_you_mean(unknown[0].partition("=")[0], known) or " Try --help"
+        raise ValueError(f"unknown option {unknown[0]!r}.{advice}")
     return tuple(parsed)
 
 
 def prepare_output(
     output_dir: str | os.PathLike, state: accelerate.PartialState, resume: bool, overwrite: bool
 ) -> None:
-    """Create the output folder, or check that an existing one may be resumed or overwritten.
-
-    Args:
-        output_dir: the folder.
-        state: Accelerate's process state.
-        resume: the run in the folder continues.
-        overwrite: the folder may hold files; its checkpoints are deleted.
+    """Create the output folder, and delete its checkpoints with --overwrite.
 
     Raises:
-        ValueError: the folder is not empty or is a file, or processes that were started together are not connected.
+        ValueError: the folder is a file, or is not empty and the run neither resumes nor overwrites it, or processes
+            that were started together are not connected.
         UnsupportedAttentionError: matplotlib is missing.
     """
     check_connected(state.num_processes)
@@ -375,7 +338,7 @@ def check_connected(processes: int) -> None:
         )
 
 
-def main_of(run: Callable[[], None]) -> None:
+def main_of(run: Callable[[], Any]) -> None:
     """Run a recipe and exit with status 0 (done), 2 (refused, with one line on stderr) or 130 (interrupted).
 
     Errors other than ValueError and OSError are bugs and keep their traceback.

@@ -17,27 +17,11 @@ from hf_efficient_attn.io.writing import check_picture, check_writable, replacin
 
 # The methods of the benchmarks on real models, with both near fields and the sampling of the papers.
 METHODS = (
-    "nearfar",
-    "kdeformer",
-    "kdeformer:near_field=window",
-    "kdeformer:columns=all:draw=independent",
-    "hyperattention",
-    "hyperattention:near_field=window",
-    "hyperattention:columns=all:draw=independent",
-    "longformer",
-    "linear",
-    "performer",
-    "nystromformer",
-    "wildcat",
-    "thinformer",
-    "linformer",
-    "reformer",
-    "scatterbrain",
-    "eva",
-    "flurka_linear",
-    "flurka_performer",
-    "flurka_eva",
-)
+    "nearfar", "kdeformer", "kdeformer:near_field=window", "kdeformer:columns=all:draw=independent", "hyperattention",
+    "hyperattention:near_field=window", "hyperattention:columns=all:draw=independent", "longformer", "linear",
+    "performer", "nystromformer", "wildcat", "thinformer", "linformer", "reformer", "scatterbrain", "eva",
+    "flurka_linear", "flurka_performer", "flurka_eva",
+)  # fmt: skip
 
 _PARSER = string.Formatter()
 Row = Mapping[str, Any]  # one line of a table or CSV file
@@ -72,14 +56,7 @@ _METAVARS = {int: "N", float: "X", list[str]: "NAME", int | None: "N", float | N
 
 
 def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
-    """The type of an option. Numbers are shown as N and X, and the default of a list is part of its help text.
-
-    Args:
-        kind: type of the values.
-        help: help text.
-        *names: names, if not that of the parameter.
-        **settings: further arguments of `typer.Option`.
-    """
+    """The type of an option. Numbers are shown as N and X, and the default of a list is part of its help text."""
     usual: dict[str, Any] = {"metavar": _METAVARS[kind]} if kind in _METAVARS else {}
     usual |= {"show_default": False} if kind == list[str] else {}
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
@@ -110,11 +87,7 @@ def data_folder(given: pathlib.Path | None) -> pathlib.Path:
 
 
 def existing(path: pathlib.Path, what: str) -> pathlib.Path:
-    """Return the path if it exists.
-
-    Raises:
-        UnsupportedAttentionError: it does not exist. The message says how to give the data folder.
-    """
+    """Return the path if it exists; otherwise say how to give the data folder."""
     if not path.exists():
         raise UnsupportedAttentionError(f"no {what} at {path}: give the data folder with --data or HEA_DATA")
     return path
@@ -174,10 +147,8 @@ def write(rows: Sequence[Row], csv_path: pathlib.Path | None) -> None:
 def show(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
     """Print a table of rows.
 
-    Args:
-        rows: the rows.
-        columns: for each header a template, such as "{seconds:.3g} s", that `str.format_map` fills from a row. The cell
-            is empty if a value of the template is None.
+    `columns` has for each header a template, such as "{seconds:.3g} s", that `str.format_map` fills from a row. The
+    cell is empty if a value of the template is None.
     """
     needed = {header: [name for _, name, _, _ in _PARSER.parse(text) if name] for header, text in columns.items()}
     cells = [

@@ -1,13 +1,11 @@
 """Image classifiers of the recipes: loading, new heads, resolution, and preprocessing."""
 
-import dataclasses
 import inspect
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from PIL.Image import Resampling
 from torch import nn
 from transformers import (
@@ -19,15 +17,15 @@ from transformers import (
 )
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
-from recipes.common.arguments import AttentionArguments, option
+from recipes.common.arguments import for_length as for_length
+from recipes.common.arguments import option
 from recipes.common.data.image_tensors import Norm, preprocessor_settings
 
 
 @dataclass
 class ModelArguments:
-    """The model and its preprocessing."""
+    """The model and its resolution."""
 
     _argument_group_name = "model"
 
@@ -36,49 +34,34 @@ class ModelArguments:
         f"{', '.join(T2TViTConfig.names())}.",
         aliases=["--model"],
     )
-    from_scratch: bool = option("Start from random weights, with the model's config.", default=False)
-    new_head: bool = option("Use a new classifier for the classes of the training data.", default=False)
+    from_scratch: bool = option("Start from random weights, with the model's config.", False)
+    new_head: bool = option("Use a new classifier for the classes of the training data.", False)
     resolution: int | None = option(
-        "Side of the pictures in pixels. Positions are interpolated if it is not the model's own.", default=None
-    )
-    image_mean: list[float] | None = field(
-        default=None,
-        metadata={"help": "Mean of each channel, for values from 0 to 1. Default: that of the checkpoint."},
-    )
-    image_std: list[float] | None = field(
-        default=None, metadata={"help": "Standard deviation of each channel. Default: that of the checkpoint."}
-    )
-    resample: str | None = option(
-        "Resizing filter: bilinear, bicubic or lanczos. Default: that of the checkpoint.", default=None
+        "Side of the pictures in pixels. Positions are interpolated if it is not the model's own.", None
     )
 
+    @property
+    def is_architecture(self) -> bool:
+        """Whether the model is the name of an architecture without weights. A folder of that name takes precedence.
 
-def named_architecture(options: ModelArguments) -> bool:
-    """Whether the model is the name of an architecture without weights. A folder of the same name takes precedence.
-
-    Raises:
-        ValueError: it is the name of an architecture, and --from_scratch is not given.
-    """
-    name = options.model_name_or_path
-    if name not in T2TViTConfig.names() or os.path.isdir(name):
-        return False
-    if not options.from_scratch:
-        raise ValueError(
-            f"{name} is an architecture without weights: give --from_scratch, or a folder that "
-            "hf_efficient_attn.models.t2t_vit.convert_checkpoint made from the authors' checkpoint"
-        )
-    return True
+        Raises:
+            ValueError: it is, and --from_scratch is not given.
+        """
+        name = self.model_name_or_path
+        if name not in T2TViTConfig.names() or os.path.isdir(name):
+            return False
+        if not self.from_scratch:
+            raise ValueError(
+                f"{name} is an architecture without weights: give --from_scratch, or a folder that "
+                "hf_efficient_attn.models.t2t_vit.convert_checkpoint made from the authors' checkpoint"
+            )
+        return True
 
 
 def config_of(options: ModelArguments, **changes: Any) -> PretrainedConfig:
-    """The config of the model, with `changes`.
-
-    Raises:
-        ValueError: the model is the name of an architecture, and --from_scratch is not given.
-    """
-    if named_architecture(options):
-        return T2TViTConfig.from_name(options.model_name_or_path, **changes)
-    return AutoConfig.from_pretrained(options.model_name_or_path, **changes)
+    """The config of the model, with `changes`."""
+    make = T2TViTConfig.from_name if options.is_architecture else AutoConfig.from_pretrained
+    return make(options.model_name_or_path, **changes)
 
 
 def load_model(options: ModelArguments, labels: Sequence[str] | None) -> PreTrainedModel:
@@ -107,31 +90,20 @@ def norm_of(options: ModelArguments) -> Norm:
     """How the pictures are resized and normalised.
 
     Raises:
-        ValueError: neither the pretrained checkpoint nor the options define it, or the options are invalid.
+        ValueError: the pretrained checkpoint does not define it.
     """
+    if options.is_architecture:
+        return Norm.of(image_processor(config_of(options)).to_dict())
     try:
-        if named_architecture(options):
-            settings = image_processor(config_of(options)).to_dict()
-        else:
-            settings = preprocessor_settings(options.model_name_or_path)
+        return Norm.of(preprocessor_settings(options.model_name_or_path))
     except OSError as error:
-        # New weights have no preprocessor: use the usual values of ImageNet.
-        settings = ViTImageProcessorPil(resample=Resampling.BICUBIC).to_dict() if options.from_scratch else {}
-        if not settings and not (options.image_mean and options.resample):
+        if not options.from_scratch:
             raise ValueError(
-                f"{options.model_name_or_path} has no preprocessor_config.json: give --image_mean, --image_std and "
-                "--resample with the values that it was trained with"
+                f"{options.model_name_or_path} has no preprocessor_config.json: save the image processor that it was "
+                "trained with in its folder, such as ViTImageProcessorPil(image_mean=..., image_std=..., resample=...)"
             ) from error
-    if options.image_mean is not None:
-        settings |= {"image_mean": options.image_mean, "image_std": options.image_std, "do_normalize": True}
-    if options.resample is not None:
-        if options.resample.upper() not in ("BILINEAR", "BICUBIC", "LANCZOS"):
-            raise ValueError(f"--resample {options.resample} is not one of bilinear, bicubic, lanczos")
-        settings["resample"] = Resampling[options.resample.upper()]
-    norm = Norm.of(settings)
-    if len(norm.mean) != 3 or len(norm.std) != 3 or min(norm.std) <= 0:
-        raise ValueError(f"mean {norm.mean} and deviation {norm.std}: give three values each, with deviations above 0")
-    return norm
+        # New weights have no preprocessor: use the usual values of ImageNet.
+        return Norm.of(ViTImageProcessorPil(resample=Resampling.BICUBIC).to_dict())
 
 
 def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcessorPil:
@@ -145,11 +117,7 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
 def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
     """Set the resolution of a model.
 
-    T2T-ViT is changed to the new resolution, and needs no interpolation afterwards.
-
-    Args:
-        model: the classifier.
-        pixels: side of the pictures; None for the model's own.
+    T2T-ViT is changed to the new resolution, and needs no interpolation afterwards. None keeps the model's own.
 
     Returns:
         The side of the pictures, the number of tokens of a picture (None if it differs between layers or is unknown),
@@ -164,8 +132,7 @@ def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | Non
     kind = type(model).__name__
     if not isinstance(pixels, int):
         raise ValueError(f"the config of {kind} has no image_size: give --resolution")
-    if not isinstance(patch, int):
-        patch = None
+    patch = patch if isinstance(patch, int) else None
     if pixels < 1 or (patch and pixels % patch):
         raise ValueError(f"--resolution {pixels} is not a multiple of the {patch} pixels of a patch of {kind}")
     if getattr(model.config, "num_channels", 3) != 3:
@@ -183,38 +150,3 @@ def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | Non
         return pixels, None, pixels != own
     # The table also holds the class token, and DeiT's distillation token.
     return pixels, (pixels // patch) ** 2 + tables[0].shape[1] - (own // patch) ** 2, pixels != own
-
-
-def for_length(config: MethodConfig, tokens: int) -> MethodConfig:
-    """The config with learned tables for this number of tokens, if the method has tables."""
-    return dataclasses.replace(config, max_length=tokens) if hasattr(config, "max_length") else config
-
-
-@dataclass
-class SizedAttention(AttentionArguments):
-    """AttentionArguments whose methods get learned tables for the number of tokens of a picture, if they have tables.
-
-    The config of a model does not show the number of tokens at another resolution than its own. `tokens` is set when
-    the model is loaded; None leaves the methods unchanged.
-    """
-
-    def __post_init__(self) -> None:
-        self.tokens: int | None = None
-        super().__post_init__()
-
-    def adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
-        """The config with tables of the right length. Raises ValueError if its own `max_length` is too small."""
-        given = getattr(config, "max_length", 0)
-        if self.tokens is None or given >= self.tokens:
-            return config, layers
-        if given:
-            raise ValueError(f"{config.method}: max_length={given}, but a picture has {self.tokens} tokens")
-        return for_length(config, self.tokens), layers
-
-
-@torch.no_grad()
-def probe(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Run one forward pass, so that errors of the model come before the training."""
-    training = model.training
-    model.eval()(**{key: x.to(model.device) if isinstance(x, torch.Tensor) else x for key, x in inputs.items()})
-    model.train(training)

@@ -1,30 +1,27 @@
 """Shared code of mlm.py and clm.py: windows of text, token losses, and evaluation."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
 from hf_efficient_attn.evaluation.data import max_positions
+from hf_efficient_attn.io.reading import special_tokens
 from recipes.common import training
-from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, several
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, check_share, option, several
 from recipes.common.data import text
 from recipes.common.language_models import Kind, ModelArguments, load_model, load_tokenizer
 
+Metrics = Callable[[EvalPrediction], dict[str, float]]
 DEFAULT_BLOCK = 1024  # the default --block_size of a model that takes more tokens
 
 
@@ -38,166 +35,127 @@ class TextArguments:
 
     _argument_group_name = "text"
 
-    text: list[str] = field(
-        **several(
-            "Files (.txt or .jsonl, optionally .gz; others are read as plain text) or folders of such files. A text "
-            "file is one document, unless --document_separator splits it. A line of .jsonl is one document."
-        )
+    text: list[str] = several(
+        "Files (.txt or .jsonl, optionally .gz; others are read as plain text) or folders of such files. A text file "
+        "is one document, unless --document_separator splits it. A line of .jsonl is one document."
     )
-    eval_text: list[str] = field(**several("Text to evaluate on. Default: --eval_share."))
-    dataset: str | None = option("A hub data set instead of --text. Each of its rows is one document.", default=None)
-    dataset_config: str | None = option("Configuration of --dataset.", default=None)
-    train_split: str = option("Split of --dataset to train on.", default="train")
-    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", default=None)
-    text_column: str = option("Column or .jsonl field of the text.", default="text")
+    eval_text: list[str] = several("Text to evaluate on. Default: --eval_share.")
+    dataset: str | None = option("A hub data set instead of --text. Each of its rows is one document.", None)
+    dataset_config: str | None = option("Configuration of --dataset.", None)
+    train_split: str = option("Split of --dataset to train on.", "train")
+    eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", None)
+    text_column: str = option("Column or .jsonl field of the text.", "text")
     document_separator: str | None = option(
-        "Separates the documents of a plain text file; 'blank-line' for empty lines.", default=None
+        "Separates the documents of a plain text file; 'blank-line' for empty lines.", None
     )
-    eval_share: float = option("Share of the text that is held out for evaluation.", default=0.05)
+    eval_share: float = option("Share of the text that is held out for evaluation.", 0.05)
     eval_from: str = option(
         "Where --eval_share comes from: the end of every document, or whole documents.",
-        default="tails",
+        "tails",
         choices=["tails", "documents"],
     )
     block_size: int | None = option(
-        f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", default=None
+        f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", None
     )
-    drop_short: bool = option("Drop the shorter window at the end of a document instead of padding it.", default=False)
-    max_train_windows: int | None = option("Train on at most N windows, chosen at random.", default=None, metavar="N")
-    max_eval_windows: int | None = option("Evaluate on the first N windows.", default=None, metavar="N")
+    drop_short: bool = option("Drop the shorter window at the end of a document instead of padding it.", False)
+    max_train_windows: int | None = option("Train on at most N windows, chosen at random.", None, metavar="N")
+    max_eval_windows: int | None = option("Evaluate on the first N windows.", None, metavar="N")
+    eval_only: bool = option("Evaluate the model as it is, without training.", False)
 
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.dataset):
             raise ValueError("give the text with --text PATH ... or --dataset ID" + (", not both" if self.text else ""))
-        if not 0 < self.eval_share < 1:
-            raise ValueError(f"--eval_share {self.eval_share:g} must be between 0 and 1")
+        check_share("eval_share", self.eval_share)
         check_counts(self, "max_train_windows", "max_eval_windows")
         if self.document_separator is not None:
             self.document_separator = self.document_separator.replace("\\n", "\n")
             if not self.document_separator:
                 raise ValueError("--document_separator is empty")
 
+    def documents(self, *, evaluation: bool) -> list[str] | None:
+        """The documents to train on, or to evaluate on; None if there is no source of the latter.
 
-def load_texts(arguments: TextArguments, args: RecipeArguments) -> tuple[list[str], list[str] | None]:
-    """The documents to train on, and those to evaluate on, or None if they have no source of their own.
-
-    Raises:
-        ValueError: a source is empty or cannot be read.
-    """
-    # The main process first, so that the others find the files of a hub in the cache.
-    with args.main_process_first(desc="reading the text"):
-        return documents(arguments, evaluation=False), documents(arguments, evaluation=True)
-
-
-def documents(arguments: TextArguments, *, evaluation: bool) -> list[str] | None:
-    """The documents to train on, or to evaluate on; None if there is no source of the latter."""
-    column = arguments.text_column
-    if arguments.dataset:
-        split = arguments.eval_split if evaluation else arguments.train_split
-        if split is None:
+        Raises:
+            ValueError: a source is empty or cannot be read.
+        """
+        split, sources = (self.eval_split, self.eval_text) if evaluation else (self.train_split, self.text)
+        if not (split if self.dataset else sources):
             return None
-        found = list(text.documents_of_hub(arguments.dataset, arguments.dataset_config, split, column))
-        where = f"{arguments.dataset}, split {split}"
-    else:
-        sources = arguments.eval_text if evaluation else arguments.text
-        if evaluation and not sources:
-            return None
-        found = [
-            one
-            for path in text.text_files(sources)
-            for one in text.documents_of(path, column=column, separator=arguments.document_separator)
-        ]
-        where = ", ".join(sources)
-    training.check_not_empty(found, where)
-    return found
+        if self.dataset:
+            found = list(text.documents_of_hub(self.dataset, self.dataset_config, split, self.text_column))
+        else:
+            options = {"column": self.text_column, "separator": self.document_separator}
+            found = [one for path in text.text_files(sources) for one in text.documents_of(path, **options)]
+        training.check_not_empty(len(found), f"{self.dataset}, split {split}" if self.dataset else ", ".join(sources))
+        return found
 
-
-def block_size(arguments: TextArguments, model: nn.Module) -> int:
-    """Number of tokens of a window.
-
-    Raises:
-        ValueError: the model has fewer positions.
-    """
-    positions = max_positions(model)
-    if arguments.block_size is None:
-        return min(DEFAULT_BLOCK, positions or DEFAULT_BLOCK)
-    if positions is not None and arguments.block_size > positions:
-        rotary = getattr(model.config, "rope_parameters", None) is not None
-        way = "--config_overrides max_position_embeddings=" if rotary else "--extend_positions "
-        raise ValueError(
-            f"--block_size {arguments.block_size} exceeds the model's {positions} positions: give "
-            f"{way}{arguments.block_size}, or a smaller block size"
-        )
-    return arguments.block_size
-
-
-class Prepared(NamedTuple):
-    """What a Trainer of a language model needs: `size` is the largest number of tokens of a window."""
-
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
-    callbacks: list[TrainerCallback]
-    train: Dataset
-    evaluation: Dataset
-    size: int
+    def size_for(self, model: PreTrainedModel) -> int:
+        """The number of tokens of a window. Refuses more than the model has positions for."""
+        positions = max_positions(model)
+        if self.block_size is None:
+            return min(DEFAULT_BLOCK, positions or DEFAULT_BLOCK)
+        if positions is not None and self.block_size > positions:
+            rotary = getattr(model.config, "rope_parameters", None) is not None
+            way = "--config_overrides max_position_embeddings=" if rotary else "--extend_positions "
+            raise ValueError(
+                f"--block_size {self.block_size} exceeds the model's {positions} positions: give "
+                f"{way}{self.block_size}, or a smaller block size"
+            )
+        return self.block_size
 
 
 def prepare(
-    attention: AttentionArguments,
-    words: TextArguments,
-    which: ModelArguments,
-    args: RecipeArguments,
-    kind: Kind,
-    *,
-    offsets: bool = False,
-) -> Prepared:
+    attention: AttentionArguments, words: TextArguments, which: ModelArguments, args: RecipeArguments, kind: Kind
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the text, load or make tokenizer and model, and cut the documents into windows.
 
-    Args:
-        attention: the options of attention.
-        words: those of the text.
-        which: those of the model.
-        args: those of the training.
-        kind: the kind of model.
-        offsets: keep the position of each token in the text, which whole-word masking needs.
+    Returns:
+        The arguments of a Trainer except for the collator and the metrics, and the part of the report about them.
 
     Raises:
         ValueError: an option is impossible, or there are no windows to train or to evaluate on.
     """
-    texts, others = load_texts(words, args)
+    # The main process first, so that the others find the files of a hub in the cache.
+    with args.main_process_first(desc="reading the text"):
+        texts, others = words.documents(evaluation=False), words.documents(evaluation=True)
     tokenizer = load_tokenizer(which, args, texts, kind)
     model = load_model(which, tokenizer, kind)
-    size = block_size(words, model)
+    size, special = words.size_for(model), special_tokens(tokenizer)
     callbacks = training.prepare_attention(model, attention)
-    prefix, suffix = text.special_tokens(tokenizer)
-    cut = text.Cut(size, words.drop_short, prefix, suffix, offsets)
-    found = text.tokenize(texts, tokenizer, offsets=offsets, total=len(texts))
+    kept = text.tokenize(texts, tokenizer)
     if others is not None:
-        kept, held = found, text.tokenize(others, tokenizer, offsets=offsets, total=len(others))
-    elif words.eval_from == "documents":
-        kept, held = text.split_documents(found, words.eval_share)
+        held = text.tokenize(others, tokenizer)
     else:
-        kept, held = text.split_tails(found, words.eval_share)
-    train = training.take(text.windows(kept, cut, "the text to train on"), words.max_train_windows)
-    evaluation = text.first(text.windows(held, cut, "the text to evaluate on"), words.max_eval_windows)
-    return Prepared(tokenizer, model, callbacks, train, evaluation, size)
+        split = text.split_documents if words.eval_from == "documents" else text.split_tails
+        kept, held = split(kept, words.eval_share)
+    train, evaluation = (
+        text.windows(ids, size, special, drop_short=words.drop_short, where=f"the text to {purpose} on")
+        for ids, purpose in ((kept, "train"), (held, "evaluate"))
+    )
+    train = training.take(train, words.max_train_windows)
+    evaluation = evaluation.select(range(min(len(evaluation), words.max_eval_windows or len(evaluation))))
+    about = {"block_size": size, "train_windows": len(train), "train_tokens": int(np.sum(train["length"]))}
+    about |= {"eval_windows": len(evaluation), **{type(o).__name__: dataclasses.asdict(o) for o in (words, which)}}
+    return {
+        "model": model, "args": args, "processing_class": tokenizer, "callbacks": callbacks, "train_dataset": train,
+        "eval_dataset": evaluation,
+    }, about  # fmt: skip
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """The loss of every token, and whether it has the largest logit. Trainer collects these instead of the logits.
 
     Args:
-        logits: (B, N, V).
+        logits: (B, N, V). Those of a causal model predict the next token.
         labels: (B, N), -100 for tokens without label.
-        causal: the logits at one position predict the next token.
+        causal: whether the model is causal.
 
     Returns:
         Losses in nats (B, N) and correctness (B, N), float32; 0 for tokens without label.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     nats = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
-    correct = torch.zeros_like(nats)
-    first = int(causal)
+    correct, first = torch.zeros_like(nats), int(causal)
     logits, labels = logits[:, : labels.shape[1] - first], labels[:, first:]
     # One sequence at a time, since the float32 logits of a whole batch would be the largest tensor of all.
     for i in range(labels.shape[0]):
@@ -240,52 +198,33 @@ def masked_loss(outputs: ModelOutput, labels: Tensor, num_items_in_batch: Tensor
     The models' own loss is the mean over one batch of one process. It gives masked tokens more weight in batches with
     fewer of them, so that two processes would not train like one.
     """
-    logits = outputs.logits.flatten(0, 1).float()
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=text.IGNORED, reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    return ForMaskedLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
 
 
 class LanguageTrainer(Trainer):
     """Trainer with separate metrics for each evaluation set, and without a cache of keys and values.
 
     The evaluation loss is the mean over all tokens, which `metrics` return. It replaces that of Trainer, a mean of the
-    means over batches.
-
-    Args:
-        *args: arguments of Trainer.
-        metrics: the metrics of an EvalPrediction, by name of the evaluation set. "" is the main set, which is
-            `eval_dataset` during training.
-        causal: the model predicts the next token.
-        **kwargs: arguments of Trainer.
+    means over batches. `metrics` has a function of an EvalPrediction for each evaluation set; "" is the main set, which
+    is `eval_dataset` during training.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        metrics: Mapping[str, Callable[[EvalPrediction], dict[str, float]]],
-        causal: bool,
-        **kwargs: Any,
-    ) -> None:
-        def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return token_losses(logits, labels, causal=causal)
+    counts_items = True  # the losses are means over the tokens of a whole step
 
+    def __init__(self, *, metrics: Mapping[str, Metrics], causal: bool, **kwargs: Any) -> None:
         if not causal and not kwargs["args"].label_smoothing_factor:
             kwargs["compute_loss_func"] = masked_loss
-        super().__init__(*args, compute_metrics=metrics[""], preprocess_logits_for_metrics=losses, **kwargs)
+        losses = functools.partial(token_losses, causal=causal)
+        super().__init__(compute_metrics=metrics[""], preprocess_logits_for_metrics=losses, **kwargs)
         self.metrics, self.causal = metrics, causal
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """As in Trainer, without a cache for causal models."""
-        if self.causal:
-            inputs = {**inputs, "use_cache": False}
+        inputs = {**inputs, "use_cache": False} if self.causal else inputs
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def evaluate(
-        self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """As in Trainer, with the metrics of each evaluation set."""
         if not isinstance(eval_dataset, dict):
@@ -297,14 +236,3 @@ class LanguageTrainer(Trainer):
             figures |= super().evaluate(dataset, ignore_keys, prefix)
         self.compute_metrics = self.metrics[""]
         return figures
-
-
-def about_text(train: Dataset, evaluation: Dataset, size: int, *arguments: Any) -> dict[str, Any]:
-    """The part of the report about the text and the options, which are dataclasses."""
-    return {
-        "block_size": size,
-        "train_windows": len(train),
-        "train_tokens": int(np.sum(train["length"])),
-        "eval_windows": len(evaluation),
-        **{type(one).__name__: dataclasses.asdict(one) for one in arguments},
-    }

@@ -1,31 +1,18 @@
 """The models and tokenizers of mlm.py, clm.py and translation.py, pretrained or from scratch."""
 
-import ast
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.evaluation.data import max_positions
-from recipes.common.arguments import RecipeArguments, option, several
+from recipes.common.arguments import RecipeArguments, key_values, option, several
 
 
 @dataclass
@@ -38,25 +25,22 @@ class ModelArguments:
 
     _argument_group_name = "model"
 
-    model: str | None = option("A pretrained model: folder or hub id.", default=None, aliases=["--model_name_or_path"])
-    model_type: str | None = option("Type of a new model instead, such as gpt2, llama, bert, roberta.", default=None)
-    config_overrides: list[str] = field(
-        **several("Changes of the model's config, such as hidden_size=256 num_hidden_layers=4.", "KEY=VALUE")
+    model: str | None = option("A pretrained model: folder or hub id.", None, aliases=["--model_name_or_path"])
+    model_type: str | None = option("Type of a new model instead, such as gpt2, llama, bert, roberta.", None)
+    config_overrides: list[str] = several(
+        "Changes of the model's config, such as hidden_size=256 num_hidden_layers=4.", "KEY=VALUE"
     )
-    tokenizer: str | None = option("Folder or hub id. Default: the model's.", default=None)
+    tokenizer: str | None = option("Folder or hub id. Default: the model's.", None)
     train_tokenizer: int | None = option(
-        "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", default=None, metavar="SIZE"
+        "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", None, metavar="SIZE"
     )
     extend_positions: int | None = option(
-        "Extend the model's learned positions to N tokens, by tiling.", default=None, metavar="N"
+        "Extend the model's learned positions to N tokens, by tiling.", None, metavar="N"
     )
 
     def __post_init__(self) -> None:
         if bool(self.model) == bool(self.model_type):
-            raise ValueError(
-                "give a pretrained --model"
-                + (" or a new --model_type, not both" if self.model else " or a new --model_type")
-            )
+            raise ValueError(f"give a pretrained --model or a new --model_type{', not both' if self.model else ''}")
         if self.tokenizer and self.train_tokenizer:
             raise ValueError("--tokenizer and --train_tokenizer exclude each other: give only one of them")
         if self.model and self.train_tokenizer:
@@ -65,57 +49,40 @@ class ModelArguments:
             raise ValueError("a new model needs a tokenizer: give --tokenizer FOLDER_OR_ID or --train_tokenizer SIZE")
 
 
-def overrides(entries: Sequence[str]) -> dict[str, Any]:
-    """Parse key=value entries. Values are Python numbers, booleans, None or lists, or otherwise text."""
-    found = {}
-    for entry in entries:
-        key, equals, value = entry.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"--config_overrides {entry!r} must have the form key=value")
-        named = {"true": True, "false": False, "none": None}
-        try:
-            found[key] = named[value.lower()] if value.lower() in named else ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            found[key] = value
-    return found
-
-
 class Kind(NamedTuple):
-    """What language models have in common.
+    """What language models of a kind have in common."""
 
-    Attributes:
-        name: what a model is that is of another kind.
-        advice: how to train a model of another kind.
-        auto: class of Transformers that loads and makes a model.
-        mapping: the configs of such models.
-        examples: their types.
-        special: the special tokens of a new tokenizer by their names in Transformers.
-        template: where a new tokenizer adds them; None for nowhere.
-    """
-
-    name: str
-    advice: str
-    auto: Any
-    mapping: Any
-    examples: tuple[str, ...]
-    special: Mapping[str, str]
-    template: str | None = None
+    refusal: str  # of a model of another kind, after its type
+    auto: Any  # the class of Transformers that loads and makes a model
+    mapping: Any  # the configs of such models
+    examples: tuple[str, ...]  # their types
+    special: Mapping[str, str]  # the special tokens of a new tokenizer by their names in Transformers
+    template: str | None = None  # where a new tokenizer adds them
 
 
 MASKED = Kind(
-    "not a masked language model", "train it with clm.py", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING,
+    "is not a masked language model: train it with clm.py",
+    transformers.AutoModelForMaskedLM,
+    transformers.MODEL_FOR_MASKED_LM_MAPPING,
     ("bert", "roberta"),
-    {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}, "[CLS] $A [SEP]",
-)  # fmt: skip
+    {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"},
+    "[CLS] $A [SEP]",
+)
 CAUSAL = Kind(
-    "not a causal language model", "train it with mlm.py", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING,
-    ("gpt2", "llama"), dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>"),
-)  # fmt: skip
+    "is not a causal language model: train it with mlm.py",
+    transformers.AutoModelForCausalLM,
+    transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    ("gpt2", "llama"),
+    dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>"),
+)
 TRANSLATION = Kind(
-    "no encoder-decoder of text", "give for example --model_type marian", AutoModelForSeq2SeqLM,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, ("marian", "bart", "t5", "m2m_100"),
-    {"pad_token": "<pad>", "eos_token": "</s>"}, "$A </s>",
-)  # fmt: skip
+    "is no encoder-decoder of text: give for example --model_type marian",
+    transformers.AutoModelForSeq2SeqLM,
+    transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    ("marian", "bart", "t5", "m2m_100"),
+    {"pad_token": "<pad>", "eos_token": "</s>"},
+    "$A </s>",
+)
 
 
 def load_tokenizer(
@@ -139,9 +106,10 @@ def train_tokenizer(texts: Iterable[str], size: int, kind: Kind) -> PreTrainedTo
         ValueError: `size` is too small for the bytes and the special tokens.
     """
     special = list(dict.fromkeys(kind.special.values()))
-    least = 256 + len(special)
-    if size < least:
-        raise ValueError(f"--train_tokenizer {size}: a byte-level vocabulary needs at least {least} tokens")
+    if size < 256 + len(special):
+        raise ValueError(
+            f"--train_tokenizer {size}: a byte-level vocabulary needs at least {256 + len(special)} tokens"
+        )
     tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind is TRANSLATION)
     tokenizer.decoder = decoders.ByteLevel()
@@ -165,17 +133,17 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, ki
             tokens than the model.
         UnsupportedAttentionError: the positions cannot be extended.
     """
-    changes = overrides(arguments.config_overrides)
+    changes = key_values("--config_overrides", arguments.config_overrides)
     if arguments.model:
         config = AutoConfig.from_pretrained(arguments.model)
-    elif arguments.model_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[arguments.model_type]()
+    elif arguments.model_type in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[arguments.model_type]()
     else:
         raise ValueError(unknown_name("model type", arguments.model_type, kind.examples))
     # BERT and similar models have a causal form, but attend to the future unless the config sets is_decoder.
     encoder = kind is CAUSAL and type(config) in MASKED.mapping and not getattr(config, "is_decoder", False)
     if type(config) not in kind.mapping or encoder:
-        raise ValueError(f"{config.model_type} is {kind.name}: {kind.advice}")
+        raise ValueError(f"{config.model_type} {kind.refusal}")
     unknown = [key for key in changes if not hasattr(config, key)]
     if unknown:
         known = [key for key in config.to_dict() if not key.startswith("_")]
@@ -185,12 +153,11 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, ki
         if kind is TRANSLATION:
             pad, end = ids["pad_token_id"], ids["eos_token_id"]
             ids |= {"decoder_start_token_id": pad, "bos_token_id": end, "forced_eos_token_id": None}
-        config = type(config)(**{"vocab_size": len(tokenizer), **ids, **changes})
+        model = kind.auto.from_config(type(config)(**{"vocab_size": len(tokenizer), **ids, **changes}))
     else:
         for key, value in changes.items():
             setattr(config, key, value)
-    make = kind.auto
-    model = make.from_pretrained(arguments.model, config=config) if arguments.model else make.from_config(config)
+        model = kind.auto.from_pretrained(arguments.model, config=config)
     vocab_size = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocab_size:
         raise ValueError(

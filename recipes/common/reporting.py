@@ -28,14 +28,7 @@ METRICS, PICTURE = "metrics.json", "learning_curve.png"
 
 
 def about_run(attention: Any, model: nn.Module, processes: int, device: torch.device) -> dict[str, Any]:
-    """The part of a report that does not depend on the training loop: attention, model, machine and versions.
-
-    Args:
-        attention: the `AttentionArguments` of the command line, or another dataclass.
-        model: the model.
-        processes: number of processes.
-        device: device of this process.
-    """
+    """The part of a report that does not depend on the training loop: attention, model, machine and versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, CPU"
     config = getattr(model, "config", None)
     return {
@@ -75,11 +68,14 @@ def write_report(
 ) -> None:
     """Write `metrics.json` and `learning_curve.png` to `folder`, and print a table of the main figures.
 
-    Without training there is no learning curve.
+    Numbers that are not finite become null, and values of unknown types their text. Without training there is no
+    learning curve.
     """
+    text = json.dumps(report, default=lambda x: x.item() if getattr(x, "ndim", None) == 0 else str(x))
+    stored = json.loads(text, parse_constant=lambda name: None)
     folder = pathlib.Path(folder)
     with replacing(folder / METRICS) as draft:
-        draft.write_text(json.dumps(_as_json(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
     written = [folder / METRICS]
     if any("loss" in entry for entry in log_history):
         written.append(folder / PICTURE)
@@ -88,26 +84,11 @@ def write_report(
     skipped = ("_runtime", "_per_second", "total_flos", "epoch")
     figures = {k: v for k, v in report["metrics"].items() if not k.endswith(skipped)}
     first = ("steps", "seconds_per_step", "peak_memory_mib")
-    rows = [(key, _short(value)) for key, value in ({k: report[k] for k in first if k in report} | figures).items()]
+    shown = {k: report[k] for k in first if k in report} | figures
+    rows = [(key, f"{value:.4g}" if isinstance(value, float) else str(value)) for key, value in shown.items()]
     rows += [(f"switch at step {s['step']}", f"{s['from']} to {s['to']}") for s in report.get("switches", ())]
     print(table(("", "value"), rows))
     print(f"written: {', '.join(map(str, written))}", flush=True)
-
-
-def _as_json(value: Any) -> Any:
-    """Convert a value to types that JSON has. Numbers that are not finite become null, unknown types their text."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(entry) for entry in value]
-    value = value.item() if getattr(value, "ndim", None) == 0 else value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def mean_and_range(values: Sequence[float], digits: int = 3) -> str:
@@ -130,26 +111,13 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [math.fsum(values[i - w : i + w + 1]) / (2 * w + 1) for i, w in enumerate(widths)]
 
 
-def stages_of(log_history: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
-    """The stages of an up-training, as (name, first step, last step + 1); empty without a switch of attention."""
-    switches = switches_of(log_history)
-    if not switches:
-        return []
-    steps = [entry["step"] for entry in log_history if "step" in entry]
-    edges = [min(0, *steps), *(switch["step"] for switch in switches), max(steps)]
-    names = [str(switches[0]["from"] or "before"), *(str(switch["to"]) for switch in switches)]
-    return list(zip(names, edges, edges[1:], strict=False))
-
-
 def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
     """Plot training loss, as logged and smoothed, and an evaluation metric against the step.
 
     The stages of an up-training are shaded and named in the legend, and resumptions are marked by dotted lines.
 
-    Args:
-        log_history: entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"}, as
-            Trainer logs them, and {"step", "resumed_at"}, as `training.train_and_report` does.
-        metric: key of the evaluation metric. If no entry has it, only the loss is plotted.
+    `log_history` has the entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"},
+    as Trainer logs them, and {"step", "resumed_at"}. If no entry has the metric, only the loss is plotted.
     """
     from matplotlib.figure import Figure
 
@@ -158,11 +126,11 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
     losses = [(entry["step"], entry["loss"]) for entry in log_history if "loss" in entry and "step" in entry]
     lines: list[Any] = []
     if losses:
-        steps, values = zip(*losses, strict=True)
-        has_smooth = len(values) >= 10
-        lines += axes.plot(steps, values, color="C0", alpha=0.35 if has_smooth else 1.0, label="training loss")
-        if has_smooth:
-            lines += axes.plot(steps, smoothed(values), color="C0", linewidth=2, label="training loss, smoothed")
+        points, values = zip(*losses, strict=True)
+        many = len(values) >= 10
+        lines += axes.plot(points, values, color="C0", alpha=0.35 if many else 1.0, label="training loss")
+        if many:
+            lines += axes.plot(points, smoothed(values), color="C0", linewidth=2, label="training loss, smoothed")
     axes.set(xlabel="step", ylabel="training loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
@@ -171,13 +139,16 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
         other = axes.twinx()
         lines += other.plot(*zip(*points, strict=True), color="C1", marker="o", label=metric)
         other.set_ylabel(metric)
-    for number, (name, first, last) in enumerate(stages_of(log_history)):
-        lines.append(axes.axvspan(first, last, color=f"C{number + 2}", alpha=0.1, linewidth=0, label=name))
+    switches, steps = switches_of(log_history), [entry["step"] for entry in log_history if "step" in entry]
+    edges = [0, *(switch["step"] for switch in switches), max(steps, default=0)]
+    names = [switches[0]["from"] or "before", *(switch["to"] for switch in switches)] if switches else []
+    for number, (name, first, last) in enumerate(zip(names, edges, edges[1:], strict=False)):
+        lines.append(axes.axvspan(first, last, color=f"C{number + 2}", alpha=0.1, linewidth=0, label=str(name)))
         if number:
             axes.axvline(first, color="0.3", linestyle="--", linewidth=1)
     for number, step in enumerate(resumptions_of(log_history)):
         label = None if number else "resumed"
         lines.append(axes.axvline(step, color="C3", linestyle=":", linewidth=1.5, label=label))
-    if lines := [line for line in lines if not str(line.get_label()).startswith("_")]:
-        axes.legend(handles=lines, fontsize="small")
+    if lines:
+        axes.legend(handles=[line for line in lines if not str(line.get_label()).startswith("_")], fontsize="small")
     return figure

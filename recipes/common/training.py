@@ -1,29 +1,22 @@
-"""Shared code of the training recipes: checks of data and model, the training itself, and its report.
+"""The training of the recipes on Transformers' Trainer: checks, resumption, timing, and the report at its end.
 
-A recipe parses its options with `arguments.parse`, loads its data and checks it with `check_columns` and
-`check_not_empty`. It calls `prepare_attention` with its model, and `train_and_report` with a Trainer that has the
-returned callbacks. Everything that is not possible raises ValueError before the first step.
+Everything that is not possible raises ValueError before the first step.
 """
 
-import ast
-import inspect
 import math
-import os
 import pathlib
 import sys
-import textwrap
 import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.evaluation.data import max_positions
 from hf_efficient_attn.evaluation.timing import peak_bytes
 from hf_efficient_attn.training.callback import why_incomplete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
@@ -31,40 +24,16 @@ from recipes.common.reporting import about_run, resumptions_of, switches_of, wri
 
 
 def prepare_attention(model: nn.Module, attention: AttentionArguments) -> list[TrainerCallback]:
-    """Convert the model to --attention, in place, or make the callback that runs the stages.
-
-    Returns:
-        The callbacks for the Trainer.
-
-    Raises:
-        UnsupportedAttentionError: the model does not support the method.
-    """
+    """Convert the model to --attention, in place, or return the callback that runs the stages."""
     chosen, schedule = attention.method(), attention.schedule()
     if chosen is not None:
         hea.convert(model, chosen[0], layers=chosen[1])
     return [] if schedule is None else [hea.UptrainingCallback(schedule)]
 
 
-def check_columns(dataset: Dataset | IterableDataset, needed: Sequence[str], where: str) -> None:
-    """Check that a dataset has the needed columns. An IterableDataset that does not know its columns passes.
-
-    Args:
-        dataset: the dataset.
-        needed: names of the columns.
-        where: path or hub id, for the message.
-
-    Raises:
-        ValueError: a column is missing.
-    """
-    known = dataset.column_names
-    missing = [name for name in needed if known is not None and name not in known]
-    if missing:
-        raise ValueError(f"{where} has no column {', '.join(map(repr, missing))}; its columns: {', '.join(known)}")
-
-
-def check_not_empty(dataset: Sized, where: str) -> None:
-    """Raise ValueError if the dataset is empty."""
-    if len(dataset) == 0:
+def check_not_empty(count: int, where: str) -> None:
+    """Raise ValueError if there are no examples."""
+    if not count:
         raise ValueError(f"{where} is empty: there is nothing to train or evaluate on")
 
 
@@ -74,40 +43,19 @@ def show_baselines(found: Mapping[str, float], args: RecipeArguments) -> None:
         print("without a model:", ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
 
 
-def check_length(model: nn.Module, length: int, option: str = "--max_length") -> None:
-    """Check that the learned position table of a text model, if it has one, covers `length` tokens.
-
-    Raises:
-        ValueError: the table is shorter.
-    """
-    limit = max_positions(model)
-    if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
-        raise ValueError(
-            f"{option} {length}: the model has positions for {limit} tokens; give at most {limit}, or extend the model "
-            "with hea.extend_positions"
-        )
-
-
-def take(dataset: Dataset, count: int | None, seed: int = 0) -> Dataset:
-    """Choose `count` examples at random; return the whole dataset if `count` is None or not smaller.
-
-    The seed is usually not that of the training, so that runs with different seeds use the same examples.
+def take(dataset: Dataset, count: int | None) -> Dataset:
+    """Choose `count` examples at random, or all. The choice is the same for every seed of the training.
 
     Raises:
         ValueError: `count` is below 1.
     """
     if count is not None and count < 1:
         raise ValueError(f"{count} samples: give 1 or more, or leave the option out for all")
-    return dataset if count is None or count >= len(dataset) else dataset.shuffle(seed=seed).select(range(count))
+    return dataset if count is None or count >= len(dataset) else dataset.shuffle(seed=0).select(range(count))
 
 
-def last_complete_checkpoint(folder: str | os.PathLike, processes: int = 1) -> pathlib.Path | None:
-    """The newest complete checkpoint of Trainer; None if there is none.
-
-    Args:
-        folder: output folder.
-        processes: number of processes that wrote the checkpoint. Each of them saves its random state.
-    """
+def last_complete_checkpoint(folder: str | pathlib.Path, processes: int = 1) -> pathlib.Path | None:
+    """The newest complete checkpoint of Trainer, with the random states of so many processes; None if there is none."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     found = [path for path in pathlib.Path(folder).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
     states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else []
@@ -118,42 +66,52 @@ def last_complete_checkpoint(folder: str | os.PathLike, processes: int = 1) -> p
 
 
 class _Clock(TrainerCallback):
-    """Measures the time of the steps, without the first one, saving and evaluation, and the peak memory.
+    """Measures the time of the steps, without the first one, saving and evaluation, and logs a resumption.
 
-    `seconds` is wall time and `cpu_seconds` the time that the threads of this process have computed, which other
+    `seconds` is wall time. `cpu_seconds` is the time that the threads of this process have computed, which other
     processes on the machine hardly change.
     """
 
     def __init__(self) -> None:
-        self.steps, self.seconds, self.cpu_seconds, self.peak, self._first = 0, 0.0, 0.0, 0, True
-        self._mark = self._cpu_mark = 0.0
+        self.steps, self.seconds, self.cpu_seconds, self._marks = 0, 0.0, 0.0, (0.0, 0.0)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        self.steps = -1
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
+        if state.global_step > 0:
+            state.log_history.append({"resumed_at": state.global_step, "epoch": state.epoch, "step": state.global_step})
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not self._first:
-            self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - self._mark
-            self.cpu_seconds += time.process_time() - self._cpu_mark
-        self._first, self._mark, self._cpu_mark = False, time.perf_counter(), time.process_time()
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        wall, computed = self._marks
+        self._marks = time.perf_counter(), time.process_time()
+        self.steps += 1
+        if self.steps:
+            self.seconds += self._marks[0] - wall
+            self.cpu_seconds += self._marks[1] - computed
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._marks = time.perf_counter(), time.process_time()
 
     on_save = on_log = on_evaluate
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        self.peak = torch.cuda.max_memory_allocated(args.device) if args.device.type == "cuda" else peak_bytes()
+
+class Epochs(TrainerCallback):
+    """Calls a function with the number of the epoch at its start. Accelerate does so only with a single process."""
+
+    def __init__(self, set_epoch: Callable[[int], None]) -> None:
+        self.set_epoch = set_epoch
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Set the epoch."""
+        # A resumed run starts within an epoch. At the end of an epoch the value is an integer up to rounding.
+        self.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
 class _SwitchWarmup(TrainerCallback):
-    """Raises the learning rate linearly from 0 to its scheduled value in some steps after each switch of attention.
+    """Raises the learning rate linearly from 0 to its scheduled value in `steps` steps after each switch of attention.
 
     The schedule itself does not change: the factor applies to a single optimizer step at a time.
-
-    Args:
-        steps: number of steps after a switch; in the last of them the learning rate is the scheduled one.
     """
 
     def __init__(self, steps: int) -> None:
@@ -163,10 +121,8 @@ class _SwitchWarmup(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Scale the learning rates."""
-        switches = switches_of(state.log_history)
+        switches, groups = switches_of(state.log_history), kwargs["optimizer"].param_groups
         done = state.global_step - switches[-1]["step"] + 1 if switches else self.steps
-        groups = kwargs["optimizer"].param_groups
         self._scheduled = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] *= min(1.0, done / self.steps)
@@ -174,136 +130,81 @@ class _SwitchWarmup(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the scheduled learning rates."""
         for group, rate in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=True):
             group["lr"] = rate
 
 
-class _Resumptions(TrainerCallback):
-    """Logs at which step a training is resumed, so that checkpoints and learning curve show all resumptions."""
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Log the step if it is not the first."""
-        if state.global_step > 0:
-            state.log_history.append({"resumed_at": state.global_step, "epoch": state.epoch, "step": state.global_step})
-
-
-def train_and_report(
-    trainer: Trainer,
-    attention: AttentionArguments,
-    *,
-    evaluate: Any = None,
-    extra: Mapping[str, Any] | None = None,
-    metric: str | None = None,
-) -> dict[str, Any]:
-    """Train or resume, evaluate, save, and write a report.
-
-    The model and its processing class, Trainer's state, `metrics.json` and `learning_curve.png` are written to
-    `trainer.args.output_dir`, and a short table is printed. All processes must call this; process 0 writes.
-
-    Args:
-        trainer: a Trainer with the callbacks of `prepare_attention`.
-        attention: the attention options, for the report.
-        evaluate: a Dataset, or several by name for metrics `eval_<name>_...`; None for no evaluation.
-        extra: further entries of `metrics.json`.
-        metric: the evaluation metric to plot, such as "eval_accuracy". Default: `metric_for_best_model`, or
-            "eval_loss".
-
-    Returns:
-        The contents of `metrics.json`: metrics, seconds_per_step, cpu_seconds_per_step, peak_memory_mib, steps, seed,
-        attention, switches, versions, processes and more.
-    """
-    args, clock = trainer.args, _Clock()
-    if not counts_items(trainer.model):
-        # Otherwise Trainer treats the mean over a batch as a part of a sum over all processes and accumulated batches,
-        # and multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
-        trainer.model_accepts_loss_kwargs = False
-    trainer.add_callback(clock)
-    if attention.switch_warmup_steps:
-        trainer.add_callback(_SwitchWarmup(attention.switch_warmup_steps))
-    trainer.add_callback(_Resumptions())
-    result = trainer.train(resume_from_checkpoint=_checkpoint(args))
-    figures = {**result.metrics, **_evaluate(trainer, evaluate)}
-    trainer.save_model()
-    trainer.save_state()
-    peak = torch.tensor([clock.peak], dtype=torch.int64, device=args.device)
-    peak = int(trainer.accelerator.gather(peak).max())
-    report = {
-        "metrics": figures,
-        "steps": trainer.state.global_step,
-        "epochs": trainer.state.epoch,
-        "seconds_per_step": clock.seconds / clock.steps if clock.steps else None,
-        "cpu_seconds_per_step": clock.cpu_seconds / clock.steps if clock.steps else None,
-        "peak_memory_mib": round(peak / 2**20, 1),
-        "peak_memory_of": "allocations on the device" if args.device.type == "cuda" else "the whole process",
-        "seed": args.seed,
-        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "learning_rate": args.learning_rate,
-        "precision": trainer.accelerator.mixed_precision,
-        **about_run(attention, trainer.model, args.world_size, args.device),
-        "switches": switches_of(trainer.state.log_history),
-        "resumed_at": resumptions_of(trainer.state.log_history),
-        **(extra or {}),
-    }
-    return _written(trainer, report, metric or args.metric_for_best_model or "eval_loss")
-
-
-def _written(trainer: Trainer, report: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Write the report in process 0, and return it."""
-    if trainer.is_world_process_zero():
-        name = metric if metric.startswith("eval_") else f"eval_{metric}"
-        write_report(report, trainer.state.log_history, trainer.args.output_dir, name)
-    trainer.accelerator.wait_for_everyone()
-    return report
-
-
-def evaluate_and_report(
+def run_and_report(
     trainer: Trainer,
     attention: AttentionArguments,
     *,
     evaluate: Any = None,
     extra: Mapping[str, Any] | None = None,
     metric: str = "eval_loss",
+    train: bool = True,
 ) -> dict[str, Any]:
-    """Evaluate without training, and write a report. The model is not saved.
+    """Train or resume, evaluate, save, and write a report; or only evaluate and report.
+
+    The model with its processing class and Trainer's state (after a training), `metrics.json` and `learning_curve.png`
+    are written to `trainer.args.output_dir`, and a short table is printed. All processes must call this; process 0
+    writes.
 
     Args:
-        trainer: the Trainer.
+        trainer: a Trainer with the callbacks of `prepare_attention`. If its attribute `counts_items` is True, the loss
+            of its model is a sum over tokens divided by the number of tokens in all processes and accumulated batches.
         attention: the attention options, for the report.
-        evaluate: as in `train_and_report`; None for the trainer's own evaluation set.
+        evaluate: a Dataset, or several by name for metrics `eval_<name>_...`; None for no evaluation.
         extra: further entries of `metrics.json`.
-        metric: the metric to plot.
+        metric: the evaluation metric to plot, such as "eval_accuracy".
+        train: False to evaluate the model as it is.
 
     Returns:
-        The contents of `metrics.json`.
+        The contents of `metrics.json`: metrics, seconds_per_step, cpu_seconds_per_step, peak_memory_mib, steps, seed,
+        attention, switches, versions, processes and more.
     """
-    args, figures = trainer.args, trainer.evaluate(evaluate)
-    report = {
-        "metrics": {key: value for key, value in figures.items() if not key.endswith("preparation_time")},
-        "steps": 0,
+    args, clock = trainer.args, _Clock()
+    if not getattr(trainer, "counts_items", False):
+        # Otherwise Trainer treats the mean over a batch as a part of a sum over all processes and accumulated batches,
+        # and multiplies loss and gradient by their number (huggingface/transformers, issue 47688).
+        trainer.model_accepts_loss_kwargs = False
+    report: dict[str, Any] = {"steps": 0}
+    if train:
+        trainer.add_callback(clock)
+        if attention.switch_warmup_steps:
+            trainer.add_callback(_SwitchWarmup(attention.switch_warmup_steps))
+        figures = dict(trainer.train(resume_from_checkpoint=_checkpoint(args)).metrics)
+        cuda = args.device.type == "cuda"
+        peak = torch.tensor([torch.cuda.max_memory_allocated(args.device) if cuda else peak_bytes()])
+        figures |= _evaluate(trainer, evaluate)
+        trainer.save_model()
+        trainer.save_state()
+        peak = int(trainer.accelerator.gather(peak.to(args.device)).max())
+        report = {
+            "steps": trainer.state.global_step,
+            "epochs": trainer.state.epoch,
+            "seconds_per_step": clock.seconds / clock.steps if clock.steps > 0 else None,
+            "cpu_seconds_per_step": clock.cpu_seconds / clock.steps if clock.steps > 0 else None,
+            "peak_memory_mib": round(peak / 2**20, 1),
+            "peak_memory_of": "allocations on the device" if cuda else "the whole process",
+            "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "learning_rate": args.learning_rate,
+            "precision": trainer.accelerator.mixed_precision,
+            "resumed_at": resumptions_of(trainer.state.log_history),
+        }
+    else:
+        figures = trainer.evaluate(evaluate)
+        figures = {key: value for key, value in figures.items() if not key.endswith("preparation_time")}
+    report |= {
+        "metrics": figures,
         "seed": args.seed,
         **about_run(attention, trainer.model, args.world_size, args.device),
-        "switches": [],
+        "switches": switches_of(trainer.state.log_history),
         **(extra or {}),
     }
-    return _written(trainer, report, metric)
-
-
-def counts_items(model: nn.Module) -> bool:
-    """Whether the model's loss uses `num_items_in_batch`, as far as the source code of its forward method shows.
-
-    Trainer assumes so for every forward method with keyword arguments. BertForSequenceClassification has them, but its
-    loss is a mean over its own batch.
-    """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(inner).forward)))
-    except (OSError, TypeError):
-        return True
-    calls = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and "loss" in ast.unparse(node.func)
-    ]
-    return any(word.arg in (None, "num_items_in_batch") for call in calls for word in call.keywords)
+    if trainer.is_world_process_zero():
+        write_report(report, trainer.state.log_history, args.output_dir, metric)
+    trainer.accelerator.wait_for_everyone()
+    return report
 
 
 def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:

@@ -98,14 +98,9 @@ def test_stages_and_presets_become_a_callback():
     assert schedule.stages[1].settings.entries[0].config.projection_dim == 8
 
 
-@pytest.mark.parametrize(("text", "layers"), [("0-2,5", [0, 1, 2, 5]), (" 3 , 1 ", [1, 3]), ("2-2,2", [2])])
-def test_layers(text, layers):
-    assert arguments.parse_layers(text) == layers
-
-
 def test_parse(tmp_path):
     own, attention, args = arguments.parse(
-        OwnArguments, AttentionArguments, description="x", defaults={"save_strategy": "no", "max_steps": 7},
+        OwnArguments, AttentionArguments, description="x", save_strategy="no", max_steps=7,
         argv=["--output_dir", str(tmp_path / "out"), "--size", "3", "--stages", "linear:0.5", "--stages", "sdpa:1.0"],
     )  # fmt: skip
     assert own.size == 3
@@ -123,11 +118,11 @@ def test_parse(tmp_path):
 @pytest.mark.parametrize("option", ["save", "eval", "logging"])
 def test_steps_imply_their_strategy(tmp_path, option):
     for defaults in ({}, {f"{option}_strategy": "epoch"}, {f"{option}_strategy": "no"}):
-        _, args = parse(tmp_path, defaults=defaults)
+        _, args = parse(tmp_path, **defaults)
         if defaults:
             assert getattr(args, f"{option}_strategy") == defaults[f"{option}_strategy"]
         for given in ([f"--{option}_steps", "7"], [f"--{option}_steps=7"], [f"--{option}-steps", "7"]):
-            _, args = parse(tmp_path, *given, defaults=defaults)
+            _, args = parse(tmp_path, *given, **defaults)
             assert (getattr(args, f"{option}_strategy"), getattr(args, f"{option}_steps")) == ("steps", 7)
     _, args = parse(tmp_path, f"--{option}_strategy", "epoch")
     assert getattr(args, f"{option}_strategy") == "epoch"
@@ -141,7 +136,7 @@ def test_steps_imply_their_strategy(tmp_path, option):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--outputdir", "x"], "unknown option '--outputdir'; did you mean --output_dir"),
+        (["--outputdir", "x"], "unknown option '--outputdir'.* Did you mean '--output_dir'"),
         (["--max_steps", "many"], "invalid int value: 'many'"),
         (["--seed"], "expected one argument"),
         (["--resume_from_checkpoint", "nowhere"], "is not a checkpoint"),
@@ -207,7 +202,6 @@ def test_main_of_keeps_the_traceback_of_bugs():
     ("command", "module", "package"),
     [
         (["recipes/glue.py"], "datasets", "datasets"),
-        (["recipes/accelerate_loop.py"], "accelerate", "accelerate"),
         (["-m", "recipes.mlm"], "accelerate", "accelerate"),
     ],
 )
@@ -250,30 +244,19 @@ def test_every_script_names_the_extra():
 
 def test_checks_of_data():
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
-    training.check_columns(rows, ["text"], "here")
-    with pytest.raises(ValueError, match="here has no column 'label', 'idx'; its columns: text"):
-        training.check_columns(rows, ["text", "label", "idx"], "here")
-    training.check_not_empty(rows, "here")
+    training.check_not_empty(len(rows), "here")
     with pytest.raises(ValueError, match="here is empty"):
-        training.check_not_empty(rows.select([]), "here")
+        training.check_not_empty(0, "here")
 
 
 def test_samples_are_the_same_every_time():
     rows = datasets.Dataset.from_dict({"number": list(range(50))})
     chosen = training.take(rows, 10)["number"]
     assert chosen == training.take(rows, 10)["number"] and len(set(chosen)) == 10
-    assert list(chosen) != list(range(10)) and chosen != training.take(rows, 10, seed=1)["number"]
+    assert list(chosen) != list(range(10))
     assert training.take(rows, None) is rows and training.take(rows, 50) is rows
     with pytest.raises(ValueError, match="0 samples: give 1 or more"):
         training.take(rows, 0)
-
-
-def test_lengths_beyond_the_position_table_are_refused():
-    for family, limit in (("bert", 128), ("roberta", 128), ("gpt2", 128)):
-        training.check_length(tiny_model(family), limit)
-        with pytest.raises(ValueError, match=f"--block {limit + 1}: the model has positions for {limit} tokens"):
-            training.check_length(tiny_model(family), limit + 1, "--block")
-    training.check_length(tiny_model("llama"), 10**6)
 
 
 def test_only_complete_checkpoints_are_resumed(tmp_path):
@@ -311,7 +294,7 @@ def train_a_line(tmp_path, *options: str) -> list[int]:
     attention, args = parse(tmp_path, *own)
     examples = [{"x": torch.tensor(float(i % 3)), "labels": torch.tensor(1.0)} for i in range(101)]
     trainer = transformers.Trainer(Line(), args, train_dataset=examples)
-    training.train_and_report(trainer, attention)
+    training.run_and_report(trainer, attention)
     return [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -338,7 +321,7 @@ def test_the_learning_rate_rises_again_after_a_switch(tmp_path):
     trainer = transformers.Trainer(
         model, args, train_dataset=examples, optimizers=(optimizer, scheduler), callbacks=[Rates()]
     )
-    report = training.train_and_report(trainer, attention)
+    report = training.run_and_report(trainer, attention)
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.025, 0.05, 0.075, 0.1, 0.1])
     assert report["cpu_seconds_per_step"] > 0
 
@@ -362,17 +345,6 @@ def test_evaluation_does_not_follow_the_share_of_the_log(tmp_path):
     assert args.eval_steps == 10
     _, args = parse(tmp_path)
     assert args.eval_steps is None
-
-
-def test_which_losses_count_items():
-    """A loss that is a mean regardless of `num_items_in_batch` must not be scaled like a sum."""
-    assert training.counts_items(tiny_model("gpt2", head=True))
-    assert not training.counts_items(tiny_model("bert", head=True))
-    with torch.device("meta"):
-        for name, counts in (("BertForSequenceClassification", False), ("ViTForImageClassification", True)):
-            model = getattr(transformers, name)
-            assert training.counts_items(model(model.config_class())) is counts, name
-    assert not training.counts_items(nn.Linear(1, 1))
 
 
 LOG = [

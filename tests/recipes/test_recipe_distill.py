@@ -169,6 +169,7 @@ def test_refusals(more, message, given, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_help():
     done = subprocess.run(
         [sys.executable, "recipes/distill.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 import hf_efficient_attn as hea
 from recipes import accelerate_loop
 from recipes import glue as recipe
-from recipes.common import reporting
 from recipes.common.data import glue
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -80,17 +79,16 @@ def write(folder: pathlib.Path, name: str, count: int = 24, *, zipped: bool = Fa
     return folder
 
 
-def edit(folder: pathlib.Path, name: str, change, stem: str = "train") -> pathlib.Path:
-    """Change the lines of a file."""
-    path = folder / glue.TASKS[name].folder / f"{stem}.tsv"
+def edit(folder: pathlib.Path, name: str, change) -> pathlib.Path:
+    """Change the lines of the training set."""
+    path = folder / glue.TASKS[name].folder / "train.tsv"
     path.write_text("\n".join(change(path.read_text(encoding="utf-8").split("\n"))), encoding="utf-8")
     return path
 
 
-@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
 @pytest.mark.parametrize("name", glue.TASKS)
-def test_all_nine_tasks_are_read_from_the_official_files(name, zipped, tmp_path):
-    rows = glue.load(name, str(write(tmp_path, name, 7, zipped=zipped)))
+def test_all_nine_tasks_are_read_from_the_official_files(name, tmp_path):
+    rows = glue.load(name, str(write(tmp_path, name, 7, zipped=name in ("cola", "mrpc"))))
     dev = ["validation_matched", "validation_mismatched"] if name == "mnli" else ["validation"]
     assert list(rows) == ["train", *dev]
     given = labels_of(name, 7)
@@ -125,7 +123,7 @@ def test_only_line_feeds_and_tabs_are_separators(tmp_path):
     assert split["sentence1"][0] == QUOTED[0] and split["sentence1"][4] == "odd\u2028line\x85here"
     assert list(split["label"]) == [0, 1, 0, 1, 1]
     path.write_bytes(b"sentence\tlabel\n\xff\xfe\t1\n")
-    with pytest.raises(ValueError, match=r"train.tsv is not UTF-8"):
+    with pytest.raises(ValueError, match=r"train.tsv: not UTF-8"):
         glue.load("sst2", str(tmp_path))
 
 
@@ -151,20 +149,24 @@ def test_bad_rows_are_counted_and_reported(tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def no_label_column(lines):
-    return [line.replace("label", "lable") for line in lines]
+def ending(label):
+    """Replaces the label of the last row."""
+    return lambda lines: [*lines[:-2], lines[-2].rpartition("\t")[0] + f"\t{label}"]
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("rte", no_label_column, "no column 'label'; its columns: index, sentence1, sentence2, lable"),
+        (
+            "rte",
+            lambda lines: [lines[0].replace("label", "lable"), *lines[1:]],
+            "no column 'label'; its columns: index",
+        ),
         ("rte", lambda lines: lines[:1], "train.tsv is empty"),
-        ("rte", lambda lines: [], "train.tsv is empty"),
         ("cola", lambda lines: [], "train.tsv is empty"),
-        ("stsb", lambda lines: [*lines[:-2], lines[-2].rpartition("\t")[0] + "\tnan"], "unknown label 'nan'"),
-        ("stsb", lambda lines: [*lines[:-2], lines[-2].rpartition("\t")[0] + "\t5.5"], "scores from 0 to 5"),
-        ("mnli", lambda lines: [*lines[:-2], lines[-2].rpartition("\t")[0] + "\t-"], "unknown label '-'"),
+        ("stsb", ending("nan"), "unknown label 'nan'"),
+        ("stsb", ending("5.5"), "scores from 0 to 5"),
+        ("mnli", ending("-"), "unknown label '-'"),
     ],
 )
 def test_invalid_files_are_refused(name, change, message, tmp_path):
@@ -177,10 +179,7 @@ def test_missing_and_truncated_files_are_refused(tmp_path):
     folder = write(tmp_path, "rte", 40, zipped=True)
     path = folder / "RTE" / "train.tsv.gz"
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match="is truncated or not a gzip file"):
-        glue.load("rte", str(folder))
-    path.write_text("plain")
-    with pytest.raises(ValueError, match="is truncated or not a gzip file"):
+    with pytest.raises(ValueError, match="damaged gzip file"):
         glue.load("rte", str(folder))
     path.unlink()
     with pytest.raises(
@@ -192,54 +191,49 @@ def test_missing_and_truncated_files_are_refused(tmp_path):
             glue.load("rte", source)
 
 
-def hub_rows(name: str, labels) -> datasets.Dataset:
-    task = glue.TASKS[name]
-    texts = {text: [f"{text} {number}" for number in range(len(labels))] for text in task.hub_texts}
-    kind = datasets.Value("float32") if task.regression else datasets.ClassLabel(names=task.names)
-    features = datasets.Features(
-        {**{text: datasets.Value("string") for text in texts}, "label": kind, "idx": datasets.Value("int32")}
-    )
-    return datasets.Dataset.from_dict({**texts, "label": labels, "idx": list(range(len(labels)))}, features=features)
+def hub_rows(texts, labels, kind) -> datasets.Dataset:
+    columns = {text: [f"{text} {number}" for number in range(len(labels))] for text in texts}
+    features = {**dict.fromkeys(texts, datasets.Value("string")), "label": kind, "idx": datasets.Value("int32")}
+    columns |= {"label": labels, "idx": list(range(len(labels)))}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
-@pytest.mark.parametrize("name", ["sst2", "qqp", "mnli", "qnli", "stsb"])
-def test_data_from_the_hub_has_the_same_format(name, monkeypatch):
-    calls = []
-    parts = {split: hub_rows(name, [0, 1, 1]) for split in [*glue.TASKS[name].splits, "test"]}
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [("sst2", ["sentence"]), ("mnli", ["premise", "hypothesis"]), ("stsb", ["sentence1", "sentence2"])],
+)
+def test_data_from_the_hub_has_the_same_format(name, texts, monkeypatch):
+    calls, task = [], glue.TASKS[name]
+    kind = datasets.ClassLabel(names=task.names) if task.labels else datasets.Value("float32")
+    parts = {split: hub_rows(texts, [0, 1, 1], kind) for split in [*task.splits, "test"]}
     monkeypatch.setattr(datasets, "load_dataset", lambda *given: calls.append(given) or datasets.DatasetDict(parts))
     rows = glue.load(name, "nyu-mll/glue")
     assert calls == [("nyu-mll/glue", name)]
-    assert list(rows) == list(glue.TASKS[name].splits)
-    texts = [f"sentence{number}" for number in range(1, len(glue.TASKS[name].texts) + 1)]
-    assert rows["train"].column_names == [*texts, "label"]
-    assert rows["train"]["sentence1"][2] == f"{glue.TASKS[name].hub_texts[0]} 2"
+    assert list(rows) == list(task.splits)
+    assert rows["train"].column_names == [f"sentence{number + 1}" for number in range(len(texts))] + ["label"]
+    assert rows["train"]["sentence1"][2] == f"{texts[0]} 2"
     assert list(rows["train"]["label"]) == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"train": hub_rows("rte", [0, 1])}, "nyu-mll/glue has no split validation; its splits: train"),
-        (
-            {"train": hub_rows("rte", [0, -1]), "validation": hub_rows("rte", [0])},
-            r"1 rows with unknown labels \(row 1: -1\)",
-        ),
-        ({"train": hub_rows("rte", [0]), "validation": hub_rows("rte", [])}, "nyu-mll/glue, validation is empty"),
-        ({"train": hub_rows("qnli", [0]), "validation": hub_rows("rte", [0])}, "has no column 'sentence1'"),
+        ({"train": [0, 1]}, "nyu-mll/glue has no split validation; its splits: train"),
+        ({"train": [0, -1], "validation": [0]}, r"1 rows with unknown labels \(row 1: -1\)"),
+        ({"train": [0], "validation": []}, "nyu-mll/glue, validation is empty"),
+        ({"train": [0], "validation": [0], "text": ["sentence"]}, "2 columns of texts and one named label are needed"),
+        (ConnectionError("no network"), r"could not be loaded from the hub \(no network\)"),
     ],
 )
 def test_data_from_the_hub_is_checked(parts, message, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *given: datasets.DatasetDict(parts))
+    def load(*given):
+        if isinstance(parts, Exception):
+            raise parts
+        kind, texts = datasets.ClassLabel(names=glue.TASKS["rte"].names), parts.pop("text", ["sentence1", "sentence2"])
+        return datasets.DatasetDict({split: hub_rows(texts, labels, kind) for split, labels in parts.items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(ValueError, match=message):
-        glue.load("rte", "nyu-mll/glue")
-
-
-def test_unreachable_hub(monkeypatch):
-    def fails(*given):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", fails)
-    with pytest.raises(ValueError, match="could not be loaded from the hub \\(no network\\)"):
         glue.load("rte", "nyu-mll/glue")
 
 
@@ -316,49 +310,44 @@ def same_weights(one: pathlib.Path, other: pathlib.Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_runs_are_reproducible_and_can_be_resumed(command, tmp_path, capsys):
-    report = recipe.run(command("mrpc", "one", *TRAINER, *STAGES))
-    again = recipe.run(command("mrpc", "two", *TRAINER, *STAGES))
-    timed = ("runtime", "per_second")
-    figures = [{k: v for k, v in r["metrics"].items() if not k.endswith(timed)} for r in (report, again)]
-    assert figures[0] == figures[1] and {"eval_f1", "eval_accuracy", "eval_loss", "train_loss"} <= figures[0].keys()
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert losses(one) == losses(two) and len(losses(one)) == 8
-    assert same_weights(one, two)
-    # Another seed gives another result.
-    other = recipe.run(command("mrpc", "three", *TRAINER, *STAGES, "--seed", "1"))
-    assert other["metrics"]["train_loss"] != report["metrics"]["train_loss"]
-
-    # From step 3, after the switch at step 2, in the middle of an epoch.
-    for step in ("6", "8"):
-        shutil.rmtree(two / f"checkpoint-{step}", ignore_errors=True)
-    resumed = recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
-    assert (report["resumed_at"], resumed["resumed_at"]) == ([], [3])
-    assert "resumed from" in capsys.readouterr().err
-    assert losses(two) == losses(one) and same_weights(one, two)
-    # The last step has a checkpoint. Trainer would do a ninth step.
-    with pytest.raises(ValueError, match=r"is finished: it has done 8 steps and --max_steps is 8"):
-        recipe.run(command("mrpc", "two", *TRAINER, *STAGES, "--resume_from_checkpoint", "True"))
-    assert same_weights(one, two)
-
-
-def test_files_of_a_run(command, tmp_path, capsys):
-    report = recipe.run(
-        command("rte", "out", *TRAINER, *STAGES, "--max_train_samples", "20", "--max_eval_samples", "9")
-    )
-    written = json.loads((tmp_path / "out" / "metrics.json").read_text())
+def check_files(folder, report) -> None:
+    written = json.loads((folder / "metrics.json").read_text())
     assert written["metrics"]["eval_accuracy"] == report["metrics"]["eval_accuracy"]
     assert written["switches"] == [{"step": 2, "from": "linformer", "to": "flurka_performer"}]
     assert written["rows"] == {"train": 20, "validation": 9}
     assert (written["steps"], written["seed"], written["processes"], written["global_batch_size"]) == (8, 0, 1, 4)
     assert written["seconds_per_step"] > 0 and written["peak_memory_mib"] > 100
     assert written["attention"]["stages"] == STAGES[1:] and written["versions"]["hf_efficient_attn"] == hea.__version__
-    assert (tmp_path / "out" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "| switch at step 2 | linformer to flurka_performer |" in capsys.readouterr().out
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert model.config.efficient_attention["method"] == "flurka_performer"
-    assert model.config.id2label == {0: "entailment", 1: "not_entailment"}
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").pad_token == "[PAD]"
+    assert model.config.id2label == {0: "not_equivalent", 1: "equivalent"}
+    assert transformers.AutoTokenizer.from_pretrained(folder).pad_token == "[PAD]"
+
+
+def test_runs_are_reproducible_and_can_be_resumed(command, tmp_path, capsys):
+    options = [*TRAINER, *STAGES, "--max_train_samples", "20", "--max_eval_samples", "9"]
+    report = recipe.run(command("mrpc", "one", *options))
+    check_files(tmp_path / "one", report)
+    assert "| switch at step 2 | linformer to flurka_performer |" in capsys.readouterr().out
+    again = recipe.run(command("mrpc", "two", *options))
+    timed = ("runtime", "per_second")
+    figures = [{k: v for k, v in r["metrics"].items() if not k.endswith(timed)} for r in (report, again)]
+    assert figures[0] == figures[1] and {"eval_f1", "eval_accuracy", "eval_loss", "train_loss"} <= figures[0].keys()
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert losses(one) == losses(two) and len(losses(one)) == 8
+    assert same_weights(one, two)
+    # From step 3, after the switch at step 2, in the middle of an epoch.
+    for step in ("6", "8"):
+        shutil.rmtree(two / f"checkpoint-{step}", ignore_errors=True)
+    resumed = recipe.run(command("mrpc", "two", *options, "--resume_from_checkpoint", "True"))
+    assert (report["resumed_at"], resumed["resumed_at"]) == ([], [3])
+    assert "resumed from" in capsys.readouterr().err
+    assert losses(two) == losses(one) and same_weights(one, two)
+    # The last step has a checkpoint. Trainer would do a ninth step.
+    with pytest.raises(ValueError, match=r"is finished: it has done 8 steps and --max_steps is 8"):
+        recipe.run(command("mrpc", "two", *options, "--resume_from_checkpoint", "True"))
+    assert same_weights(one, two)
 
 
 @pytest.fixture
@@ -442,56 +431,39 @@ def test_refusals_before_the_first_step(run, more, message, command, monkeypatch
         run(command("rte", "out", *more))
 
 
-LOOP = ["--max_steps", "8", "--save_steps", "3", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-2"]
-
-
-def test_loop_switches_and_resumes(command, tmp_path):
-    report = accelerate_loop.run(command("mrpc", "one", *LOOP, *STAGES))
-    assert report["switches"] == [{"step": 2, "from": "linformer", "to": "flurka_performer"}]
-    assert report["metrics"].keys() == {"eval_f1", "eval_accuracy"}
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert json.loads((one / "metrics.json").read_text())["steps"] == 8
-    assert (one / "learning_curve.png").is_file()
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(one)
-    assert model.config.efficient_attention["method"] == "flurka_performer"
-    # Resume from step 3, at the end of the first epoch. The checkpoint of step 6 is made incomplete.
-    shutil.copytree(one, two)
-    (two / "checkpoint-6" / "loop.json").unlink()
-    resumed = accelerate_loop.run(command("mrpc", "two", *LOOP, *STAGES, "--resume"))
-    assert resumed["metrics"] == report["metrics"] and same_weights(one, two)
+LOOP = ["--max_steps", "8", "--save_steps", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-2"]
 
 
 @pytest.mark.parametrize(
     "stages",
     [
-        ("linformer,projection_dim=4:2", "flurka_performer:end"),
-        ("linformer,projection_dim=4,distill=2:2", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+        ("linformer,projection_dim=4:3", "flurka_performer:end"),
+        ("linformer,projection_dim=4,distill=2:3", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
     ],
     ids=["plain", "distilled"],
 )
-def test_loop_resumes_before_the_switch_and_within_an_epoch(command, tmp_path, stages):
-    options = [*LOOP, "--save_steps", "2", "--stages", *stages]
+def test_loop_switches_and_resumes(command, tmp_path, stages):
+    options = [*LOOP, "--stages", *stages]
     report = accelerate_loop.run(command("mrpc", "one", *options))
-    assert report["switches"][0].get("distillation_steps") == (3 if "distill" in stages[1] else None)
+    (switch,), method = report["switches"], stages[1].split(",")[0].split(":")[0]
+    assert (switch["step"], switch["from"], switch["to"]) == (3, "linformer", method)
+    assert switch.get("distillation_steps") == (3 if "distill" in stages[1] else None)
+    assert report["metrics"].keys() == {"eval_f1", "eval_accuracy"}
     one, two = tmp_path / "one", tmp_path / "two"
+    assert json.loads((one / "metrics.json").read_text())["steps"] == 8
+    assert (one / "learning_curve.png").is_file()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(one)
+    assert model.config.efficient_attention["method"] == method
+    # Resume from step 2, before the switch and within an epoch. The checkpoint of step 4 is incomplete.
     shutil.copytree(one, two)
-    for step in (4, 6, 8):
+    for step in (6, 8):
         shutil.rmtree(two / f"checkpoint-{step}")
-    accelerate_loop.run(command("mrpc", "two", *options, "--resume"))
-    assert same_weights(one, two)
+    (two / "checkpoint-4" / "loop.json").unlink()
+    resumed = accelerate_loop.run(command("mrpc", "two", *options, "--resume"))
+    assert resumed["metrics"] == report["metrics"] and same_weights(one, two)
     logs = [json.loads((folder / "checkpoint-8" / "loop.json").read_text())["log"] for folder in (one, two)]
     assert [entry for entry in logs[1] if "resumed_at" not in entry] == logs[0]
-    assert reporting.resumptions_of(logs[1]) == [2]
-
-
-@pytest.mark.exhaustive
-def test_help_of_the_command():
-    done = subprocess.run(
-        [sys.executable, "recipes/glue.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    for option in ("--task", "--stages", "--attention", "--max_train_samples", "--output_dir", "--learning_rate"):
-        assert option in done.stdout
+    assert resumed["resumed_at"] == [2]
 
 
 def test_official_files(data):

@@ -12,10 +12,9 @@ from recipes.common.data.images import WORDNET, load, sorted_classes
 def read_class_list(path: str) -> list[str]:
     """Read class names in the order of a model's outputs.
 
-    Args:
-        path: a text file with one name per line, of which only the WordNet number is used if every line begins with
-            one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures
-            of all classes, whose names are sorted.
+    The path is a text file with one name per line, of which only the WordNet number is used if every line begins with
+    one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures of all
+    classes, whose names are sorted.
 
     Raises:
         ValueError: the file does not exist or is empty, or a name occurs twice.
@@ -28,8 +27,7 @@ def read_class_list(path: str) -> list[str]:
     elif file.suffix == ".json":
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            if isinstance(values, dict):
-                values = [values[str(i)] for i in range(len(values))]
+            values = [values[str(i)] for i in range(len(values))] if isinstance(values, dict) else values
         except (json.JSONDecodeError, KeyError) as error:
             raise ValueError(
                 f'{path}: a class list in JSON must be a list, or {{"0": name, "1": name, ...}}'
@@ -37,12 +35,11 @@ def read_class_list(path: str) -> list[str]:
         names = [str(value[0]) if isinstance(value, list) else str(value) for value in values]
     else:
         try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
+            names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text file: a class list has one name per line") from error
-        names = [line.strip() for line in lines if line.strip()]
-        numbers = [WORDNET.match(name) for name in names]
-        names = [number.group() for number in numbers] if all(numbers) else names
+        if all(map(WORDNET.match, names)):
+            names = [name[:9] for name in names]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice or not names:
         raise ValueError(f"{path}: " + (f"the class {twice[0]!r} occurs twice" if twice else "the class list is empty"))
@@ -55,9 +52,8 @@ def class_indices(
     """Match every class of the data with an output of the model.
 
     The following are tried in order: the class list; the model's label names, if they include all names of the data;
-    numbers; and the data's order (sorted names, or the source's own), if the data and the model have equally many
-    classes and no common name contradicts it. So a thousand folders named by WordNet numbers are ImageNet's classes in
-    their usual order.
+    numbers; and the data's order, if the data and the model have equally many classes and no common name contradicts
+    it. So a thousand folders named by WordNet numbers are ImageNet's classes in their usual order.
 
     Args:
         names: all classes of the data, in the data's order.
@@ -67,40 +63,34 @@ def class_indices(
 
     Returns:
         The output of every name, and a short description of how it was found.
-
-    Raises:
-        ValueError: the classes cannot be matched.
     """
     advice = "give --class_list FILE with one name per line in the order of the model's labels"
     if class_list is not None:
         if len(class_list) != len(labels):
             raise ValueError(f"the class list has {len(class_list)} names and the model {len(labels)} labels")
-        known = {name: i for i, name in enumerate(class_list)}
-        missing = [name for name in names if name not in known]
+        missing = [name for name in names if name not in class_list]
         if missing:
             raise ValueError(f"unknown label: the class list does not contain {_some(missing)}")
-        return {name: known[name] for name in names}, "by the class list"
+        return {name: list(class_list).index(name) for name in names}, "by the class list"
     counts = Counter(labels)
     by_name = {name: i for i, name in enumerate(labels) if counts[name] == 1}
     unknown = [name for name in names if name not in by_name]
     if not unknown:
         return {name: by_name[name] for name in names}, "by the names of the model's labels"
-    if len(names) == len(labels):
-        if not own_order and all(name.isdecimal() for name in names) and int(names[-1]) < len(labels):
-            return {name: int(name) for name in names}, "by number"
-        elsewhere = [name for i, name in enumerate(names) if by_name.get(name, i) != i]
-        if elsewhere:
-            raise ValueError(
-                f"the data and the model have {len(labels)} classes each, but in different orders "
-                f"({_some(elsewhere)}), and the model has no label named {_some(unknown)}: {advice}"
-            )
-        return {name: i for i, name in enumerate(names)}, f"by the order of the data's {len(names)} names"
-    if all(name.isdecimal() and int(name) < len(labels) for name in names) and not own_order:
+    if not own_order and all(name.isdecimal() and int(name) < len(labels) for name in names):
         return {name: int(name) for name in names}, "by number"
-    raise ValueError(
-        f"unknown label: the data has {len(names)} classes, but the model has {len(labels)} labels and none named "
-        f"{_some(unknown)}: {advice}, or --new_head to train a new classifier for the data's classes"
-    )
+    if len(names) != len(labels):
+        raise ValueError(
+            f"unknown label: the data has {len(names)} classes, but the model has {len(labels)} labels and none named "
+            f"{_some(unknown)}: {advice}, or --new_head to train a new classifier for the data's classes"
+        )
+    elsewhere = [name for i, name in enumerate(names) if by_name.get(name, i) != i]
+    if elsewhere:
+        raise ValueError(
+            f"the data and the model have {len(labels)} classes each, but in different orders ({_some(elsewhere)}), "
+            f"and the model has no label named {_some(unknown)}: {advice}"
+        )
+    return {name: i for i, name in enumerate(names)}, f"by the order of the data's {len(names)} names"
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

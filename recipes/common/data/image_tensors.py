@@ -40,21 +40,16 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Norm":
-        """The preprocessing of a `preprocessor_config.json`.
-
-        Raises:
-            ValueError: it scales the values differently.
-        """
+        """The preprocessing of a `preprocessor_config.json`. Refuses one that scales the values differently."""
         if not settings.get("do_rescale", True) or abs(settings.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
             raise ValueError(
                 "the checkpoint's preprocessor does not scale the values by 1/255, the only scale that is supported"
             )
         resample = settings.get("resample")
-        resample = 2 if resample is None else int(resample)
-        if not settings.get("do_normalize", True):
-            return cls((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), resample)
-        mean, std = (tuple(map(float, settings[f"image_{name}"])) for name in ("mean", "std"))
-        return cls(mean, std, resample)
+        mean, std = (0.0,) * 3, (1.0,) * 3
+        if settings.get("do_normalize", True):
+            mean, std = (tuple(map(float, settings[f"image_{name}"])) for name in ("mean", "std"))
+        return cls(mean, std, 2 if resample is None else int(resample))
 
 
 def to_tensor(picture: Image, norm: Norm) -> Tensor:
@@ -64,20 +59,12 @@ def to_tensor(picture: Image, norm: Norm) -> Tensor:
     return (values - mean) / std
 
 
-def centre_square(picture: Image, pixels: int, ratio: float, resample: int) -> Image:
-    """The central square, with `ratio` of the shorter side, resized to pixels x pixels.
-
-    As usual in evaluation, the shorter side is resized to pixels / ratio and the square is cut out afterwards.
-    """
-    shorter, side = min(picture.size), round(pixels / ratio)
-    size = tuple(side * length // shorter for length in picture.size)
-    left, top = (round((length - pixels) / 2) for length in size)
-    return picture.resize(size, resample).crop((left, top, left + pixels, top + pixels))
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """The transform of evaluation: the central square, with `crop_ratio` of the shorter side."""
+    """The transform of evaluation: the central square, with `crop_ratio` of the shorter side.
+
+    As usual, the shorter side is resized to pixels / crop_ratio and the square is cut out afterwards.
+    """
 
     pixels: int
     norm: Norm
@@ -85,7 +72,11 @@ class Evaluation:
 
     def __call__(self, picture: Image, generator: torch.Generator | None = None) -> Tensor:
         """Convert a picture to (3, pixels, pixels). The generator is not used."""
-        return to_tensor(centre_square(picture, self.pixels, self.crop_ratio, self.norm.resample), self.norm)
+        shorter, side = min(picture.size), round(self.pixels / self.crop_ratio)
+        size = tuple(side * length // shorter for length in picture.size)
+        left, top = (round((length - self.pixels) / 2) for length in size)
+        box = (left, top, left + self.pixels, top + self.pixels)
+        return to_tensor(picture.resize(size, self.norm.resample).crop(box), self.norm)
 
 
 @dataclass(frozen=True)
@@ -96,19 +87,15 @@ class Training:
         pixels: side of the result.
         norm: the preprocessing.
         scale: range of the crop's share of the area, uniform (Szegedy et al. 2015, section 6).
-        ratio: range of its width over its height, uniform in the logarithm.
         flip: probability of a horizontal flip.
-        jitter: largest relative change of brightness, contrast and saturation (torchvision).
-        trivial: also apply one operation of random strength (torchvision's TrivialAugmentWide).
+        change: another change of the picture, whose randomness is PyTorch's global one; None for none.
     """
 
     pixels: int
     norm: Norm
     scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
-    jitter: float = 0.0
-    trivial: bool = False
+    change: Callable[[Image], Image] | None = None
 
     def __call__(self, picture: Image, generator: torch.Generator) -> Tensor:
         """Convert a picture to (3, pixels, pixels). All randomness comes from the generator."""
@@ -116,23 +103,23 @@ class Training:
         picture = part.resize((self.pixels, self.pixels), self.norm.resample)
         if _uniform(generator) < self.flip:
             picture = picture.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
-        if change := augmentation(self.jitter, self.trivial):
+        if self.change is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_below(2**31, generator))
-                picture = change(picture)
+                picture = self.change(picture)
         return to_tensor(picture, self.norm)
 
     def box(self, width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the crop."""
+        """Left, top, right and bottom of the crop. The logarithm of its aspect ratio is uniform, from 3/4 to 4/3."""
         for _ in range(10):
             area = width * height * _uniform(generator, *self.scale)
-            ratio = math.exp(_uniform(generator, *map(math.log, self.ratio)))
+            ratio = math.exp(_uniform(generator, math.log(3 / 4), math.log(4 / 3)))
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
                 left, top = _below(width - w + 1, generator), _below(height - h + 1, generator)
                 return left, top, left + w, top + h
         # No crop fits into a very elongated picture: take its centre, as close to a square as the ratios allow.
-        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
+        ratio = min(max(width / height, 3 / 4), 4 / 3)
         w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
@@ -146,22 +133,15 @@ def _below(limit: int, generator: torch.Generator) -> int:
     return int(torch.randint(limit, (), generator=generator))
 
 
-def augmentation(jitter: float, trivial: bool) -> Callable[[Image], Image] | None:
-    """Changes of colour or shape of torchvision, whose randomness is PyTorch's global one; None for no change.
-
-    Raises:
-        ValueError: torchvision is not installed.
-    """
-    if not (jitter or trivial):
-        return None
+def trivial_augment() -> Callable[[Image], Image]:
+    """Torchvision's TrivialAugmentWide. Raises ValueError if torchvision is not installed."""
     try:
-        from torchvision import transforms
+        from torchvision.transforms import TrivialAugmentWide
     except ImportError as error:
         raise ValueError(
-            "--augmentation trivial and --color_jitter need torchvision: pip install torchvision, or leave them out"
+            "--augmentation trivial needs torchvision: pip install torchvision, or choose another augmentation"
         ) from error
-    first = [transforms.TrivialAugmentWide()] if trivial else []
-    return transforms.Compose([*first, *([transforms.ColorJitter(*[jitter] * 3)] if jitter else [])])
+    return TrivialAugmentWide()
 
 
 class PictureDataset(torch.utils.data.Dataset):
@@ -171,11 +151,8 @@ class PictureDataset(torch.utils.data.Dataset):
     random state is not used, since prefetched batches would have advanced it when a checkpoint is written. So resumed
     runs and any number of workers and processes get the same pictures.
 
-    Args:
-        pictures: the pictures.
-        indices: the model's output for every class name.
-        transform: converts a picture to a tensor, with a random generator.
-        seed: seed of the generators.
+    `indices` has the model's output for every class name. `transform` converts a picture to a tensor, with a random
+    generator.
     """
 
     def __init__(
@@ -196,7 +173,4 @@ class PictureDataset(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         drawn = hashlib.blake2b(f"{self.seed},{int(self.epoch)},{index}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little") >> 1)
-        return {
-            "pixel_values": self.transform(self.pictures.open(index), generator),
-            "labels": self.labels[index],
-        }
+        return {"pixel_values": self.transform(self.pictures.open(index), generator), "labels": self.labels[index]}

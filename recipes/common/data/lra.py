@@ -16,10 +16,9 @@ token t is 2 + t.
 
 import pathlib
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from datasets import Dataset, Features, Value, load_dataset
@@ -30,27 +29,20 @@ from tqdm import tqdm
 from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.io.json import read_json_lines
 from hf_efficient_attn.io.text import read_text
-from recipes.common.data import listops
+from recipes.common.data import images, listops
 from recipes.common.data.text import pad, padding_mask
 
 PAD, FIRST, OFFSET = 0, 1, 2
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Task:
-    """The benchmark's definition of a task.
+class Task(NamedTuple):
+    """The benchmark's definition of a task."""
 
-    Attributes:
-        max_length: largest number of tokens of a sequence.
-        tokens: number of different tokens.
-        labels: number of labels.
-        pairs: an example is a pair of sequences.
-    """
-
-    max_length: int
-    tokens: int
-    labels: int
-    pairs: bool = False
+    max_length: int  # largest number of tokens of a sequence
+    tokens: int  # number of different tokens
+    labels: int  # number of labels
+    pairs: bool = False  # an example is a pair of sequences
 
 
 TASKS = {
@@ -62,37 +54,46 @@ TASKS = {
 }
 
 
-def task_of(name: str) -> Task:
-    """The task with this name. Raises ValueError if there is none."""
-    if name not in TASKS:
-        raise ValueError(unknown_name("task of the Long Range Arena", name, TASKS))
-    return TASKS[name]
+class Reading(NamedTuple):
+    """How a task is read.
 
-
-def rows_of(
-    inputs: Iterable[np.ndarray], labels: Iterable[int], others: Iterable[np.ndarray] | None = None, first: bool = False
-) -> Dataset:
-    """A Dataset with the columns `input_ids`, `labels` and `length`, and `other_ids` for pairs.
-
-    Args:
-        inputs: tokens of each example, from 0. OFFSET is added here.
-        labels: labels of the examples.
-        others: tokens of the second sequences of pairs.
-        first: prepend the token FIRST to every sequence.
+    Longer texts than `max_length` bytes are truncated; ListOps never are. `train` and `evaluation` are the largest
+    numbers of examples of the training set and of other splits; None for all. `first` prepends the token FIRST to every
+    sequence. Pictures are resized to the side `image_size`; None if all have the same size. `skip_bad` skips pictures
+    that cannot be read, and reports them.
     """
-    start = [FIRST] if first else []
 
-    def token_ids(values: np.ndarray) -> np.ndarray:
-        return np.concatenate((np.asarray(start, np.int16), np.asarray(values, np.int16) + np.int16(OFFSET)))
+    max_length: int
+    train: int | None = None
+    evaluation: int | None = None
+    first: bool = False
+    image_size: int | None = None
+    skip_bad: bool = False
 
-    columns: dict[str, Any] = {"input_ids": [token_ids(values) for values in inputs]}
-    if others is not None:
-        columns["other_ids"] = [token_ids(values) for values in others]
-    features = {name: Many(Value("int16")) for name in columns}
-    columns["labels"] = [int(label) for label in labels]
-    columns["length"] = [sum(map(len, ids)) for ids in zip(*(columns[name] for name in features), strict=True)]
-    features |= {"labels": Value("int64"), "length": Value("int64")}
-    return Dataset.from_dict(columns, features=Features(features)).with_format("numpy")
+    def choose(self, examples: Sequence[T], split: str) -> list[T]:
+        """The examples of a split that are read, chosen at random with a fixed seed."""
+        most = self.train if split == "train" else self.evaluation
+        if most is None or most >= len(examples):
+            return list(examples)
+        return [examples[i] for i in sorted(np.random.default_rng(0).permutation(len(examples))[:most])]
+
+    def rows(
+        self, inputs: Iterable[np.ndarray], labels: Iterable[int], others: Iterable[np.ndarray] | None = None
+    ) -> Dataset:
+        """A Dataset with the columns `input_ids`, `labels` and `length`, and `other_ids` for pairs.
+
+        The inputs are the tokens of each example, from 0, and `others` those of the second sequences of pairs.
+        """
+        start = np.full(int(self.first), FIRST, np.int16)
+        sides = {"input_ids": inputs} | ({} if others is None else {"other_ids": others})
+        columns: dict[str, Any] = {
+            name: [np.concatenate((start, np.asarray(ids, np.int16) + np.int16(OFFSET))) for ids in side]
+            for name, side in sides.items()
+        }
+        features = Features({**dict.fromkeys(columns, Many(Value("int16"))), "labels": Value("int64")})
+        lengths = [sum(map(len, ids)) for ids in zip(*columns.values(), strict=True)]
+        rows = Dataset.from_dict({**columns, "labels": list(labels)}, features=features)
+        return rows.add_column("length", lengths).with_format("numpy")
 
 
 def collate(features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -100,109 +101,82 @@ def collate(features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
     Sequences are padded to the longest. There is no mask if all have the same length.
     """
-    batch: dict[str, Any] = {}
+    batch = {"labels": pad([[int(feature["labels"])] for feature in features], 0)[:, 0]}
     for ids, mask in (("input_ids", "attention_mask"), ("other_ids", "other_mask")):
         if ids in features[0]:
             sequences = [feature[ids] for feature in features]
             batch[ids] = pad(sequences, PAD)
             if len(set(map(len, sequences))) > 1:
                 batch[mask] = padding_mask(sequences)
-    batch["labels"] = pad([[int(feature["labels"])] for feature in features], 0)[:, 0]
     return batch
 
 
-def choose(count: int, most: int | None) -> list[int]:
-    """Indices of at most `most` of `count` examples, chosen at random with a fixed seed; all if `most` is None."""
-    if most is None or most >= count:
-        return list(range(count))
-    return sorted(np.random.default_rng(0).permutation(count)[:most].tolist())
-
-
 def baselines(train: Dataset, evaluation: Dataset, operator_at: int | None = None) -> dict[str, float]:
-    """Accuracy on `evaluation` of one or two rules that need no model.
-
-    Args:
-        train: examples that the rules are taken from.
-        evaluation: examples that they are applied to.
-        operator_at: for ListOps, the index of the token with the outermost operator.
+    """Accuracy on `evaluation` of one or two rules that need no model, taken from `train`.
 
     Returns:
-        "most_frequent": always the most frequent label. "first_operator", if `operator_at` is given: the most frequent
-        label of the expressions with the same outermost operator.
+        "most_frequent": always the most frequent label. "first_operator", if `operator_at` is given, the index of the
+        token with the outermost operator of ListOps: the most frequent label of the expressions with the same one.
     """
-    labels, truth = train["labels"][:].tolist(), evaluation["labels"][:].tolist()
-    most_frequent = Counter(labels).most_common(1)[0][0]
-    found = {"most_frequent": sum(label == most_frequent for label in truth) / len(truth)}
+    truth = evaluation["labels"][:]
+    overall, counts = Counter(train["labels"][:].tolist()), defaultdict(Counter)
+    most_frequent = overall.most_common(1)[0][0]
+    found = {"most_frequent": float(np.mean(truth == most_frequent))}
     if operator_at is not None:
-        counts: dict[int, Counter[int]] = {}
-        for ids, label in zip(train["input_ids"][:], labels, strict=True):
-            counts.setdefault(int(ids[operator_at]), Counter())[label] += 1
-        best = {operator: count.most_common(1)[0][0] for operator, count in counts.items()}
-        answers = [best.get(int(ids[operator_at]), most_frequent) for ids in evaluation["input_ids"][:]]
-        right = sum(answer == label for answer, label in zip(answers, truth, strict=True))
-        found["first_operator"] = right / len(truth)
+        for ids, label in zip(train["input_ids"][:], train["labels"][:].tolist(), strict=True):
+            counts[int(ids[operator_at])][label] += 1
+        operators = (int(ids[operator_at]) for ids in evaluation["input_ids"][:])
+        answers = [(counts.get(operator) or overall).most_common(1)[0][0] for operator in operators]
+        found["first_operator"] = float(np.mean(truth == np.array(answers)))
     return found
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a task is read.
+def _lines(source: str, name: str, reading: Reading, validation: str) -> Iterator[tuple[str, str, str]]:
+    """Split, place and text of the chosen lines of the .tsv files of a folder. `{}` in the name is the split.
 
-    Attributes:
-        max_length: largest number of bytes of a text; longer texts are truncated. ListOps are never truncated.
-        most: largest numbers of examples of "train" and of "evaluation" splits; None for all.
-        first: prepend the token FIRST to every sequence.
-        image_size: side to which pictures are resized; None if all pictures have the same size.
-        skip_bad: skip pictures that cannot be read, and report them.
+    A training set and an evaluation set must exist.
     """
-
-    max_length: int
-    most: dict[str, int | None]
-    first: bool = False
-    image_size: int | None = None
-    skip_bad: bool = False
-
-    def at_most(self, split: str) -> int | None:
-        """The largest number of examples of a split."""
-        return self.most.get("train" if split == "train" else "evaluation")
-
-
-def load_listops(source: str, reading: Reading) -> dict[str, Dataset]:
-    """Load the existing splits of train, validation and test of a folder in the benchmark's layout."""
-    numbers = {token: number for number, token in enumerate(listops.TOKENS)}
-    found = {}
-    for split, path in _files(source, {split: f"basic_{name}.tsv" for split, name in _SHORT.items()}).items():
-        rows = list(listops.read(read_text(path).split("\n"), str(path)))
-        rows = [rows[i] for i in choose(len(rows), reading.at_most(split))]
-        longest = max((len(tokens) for tokens, _ in rows), default=0)
-        if longest > reading.max_length:
-            raise ValueError(
-                f"{path}: an expression has {longest} tokens and cannot be truncated: give --max_length {longest}"
-            )
-        inputs = [np.fromiter((numbers[token] for token in tokens), np.int16) for tokens, _ in rows]
-        found[split] = rows_of(inputs, [value for _, value in rows], first=reading.first)
-    return found
+    names = {split: name.format(short) for split, short in zip(_SPLITS, ("train", validation, "test"), strict=True)}
+    paths = {split: _either(pathlib.Path(source).expanduser() / file) for split, file in names.items()}
+    if paths["train"] is None or not (paths["validation"] or paths["test"]):
+        missing = ", ".join(file for split, file in names.items() if paths[split] is None)
+        raise ValueError(f"{source}: no {missing} (or .gz): a training set and an evaluation set are needed")
+    for split, path in paths.items():
+        lines = enumerate(read_text(path).split("\n") if path else (), 1)
+        kept = [(i, line) for i, line in lines if line.strip() and not (i == 1 and line.strip() == listops.HEADER)]
+        if path and not kept:
+            raise ValueError(f"{path} is empty")
+        for number, line in reading.choose(kept, split):
+            yield split, f"{path}, line {number}", line.rstrip("\r")
 
 
-_SHORT = {"train": "train", "validation": "val", "test": "test"}
-
-
-def _files(source: str, names: dict[str, str]) -> dict[str, pathlib.Path]:
-    """The file of each split. The training set and an evaluation set must exist."""
-    folder = pathlib.Path(source).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"{source}: no such folder: give one with {', '.join(names.values())}, the benchmark's layout")
-    paths = {split: _either(folder / name) for split, name in names.items()}
-    found = {split: path for split, path in paths.items() if path is not None}
-    if "train" not in found or len(found) < 2:
-        missing = [name for split, name in names.items() if split not in found]
-        raise ValueError(f"{folder}: no {', '.join(missing)} (or .gz): a training set and an evaluation set are needed")
-    return found
+_SPLITS = ("train", "validation", "test")
 
 
 def _either(path: pathlib.Path) -> pathlib.Path | None:
     """The file or its gzipped form; None if neither exists."""
     return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
+
+
+def load_listops(source: str, reading: Reading) -> dict[str, Dataset]:
+    """Load the existing splits of train, validation and test of a folder in the benchmark's layout."""
+    numbers = {token: number for number, token in enumerate(listops.TOKENS)}
+    found: dict[str, tuple[list, list]] = defaultdict(lambda: ([], []))
+    for split, where, line in _lines(source, "basic_{}.tsv", reading, "val"):
+        text, tab, value = line.rpartition("\t")
+        tokens = [token for token in text.split() if token not in ("(", ")")]
+        unknown = next((token for token in tokens if token not in numbers), None)
+        if not tab or not tokens or unknown is not None or value.strip() not in listops.DIGITS:
+            what = f"unknown token {unknown!r}" if unknown is not None else "expected EXPRESSION TAB DIGIT"
+            raise ValueError(f"{where}: {what}")
+        if len(tokens) > reading.max_length:
+            raise ValueError(
+                f"{where}: an expression has {len(tokens)} tokens and cannot be truncated: give --max_length "
+                f"{len(tokens)} or more"
+            )
+        found[split][0].append(np.array([numbers[token] for token in tokens]))
+        found[split][1].append(int(value))
+    return {split: reading.rows(*columns) for split, columns in found.items()}
 
 
 def _bytes(text: str, length: int) -> np.ndarray:
@@ -216,87 +190,141 @@ def load_text(source: str, reading: Reading) -> dict[str, Dataset]:
     folder = folder / "aclImdb" if (folder / "aclImdb").is_dir() else folder
     found = {}
     for split in ("train", "test"):
-        if not folder.is_dir():
-            texts, labels = _hub_texts(source, split, reading)
-        elif (folder / split).is_dir():
-            texts, labels = _folder_texts(folder / split, reading.at_most(split))
+        if (folder / split).is_dir():
+            sides = [sorted((folder / split / name).glob("*.txt")) for name in ("neg", "pos")]
+            if not all(sides):
+                raise ValueError(f"{folder / split}: the layout is neg/*.txt and pos/*.txt")
+            files = [(path, label) for label, paths in enumerate(sides) for path in paths]
+            rows = [(read_text(path), label) for path, label in reading.choose(files, split)]
         else:
-            texts, labels = _json_texts(folder, split, reading.at_most(split))
-        inputs = [_bytes(text, reading.max_length) for text in texts]
-        empty = sum(not len(values) for values in inputs)
-        if empty:
-            raise ValueError(f"{source}, {split}: {empty} texts are empty")
-        found[split] = rows_of(inputs, labels, first=reading.first)
+            rows = reading.choose(list(_text_rows(source, folder, split)), split)
+        if not all(text for text, _ in rows):
+            raise ValueError(f"{source}, {split}: {sum(not text for text, _ in rows)} texts are empty")
+        found[split] = reading.rows(
+            [_bytes(text, reading.max_length) for text, _ in rows], [label for _, label in rows]
+        )
     return found
 
 
-def _hub_texts(source: str, split: str, reading: Reading) -> tuple[list[str], list[int]]:
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
-        raise ValueError(f"no such folder: {source}")
-    try:
-        rows = load_dataset(source, split=split)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source} is not a folder and could not be loaded from the hub ({error})") from error
-    missing = [name for name in ("text", "label") if name not in rows.column_names]
-    if missing:
-        raise ValueError(f"{source} has no column {', '.join(missing)}; its columns: {', '.join(rows.column_names)}")
-    rows = rows.select(choose(len(rows), reading.at_most(split)))
-    return list(rows["text"]), [_sentiment(label, f"{source}, {split}") for label in rows["label"]]
-
-
-def _folder_texts(folder: pathlib.Path, most: int | None) -> tuple[list[str], list[int]]:
-    files = []
-    for label, name in enumerate(("neg", "pos")):
-        paths = sorted((folder / name).glob("*.txt"))
-        if not paths:
-            raise ValueError(f"{folder / name}: no .txt file; the layout is {folder}/neg/*.txt and {folder}/pos/*.txt")
-        files += [(path, label) for path in paths]
-    chosen = [files[i] for i in choose(len(files), most)]
-    bar = tqdm(chosen, desc=str(folder), unit=" texts", disable=None, leave=False)
-    return [read_text(path) for path, _ in bar], [label for _, label in chosen]
-
-
-def _json_texts(folder: pathlib.Path, split: str, most: int | None) -> tuple[list[str], list[int]]:
-    path = _either(folder / f"{split}.jsonl")
-    if path is None:
-        raise ValueError(f"{folder} holds neither {split}/pos and {split}/neg nor {split}.jsonl (or .jsonl.gz)")
-    rows = []
-    for number, row in read_json_lines(path):
-        where = f"{path}, line {number}"
+def _text_rows(source: str, folder: pathlib.Path, split: str) -> Iterator[tuple[str, int]]:
+    """Text and label of each row of a .jsonl file, or of a hub data set if there is no such folder."""
+    path, known = _either(folder / f"{split}.jsonl"), {"0": 0, "1": 1, "neg": 0, "pos": 1}
+    if path is not None:
+        rows = ((f"{path}, line {number}", row) for number, row in read_json_lines(path))
+    elif folder.is_dir() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
+        raise ValueError(f"{source} holds neither {split}/pos and {split}/neg nor {split}.jsonl (or .jsonl.gz)")
+    else:
+        rows = ((f"{source}, {split}", row) for row in load_dataset(source, split=split))
+    empty = True
+    for where, row in rows:
+        empty = False
         if not isinstance(row.get("text"), str) or "label" not in row:
             raise ValueError(f"{where}: 'text' and 'label' are needed (fields: {', '.join(row)})")
-        rows.append((row["text"], _sentiment(row["label"], where)))
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    rows = [rows[i] for i in choose(len(rows), most)]
-    return [text for text, _ in rows], [label for _, label in rows]
-
-
-def _sentiment(label: Any, where: str) -> int:
-    known = {"0": 0, "1": 1, "neg": 0, "pos": 1}
-    if str(label) not in known:
-        raise ValueError(f"{where}: unknown label {label!r}; known: 0 or neg, 1 or pos")
-    return known[str(label)]
+        if str(row["label"]) not in known:
+            raise ValueError(f"{where}: unknown label {row['label']!r}; known: 0 or neg, 1 or pos")
+        yield row["text"], known[str(row["label"])]
+    if empty:
+        raise ValueError(f"{path or source} is empty")
 
 
 def load_retrieval(source: str, reading: Reading) -> dict[str, Dataset]:
     """Load the existing splits of train, validation and test of the retrieval task."""
-    names = {"train": "train", "validation": "eval", "test": "test"}
+    found: dict[str, tuple[list, list, list]] = defaultdict(lambda: ([], [], []))
+    for split, where, line in _lines(source, "new_aan_pairs.{}.tsv", reading, "eval"):
+        label, *_, text, other = cells = line.split("\t")
+        # The benchmark writes its labels as 0.0 and 1.0.
+        if len(cells) != 5 or label not in ("0", "1", "0.0", "1.0") or not (text and other):
+            raise ValueError(f"{where}: expected LABEL TAB ID TAB ID TAB TEXT TAB TEXT, with label 0 or 1")
+        values = _bytes(text, reading.max_length), int(float(label)), _bytes(other, reading.max_length)
+        for column, value in zip(found[split], values, strict=True):
+            column.append(value)
+    return {split: reading.rows(*columns) for split, columns in found.items()}
+
+
+def load_image(
+    source: str, reading: Reading, split: str | None = None, train_split: str | None = None
+) -> dict[str, Dataset]:
+    """Load the splits train and test of the image task, or those with the given names, from pictures with classes."""
+    splits = images.load(source)
+    train = images.pick(splits, train_split, images.TRAIN_SPLITS, source)
+    evaluation = images.pick(splits, split, ("test", *images.EVAL_SPLITS), source)
+    if train is None or evaluation is None:
+        raise ValueError(
+            f"{source} has the splits {', '.join(splits)}: one to train on and one to evaluate on are needed"
+        )
+    names = train.class_names()
+    unknown = sorted(set(evaluation.classes) - set(names))
+    if unknown or len(names) != TASKS["image"].labels:
+        raise ValueError(
+            f"{source} has the classes {', '.join([*names, *unknown])}, but the task has ten in each split"
+        )
+    return {
+        name: _grey_rows(pictures.select(reading.choose(range(len(pictures)), name)), names, reading)
+        for name, pictures in (("train", train), ("test", evaluation))
+    }
+
+
+def _grey_rows(pictures: images.Pictures, names: Sequence[str], reading: Reading) -> Dataset:
+    """Grey values of each picture that can be read, line by line from the top, with the index of its class."""
+    found, labels, bad, size = [], [], [], None
+    for i in tqdm(range(len(pictures)), desc=pictures.where, unit=" pictures", disable=None, leave=False):
+        try:
+            picture = pictures.open(i).convert("L")
+        except ValueError as error:
+            bad.append(str(error))
+            continue
+        if reading.image_size is not None and picture.size != (reading.image_size, reading.image_size):
+            picture = picture.resize((reading.image_size, reading.image_size))
+        size = size or picture.size
+        if picture.size != size or size[0] * size[1] > reading.max_length:
+            raise ValueError(
+                f"{pictures.where}: {pictures.keys[i]} has {picture.size[0]} x {picture.size[1]} pixels: all must have "
+                f"the same size, with at most {reading.max_length} pixels; give another --max_length"
+            )
+        found.append(np.asarray(picture, np.uint8).reshape(-1))
+        labels.append(names.index(pictures.classes[i]))
+    if bad and (not reading.skip_bad or not found):
+        more = "; ..." if len(bad) > 3 else ""
+        raise ValueError(
+            f"{len(bad)} of {len(pictures)} pictures cannot be read: {'; '.join(bad[:3])}{more}. --skip_bad_images "
+            "skips them"
+        )
+    if bad:
+        tqdm.write(f"skipped {len(bad)} of {len(pictures)} pictures: {'; '.join(bad[:3])}")
+    return reading.rows(found, labels)
+
+
+def load_pathfinder(source: str, reading: Reading) -> dict[str, Dataset]:
+    """Load the pathfinder task and split it at random into train, validation and test, 80, 10 and 10 %.
+
+    The benchmark splits by the order of its own files, which its release does not contain. The source is the folder of
+    a difficulty, or one that holds the hard one.
+    """
+    root, name = pathlib.Path(source).expanduser(), "curv_contour_length_14"
+    folder = next((p for p in (root / name, root / "pathfinder32" / name, root) if (p / "metadata").is_dir()), None)
+    if folder is None:
+        raise ValueError(f"{source} holds no {name}/metadata; the layout is {name}/metadata/*.npy and {name}/imgs/...")
+    examples = []
+    for path in sorted((folder / "metadata").glob("*.npy"), key=lambda path: (len(path.name), path.name)):
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            cells = line.split()
+            if cells and (len(cells) < 4 or cells[3] not in ("0", "1")):
+                raise ValueError(f"{path}, line {number}: expected FOLDER FILE NUMBER LABEL ..., with label 0 or 1")
+            if cells:
+                examples.append((f"{cells[0]}/{cells[1]}", cells[3]))
+    if len(examples) < 3:
+        raise ValueError(f"{folder / 'metadata'}: {len(examples)} pictures are not enough to train and evaluate on")
+    order = np.random.default_rng(0).permutation(len(examples))
     found = {}
-    for split, path in _files(source, {split: f"new_aan_pairs.{name}.tsv" for split, name in names.items()}).items():
-        lines = [pair for pair in enumerate(read_text(path).split("\n"), 1) if pair[1].strip()]
-        left, right, labels = [], [], []
-        for number, line in (lines[i] for i in choose(len(lines), reading.at_most(split))):
-            label, *_, text, other = cells = line.rstrip("\r").split("\t")
-            # The benchmark writes its labels as 0.0 and 1.0.
-            if len(cells) != 5 or label not in ("0", "1", "0.0", "1.0") or not (text and other):
-                raise ValueError(
-                    f"{path}, line {number}: expected LABEL TAB ID TAB ID TAB TEXT TAB TEXT, with label 0 or 1"
-                )
-            left.append(_bytes(text, reading.max_length))
-            right.append(_bytes(other, reading.max_length))
-            labels.append(int(float(label)))
-        if not labels:
-            raise ValueError(f"{path} is empty")
-        found[split] = rows_of(left, labels, right, first=reading.first)
+    for split, part in zip(_SPLITS, np.split(order, [round(len(order) * s) for s in (0.8, 0.9)]), strict=True):
+        keys, labels = zip(*(examples[i] for i in reading.choose(part.tolist(), split)), strict=True)
+        pictures = images.Pictures(f"{folder}, {split}", keys, labels, lambda key: (folder / key).read_bytes())
+        found[split] = _grey_rows(pictures, ("0", "1"), reading)
     return found
+
+
+def task_of(name: str) -> Task:
+    """The task with this name. Raises ValueError if there is none."""
+    if name not in TASKS:
+        raise ValueError(unknown_name("task of the Long Range Arena", name, TASKS))
+    return TASKS[name]

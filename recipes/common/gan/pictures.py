@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_efficient_attn.io.writing import replacing
 
 _LINE_HEIGHT = 12  # pixels of a line of text
+_GAP = 2
 
 
 def to_bytes(pictures: Tensor) -> Tensor:
@@ -18,25 +19,21 @@ def to_bytes(pictures: Tensor) -> Tensor:
     return ((pictures.detach().float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 
-def grid(pictures: Tensor, columns: int, zoom: int = 1, gap: int = 2) -> Image.Image:
+def grid(pictures: Tensor, columns: int) -> Image.Image:
     """Lay out pictures (N, 3, P, P) in [-1, 1] line by line on white."""
-    pixels = pictures.shape[-1]
-    side, lines = pixels * zoom + gap, math.ceil(len(pictures) / columns)
-    sheet = Image.new("RGB", (columns * side - gap, lines * side - gap), "white")
+    side, lines = pictures.shape[-1] + _GAP, math.ceil(len(pictures) / columns)
+    sheet = Image.new("RGB", (columns * side - _GAP, lines * side - _GAP), "white")
     for i, values in enumerate(to_bytes(pictures)):
-        one = Image.fromarray(values.numpy())
-        if zoom > 1:
-            one = one.resize((pixels * zoom,) * 2, Image.Resampling.NEAREST)
-        sheet.paste(one, (i % columns * side, i // columns * side))
+        sheet.paste(Image.fromarray(values.numpy()), (i % columns * side, i // columns * side))
     return sheet
 
 
-def named_rows(rows: Mapping[str, Tensor], zoom: int = 1) -> Image.Image:
+def named_rows(rows: Mapping[str, Tensor]) -> Image.Image:
     """Lay out one line of pictures (N, 3, P, P) for each name, with the name on its left."""
-    sheets = {name: grid(pictures, len(pictures), zoom) for name, pictures in rows.items()}
+    sheets = {name: grid(pictures, len(pictures)) for name, pictures in rows.items()}
     probe = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     margin = 8 + math.ceil(max(probe.textlength(name) for name in sheets))
-    height = max(next(iter(sheets.values())).height, _LINE_HEIGHT) + 2
+    height = max(next(iter(sheets.values())).height, _LINE_HEIGHT) + _GAP
     page = Image.new("RGB", (margin + max(sheet.width for sheet in sheets.values()), height * len(sheets)), "white")
     draw = ImageDraw.Draw(page)
     for i, (name, sheet) in enumerate(sheets.items()):

@@ -21,11 +21,7 @@ from recipes.common.image_models import for_length
 
 
 def load_generator(folder: str) -> BigGANModel:
-    """Load a `BigGANModel` for inference with exact attention and without spectral norm.
-
-    Raises:
-        UnsupportedAttentionError: the folder holds no checkpoint of a BigGAN.
-    """
+    """Load a `BigGANModel` for inference with exact attention and without spectral norm; refuse other folders."""
     try:
         with no_progress_bar():
             model = BigGANModel.from_pretrained(folder, spectral_norm=False)
@@ -35,18 +31,14 @@ def load_generator(folder: str) -> BigGANModel:
 
 
 def parse_classes(names: Sequence[str], config: BigGANConfig) -> list[int]:
-    """Class indices for numbers, the model's class names, or ImageNet's class names.
-
-    Raises:
-        UnsupportedAttentionError: the model has no such class.
-    """
-    own = {str(name).lower(): number for number, name in (config.id2label or {}).items()}
+    """Class indices for numbers, the model's class names, or ImageNet's class names; refuse others."""
+    own = {str(name).lower(): int(number) for number, name in (config.id2label or {}).items()}
     found = []
     for name in names:
         if name.isdecimal() and int(name) < config.num_classes:
             found.append(int(name))
         elif name.lower() in own:
-            found.append(int(own[name.lower()]))
+            found.append(own[name.lower()])
         elif config.num_classes == 1000 and not name.isdecimal():
             try:
                 found.append(class_index(name))
@@ -67,32 +59,12 @@ class Draw(NamedTuple):
     truncation: float
 
     @classmethod
-    def of(
-        cls,
-        config: BigGANConfig,
-        classes: Sequence[int],
-        number: int,
-        truncation: float,
-        seed: int,
-        *,
-        shuffled: bool = False,
-    ) -> "Draw":
-        """Draw the inputs of `number` pictures.
-
-        Args:
-            config: config of the generator.
-            classes: the classes, which are used in turn; empty for all classes.
-            number: number of pictures.
-            truncation: above 0 and at most 1.
-            seed: seed of the noise.
-            shuffled: shuffle the classes.
-        """
+    def of(cls, config: BigGANConfig, classes: Sequence[int], number: int, truncation: float, seed: int) -> "Draw":
+        """Draw the inputs of `number` pictures of the given classes, which are used in turn; empty for all classes."""
         if not 0 < truncation <= 1:
             raise UnsupportedAttentionError(f"--truncation {truncation} must be above 0 and at most 1")
         chosen = torch.tensor(list(classes) or list(range(config.num_classes)))
         labels = chosen.repeat(-(-number // len(chosen)))[:number]
-        if shuffled:
-            labels = labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))]
         return cls(truncated_noise(number, config.z_dim, truncation, seed), labels, truncation)
 
 
@@ -115,23 +87,18 @@ class Swap(NamedTuple):
 EXACT_SWAP = Swap("exact", None, None)
 
 
-def rectangular_names() -> list[str]:
-    """Names of the methods that take fewer keys than queries."""
-    return [name for name in hea.available_methods() if method_info(name).rectangular]
-
-
 def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[int], kv_len: int) -> list[Swap]:
     """Exact attention, and every method at every budget below the number of keys, without repetition.
 
-    Raises:
-        UnsupportedAttentionError: a method has no rectangular form, or no budget is below the number of keys.
+    Refuses methods without a rectangular form, and budgets none of which is below the number of keys.
     """
-    configs = parse_methods(methods or rectangular_names(), settings)
+    rectangular = [name for name in hea.available_methods() if method_info(name).rectangular]
+    configs = parse_methods(methods or rectangular, settings)
     for config in configs.values():
         if not method_info(config.method).rectangular:
             raise UnsupportedAttentionError(
                 f"{config.method} needs as many keys as queries, but BigGAN has a quarter as many; use one of "
-                f"{', '.join(rectangular_names())}"
+                f"{', '.join(rectangular)}"
             )
     below = [budget for budget in budgets if budget < kv_len]
     if budgets and not below:
@@ -175,17 +142,10 @@ def layer_costs(
 ) -> list[dict[str, Any]]:
     """The cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
 
-    Args:
-        model: the generator.
-        draw: the inputs.
-        swaps: the methods.
-        rounds: number of paired timings against exact attention; 0 for none.
-        bar: progress bar of the timings.
-
     Returns:
         for each method the GFLOP of the products for one picture with a multiply-add as one operation, how many times
-        fewer they are and how many times faster it is than exact attention (None if not measured), and whether the
-        times are unsteady.
+        fewer they are and how many times faster it is than exact attention (None without rounds of paired timings), and
+        whether the times are unsteady.
     """
     recorded = []
     few = Draw(draw.noise[:8], draw.labels[:8], draw.truncation)
