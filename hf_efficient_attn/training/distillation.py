@@ -194,11 +194,11 @@ class Distillation(Training):
         for root in transformers_models(model):
             for module, location, *_ in attention_modules(root):
                 learned = learned_of(module)
-                if learned is None or learned.holder in self._names:
+                if learned is None or learned in self._names:
                     continue
                 trained = {name: _copy(p) for name, p in learned.tensors().items() if id(p) not in ids}
                 if trained:
-                    self._names[learned.holder], groups[location.name] = location.name, trained
+                    self._names[learned], groups[location.name] = location.name, trained
         if not groups:
             raise UnsupportedAttentionError("no layer of the model has learned parameters to distill")
         rate = self.options.learning_rate
@@ -258,9 +258,9 @@ class Distillation(Training):
 
         def visit_call(call: Call) -> None:
             learned = learned_of(call.module)
-            if learned is None or learned.holder not in self._names or self._is_exact(call, learned.method):
+            if learned is None or learned not in self._names or self._is_exact(call, learned.method):
                 return
-            name = self._names[learned.holder]
+            name = self._names[learned]
             trained = self.groups[name]
             with torch.enable_grad():
                 parameters = {key: trained.get(key, p.detach()).to(p.dtype) for key, p in learned.tensors().items()}

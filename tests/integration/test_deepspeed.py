@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from test_engines import LENGTH, METHODS, ids, llama, relative
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import processes
 from processes import refused
-from test_engines import LENGTH, METHODS, ids, llama, relative
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install deepspeed")
 

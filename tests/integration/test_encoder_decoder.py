@@ -197,9 +197,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones(layers, tmp_path):
 
 
 def test_a_layer_that_is_selected_twice_is_refused():
-    for layers in (["encoder", "encoder.layers.0"], ["encoder", "encoder"]):
-        with pytest.raises(hea.UnsupportedAttentionError, match="more than once"):
-            hea.EfficientAttentionConfig("linear", None, layers)
+    with pytest.raises(hea.UnsupportedAttentionError, match="more than once"):
+        hea.EfficientAttentionConfig("linear", None, ["encoder", "encoder"])
     mix = [{"layers": ["encoder"], "method": "linear"}, {"layers": [0], "method": "kdeformer"}]
     with pytest.raises(hea.UnsupportedAttentionError, match=r"encoder\.layers\.0\.self_attn .*linear, kdeformer"):
         hea.convert(tiny("bart"), hea.EfficientAttentionConfig(layers=mix))

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 import transformers
+from test_model_types import REFUSALS, SAMPLE, case
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.masks import read_mask
 from instances import INSTANCES, inputs, padding_mask
-from test_model_types import REFUSALS, SAMPLE, case
 from tiny_models import METHODS, SMALL
 
 MASKED = [name for name, kind in SAMPLE.items() if kind in ("text", "decoder", "pair") and name not in REFUSALS]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.integration.cache import StateLayer
 from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.integration.recurrent import StateLayer
 from hf_efficient_attn.methods import get_method
 from instances import inputs, numbers, padding_mask
 from tiny_models import output, tiny_batch, tiny_class, tiny_model

@@ -10,8 +10,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.integration.cache_layers import NewKeys
-from hf_efficient_attn.integration.recurrent import StateLayer
+from hf_efficient_attn.integration.cache import NewKeys, StateLayer
 from hf_efficient_attn.methods import attention_with_state, get_method, naive_attention
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model

@@ -21,7 +21,7 @@ PACKAGE = pathlib.Path(hea.__file__).parent
 FOLDERS = (str(PACKAGE / "integration"), str(PACKAGE / "conversion"))
 
 LINFORMER = {"method": "linformer", "projection_dim": 8}
-SHARED = {"method": "linformer", "projection_dim": 8, "share": "layers"}
+SEPARATE = {"method": "linformer", "projection_dim": 8, "share": "none"}
 EVA = {"method": "eva", "window_size": 8, "num_landmarks": 8, "proposal": "learned"}
 NYSTROMFORMER = {"method": "nystromformer", "num_landmarks": 8, "conv_kernel_size": 3}
 FLURKA = {"method": "flurka_linear", "projection_dim": 8}
@@ -36,7 +36,7 @@ CHOICES = {
     "eager": "eager",
     "kdeformer": KDEFORMER,
     "linformer": LINFORMER,
-    "shared": SHARED,
+    "separate": SEPARATE,
     "eva": EVA,
     "flurka": FLURKA,
     "nystromformer": NYSTROMFORMER,
@@ -49,10 +49,10 @@ SWITCHES = [
     *(
         pytest.param(start, end, marks=pytest.mark.exhaustive)
         for start, end in [
-            ("exact", "mix"), ("shared", "part"), ("mix", "exact"),
-            ("exact", "linformer"), ("exact", "shared"), ("kdeformer", "nystromformer"), ("linformer", "eva"),
-            ("linformer", "shared"), ("mix", "linformer"), ("linformer", "kdeformer"), ("linformer", "exact"),
-            ("shared", "eager"),
+            ("exact", "mix"), ("separate", "part"), ("mix", "exact"),
+            ("exact", "linformer"), ("exact", "separate"), ("kdeformer", "nystromformer"), ("linformer", "eva"),
+            ("linformer", "separate"), ("mix", "linformer"), ("linformer", "kdeformer"), ("linformer", "exact"),
+            ("separate", "eager"),
         ]
     ),
 ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_convert_fails_at_every_call(start, end, step):
 
 @pytest.mark.parametrize("step", [35, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_convert_fails_at_every_line(step):
-    model = trained(convert(tiny_model("bert"), "shared"))
+    model = trained(convert(tiny_model("bert"), "separate"))
     check_every_failure(model, lambda model: convert(model, "mix"), tiny_batch("bert"), lines=True, step=step)
 
 
@@ -188,7 +188,7 @@ def test_several_models_in_one_container_fail_at_every_call(start, end):
 
 @some_or_all
 @pytest.mark.parametrize("name", ["linformer", "kdeformer", "sdpa", "eager"])
-@pytest.mark.parametrize("start", ["exact", "kdeformer", "shared"])
+@pytest.mark.parametrize("start", ["exact", "kdeformer", "separate"])
 def test_set_attn_implementation_fails_at_every_call(start, name, step):
     model = trained(convert(tiny_model("bert"), start))
     if model.config._attn_implementation == name:
@@ -229,7 +229,12 @@ def test_a_warning_that_is_an_error_changes_nothing():
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_refused_container_keeps_the_models_in_it(order):
     inputs = tiny_batch("bert")
-    for start, end in (("exact", "linformer"), ("linformer", "reformer"), ("shared", "reformer"), ("mix", "linformer")):
+    for start, end in (
+        ("exact", "linformer"),
+        ("linformer", "reformer"),
+        ("separate", "reformer"),
+        ("mix", "linformer"),
+    ):
         bert = trained(convert(tiny_model("bert"), start))
         container = torch.nn.ModuleList([tiny_model("gpt2"), bert][::order])
         before, out = State(container), output(bert, inputs)
@@ -296,7 +301,7 @@ def sub_configs(config) -> list:
 
 
 def test_loading_fails_at_every_call(tmp_path):
-    convert(tiny_model("bert"), "shared").save_pretrained(tmp_path)
+    convert(tiny_model("bert"), "separate").save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     before = copy.deepcopy(vars(config))
     k = 0
@@ -314,7 +319,7 @@ def test_loading_fails_at_every_call(tmp_path):
 
 
 def test_an_interrupted_restoration_starts_again(monkeypatch):
-    from hf_efficient_attn.integration.transaction import Snapshot
+    from hf_efficient_attn.integration.models import Snapshot
 
     model, restore, calls = trained(convert(tiny_model("bert"), "linformer")), Snapshot._restore, []
 

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
+from test_learned import learned_in, shake
 from torch import nn
 from torch.export import Dim
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import methods_with
-from test_learned import learned_in, shake
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
 # What is enough for the core suite: features, a window, sampled keys, learned projections.

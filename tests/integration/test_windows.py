@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from test_distance_bias import _Largest
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.windows import window_of
-from test_distance_bias import _Largest
+from hf_efficient_attn.integration.models import window_of
 from tiny_models import SMALL, output
 
 SIZES = {
