@@ -68,11 +68,3 @@ def test_batches_with_left_padding_generate_as_each_alone(family, method):
     second = {"input_ids": inputs["input_ids"][1:, -50:]}
     assert torch.equal(together[:1], generate(model, first))
     assert torch.equal(together[1:], generate(model, second))
-
-
-@each_family
-def test_exact_layers_generate_as_sdpa(family):
-    inputs = tiny_batch(family, padding="left")
-    expected = generate(tiny_model(family, head=True), inputs)
-    model = hea.convert(tiny_model(family, head=True), "longformer", layers=[0], window_size=200)
-    assert torch.equal(generate(model, inputs), expected)

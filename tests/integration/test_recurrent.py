@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer
-from hf_efficient_attn.methods import attention_with_state, get_method, naive_attention
+from hf_efficient_attn.methods import attention_with_state, naive_attention
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
@@ -31,14 +31,6 @@ def in_chunks(config, query, key, value, cuts, mask=None, seed=0, **options):
         assert state[0].shape[:2] == key.shape[:2]
         outs.append(out)
     return torch.cat(outs, 2), state
-
-
-def test_methods_that_are_recurrent():
-    assert set(RECURRENT) >= {"linear", "performer"}
-    for name in METHODS:
-        method = get_method(name)
-        assert method.info.recurrent == (method.recurrence is not None)
-        assert method.info.causal or not method.info.recurrent
 
 
 @each_recurrent
@@ -149,26 +141,16 @@ def test_neither_the_cache_nor_the_cost_of_a_token_grows(family, method):
 
 @each_method
 @each_family
-def test_ways_to_switch(family, method, tmp_path):
-    """A checkpoint, `convert`, `set_attn_implementation` and a saved model use the state and give the same tokens."""
-    batch = tiny_batch(family)
-    tiny_model(family, head=True).save_pretrained(tmp_path / "exact")
-    auto = transformers.AutoModelForCausalLM
-    options = {"efficient_attention": {"method": method, **SMALL[method]}}
-    models = [auto.from_pretrained(tmp_path / "exact", attn_implementation=method, **options)]
-    models.append(hea.convert(auto.from_pretrained(tmp_path / "exact"), method, **SMALL[method]))
-    models.append(auto.from_pretrained(tmp_path / "exact"))
-    models[-1].config.efficient_attention = {"method": method, **SMALL[method]}
-    models[-1].set_attn_implementation(method)
-    models[0].save_pretrained(tmp_path / "converted")
-    models.append(auto.from_pretrained(tmp_path / "converted"))
-    expected = generate(models[0], batch, use_cache=False)
-    for model in models:
-        assert isinstance(cache_after(model, 10).layers[1], StateLayer)
-        assert torch.equal(generate(model, batch), expected)
-    back = hea.convert(models[0], "sdpa")
+def test_a_saved_model_decodes_from_states_and_an_exact_one_does_not(family, method, tmp_path):
+    batch, model = tiny_batch(family), tiny_model(family, method, head=True)
+    model.save_pretrained(tmp_path)
+    expected = generate(model, batch, use_cache=False)
+    for one in (model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert isinstance(cache_after(one, 10).layers[1], StateLayer)
+        assert torch.equal(generate(one, batch), expected)
+    back = hea.convert(model, "sdpa")
     assert not any(isinstance(layer, StateLayer) for layer in cache_after(back, 10).layers)
-    assert torch.equal(generate(back, batch), generate(auto.from_pretrained(tmp_path / "exact"), batch))
+    assert torch.equal(generate(back, batch), generate(tiny_model(family, head=True), batch))
 
 
 @each_method

@@ -161,7 +161,7 @@ def check_every_failure(model, switch, inputs=None, lines=False, step=1) -> None
             break
         before.check(model)
         k += step
-    assert k > 20 * step
+    assert k > 4 * step
     if out is not None:
         assert not torch.equal(output(model, inputs), out)
 
@@ -186,7 +186,7 @@ def test_several_models_in_one_container_fail_at_every_call(start, end):
     check_every_failure(trained(both), lambda model: convert(model, end), step=4)
 
 
-@some_or_all
+@pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["linformer", "kdeformer", "sdpa", "eager"])
 @pytest.mark.parametrize("start", ["exact", "kdeformer", "separate"])
 def test_set_attn_implementation_fails_at_every_call(start, name, step):
@@ -314,7 +314,7 @@ def test_loading_fails_at_every_call(tmp_path):
         assert vars(config) == before
         if not failure.raised:
             break
-        k += 11
+        k += 29
     assert k > 100
 
 
