@@ -74,11 +74,6 @@ class LearnedParameters(nn.Module):
             if parameter.device.type != "meta":
                 initialization.copy_(parameter, value.to(parameter.device, parameter.dtype))
 
-    def extra_repr(self) -> str:
-        """The method, and names and shapes of the parameters."""
-        shapes = ", ".join(f"{name}={tuple(p.shape)}" for name, p in self.tensors().items())
-        return f"{self.method.method}: {shapes}"
-
 
 def learned_of(module: nn.Module) -> LearnedParameters | None:
     """The learned parameters of an attention module; None if it has none.

@@ -88,7 +88,17 @@ def padding_mask(
     if use_vmap:
         raise UnsupportedAttentionError(_PATTERN)
     window = local_size if local_size is not None and local_size < kv_length else None
-    mask = None if attention_mask is None else _key_mask(attention_mask, batch_size, kv_length, kv_offset)
+    mask = None
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise UnsupportedAttentionError(
+                f"attention_mask must be (batch, keys), not {tuple(attention_mask.shape)}; or use "
+                f"attn_implementation={EXACT!r}"
+            )
+        mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
+        if mask.shape[1] < kv_length:
+            mask = pad(mask, (0, kv_length - mask.shape[1]), value=False)
+        mask = mask.expand(batch_size, -1)
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         batch = torch.arange(batch_size, device=device)[:, None]
         contains = functools.partial(mask_function, batch, torch.zeros((), dtype=torch.int64, device=device))
@@ -106,19 +116,6 @@ def padding_mask(
         return torch.ones(batch_size, kv_length, dtype=dtype, device=device)
     refuse_lost_padding(mask, is_causal)
     return mask.to(dtype)
-
-
-def _key_mask(attention_mask: Tensor, batch: int, kv_length: int, kv_offset: int) -> Tensor:
-    """The part of a (B, N) mask that belongs to the keys: bool (B, kv_length)."""
-    if attention_mask.ndim != 2:
-        raise UnsupportedAttentionError(
-            f"attention_mask must be (batch, keys), not {tuple(attention_mask.shape)}; or use "
-            f"attn_implementation={EXACT!r}"
-        )
-    mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
-    if mask.shape[1] < kv_length:
-        mask = pad(mask, (0, kv_length - mask.shape[1]), value=False)
-    return mask.expand(batch, -1)
 
 
 def _is_plain(

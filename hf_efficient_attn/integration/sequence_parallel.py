@@ -84,7 +84,15 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
         UnsupportedAttentionError: the model cannot be divided: exact attention of Transformers, an encoder-decoder,
             images or audio, convolutions over tokens, or an output that comes from one token of the sequence.
     """
-    group, parts = _group_of(mesh_or_group), transformers_models(model)
+    parts, group = transformers_models(model), mesh_or_group
+    if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:
+        group = group.get_group()
+    elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedAttentionError(
+            "sequence_parallel needs a DeviceMesh of one dimension, such as mesh['sp'] of a larger one, or a process "
+            f"group, not {group!r}: call torch.distributed.init_process_group first and give "
+            "torch.distributed.group.WORLD"
+        )
     for part in parts:
         _check(part)
     parallel = SequenceParallel(group)
@@ -96,19 +104,6 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
             part.register_forward_hook(_leave, always_call=True)
         setattr(part, _PARALLEL, parallel)
     return model
-
-
-def _group_of(mesh_or_group: Any) -> Any:
-    """The process group of the argument of `sequence_parallel`."""
-    if dist.is_available() and isinstance(mesh_or_group, dist.ProcessGroup):
-        return mesh_or_group
-    if hasattr(mesh_or_group, "get_group") and getattr(mesh_or_group, "ndim", 0) == 1:
-        return mesh_or_group.get_group()
-    raise UnsupportedAttentionError(
-        f"sequence_parallel needs a DeviceMesh of one dimension, such as mesh['sp'] of a larger one, or a process "
-        f"group, not {mesh_or_group!r}: call torch.distributed.init_process_group first and give "
-        "torch.distributed.group.WORLD"
-    )
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -141,16 +136,13 @@ def _check(model: PreTrainedModel) -> None:
         why = "has layers with a state along the sequence, which would begin again in each process"
     for path, module in model.named_modules() if why is None else ():
         inner = [type(x) for x in module.modules() if is_attention(x)] if is_attention(module) else []
-        if isinstance(module, nn.RNNBase) or any(n != 1 for n in _kernel_size(module)):
+        convolves = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)
+        if convolves or isinstance(module, nn.RNNBase):
             why = f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process"
         elif inner and not any(map(uses_interface, inner)):
             why = f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
     if why is not None:
         raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {why}")
-
-
-def _kernel_size(module: nn.Module) -> tuple[int, ...]:
-    return tuple(module.kernel_size) if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else ()
 
 
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -13,7 +13,7 @@ from hf_efficient_attn.integration.layers import (
     Layer,
     check_layer,
     in_order,
-    is_cached_layer_selected,
+    is_cached_layer,
     is_selected,
 )
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
@@ -112,11 +112,9 @@ class EfficientAttentionConfig(KnownFields):
         return None
 
     def for_cached_layer(self, index: int) -> MethodConfig | None:
-        """The method's config in the layer of a decoder whose keys a cache holds under this index; None for exact."""
-        for entry in self.entries:
-            if entry.layers is None or any(is_cached_layer_selected(chosen, index) for chosen in entry.layers):
-                return entry.config
-        return None
+        """The same for the layer of a decoder whose keys a cache holds under this index."""
+        chosen = (e for e in self.entries if e.layers is None or any(is_cached_layer(x, index) for x in e.layers))
+        return next((entry.config for entry in chosen), None)
 
     def named_layers(self) -> list[Layer]:
         """All layers that the entries name, in order."""

@@ -29,7 +29,6 @@ SAM = {**VISION, "mlp_dim": 48, "output_channels": 8, "num_pos_feats": 8, "windo
 NEO = {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 2}
 STATE = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}
-FUNNEL = {"vocab_size": 60, "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 48, "block_sizes": [1, 1]}
 PEGASUS = {
     "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 60, "encoder_layers": 1,
     "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -52,9 +51,8 @@ MODELS = {
     "gpt_neo": ({**NEO, "intermediate_size": 48, "vocab_size": 60}, "GPT_NEO_ATTENTION_CLASSES"),
     "doge": ({**TEXT, "num_key_value_heads": 2}, "a mask of its own .DogeAttention"),
     # The modules of this decoder say that they are not causal: only its masks know.
-    "pegasus_x": (PEGASUS, "does not support attn_implementation='sdpa'.*use attn_implementation='eager'"),
+    "pegasus_x": (PEGASUS, f"does not support attn_implementation='sdpa'.*='eager'|{NO_INTERFACE}"),
     # A method would have no effect.
-    "funnel": ({**FUNNEL, "num_decoder_layers": 1}, NO_INTERFACE),
     "mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
     "mamba2": ({**STATE, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1}, NO_INTERFACE),
     "falcon_mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
