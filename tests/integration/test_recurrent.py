@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from test_generation import generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
@@ -81,12 +82,6 @@ def test_gradients_through_a_state(instance):
 
 
 # --- models ---
-
-
-def generate(model, inputs, new: int = 12, **options) -> torch.Tensor:
-    length = inputs["input_ids"].shape[1]
-    ids = model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, **{"do_sample": False, **options})
-    return ids[:, length:]
 
 
 def tensors_in(value) -> list:
