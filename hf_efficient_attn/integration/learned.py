@@ -5,7 +5,6 @@ saved and loaded like all other parameters, under the name `<attention module>.l
 removed when the model is switched to another method.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,29 +116,21 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
     )
 
 
-def plan(requests: Sequence[tuple[AttentionModule, MethodConfig | None]], kind: str) -> list[LearnedParameters | None]:
-    """Make the learned parameters that attention modules need, for `attach`, without changing the modules.
+def plan(found: AttentionModule, method: MethodConfig | None) -> LearnedParameters | None:
+    """The learned parameters that an attention module needs, for `attach`, without changing the module.
 
-    Parameters that a module already has for the same hyperparameters are kept.
-
-    Args:
-        requests: all attention modules of a model, in order, with their methods; None for exact attention.
-        kind: how error messages name the model.
+    Parameters that it already has for the same hyperparameters are kept.
 
     Raises:
-        UnsupportedAttentionError: the sizes cannot be determined from a module and its config, or a module's parameters
-            are offloaded.
+        UnsupportedAttentionError: the sizes cannot be determined from the module and its config, or the module's
+            parameters are offloaded.
     """
-    planned: list[LearnedParameters | None] = []
-    for found, method in requests:
-        current = learned_of(found.module)
-        if method is None or not learns(method):
-            planned.append(None)
-        elif current is not None and current.method == method:
-            planned.append(current)
-        else:
-            planned.append(LearnedParameters(method, _sizes(found, method, kind), *_like(found, kind)))
-    return planned
+    current = learned_of(found.module)
+    if method is None or not learns(method):
+        return None
+    if current is not None and current.method == method:
+        return current
+    return LearnedParameters(method, _sizes(found, method), *_like(found))
 
 
 def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
@@ -151,20 +142,20 @@ def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
         setattr(module, NAME, parameters)
 
 
-def _like(found: AttentionModule, kind: str) -> tuple[torch.device | None, torch.dtype | None]:
+def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type of the parameters of the attention module; the default type if those are quantised."""
     beside = next(found.module.parameters(), None)
     if beside is None:
         return None, None
     if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
         raise UnsupportedAttentionError(
-            f"{kind} at {found.location.name} is offloaded, so that no learned parameters can be added to it: convert "
+            f"{type(found.owner).__name__} at {found.location.name} is offloaded, so that no learned parameters can be added to it: convert "
             "the model first and offload it then"
         )
     return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
 
 
-def _sizes(found: AttentionModule, method: MethodConfig, kind: str) -> dict[str, int]:
+def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
     """The sizes that determine the learned parameters of a module, by the module or else by its config."""
     module, config = found.module, found.config
     num_heads = first_number(module, "num_attention_heads", "num_heads", "n_heads")
@@ -184,8 +175,8 @@ def _sizes(found: AttentionModule, method: MethodConfig, kind: str) -> dict[str,
         if num_heads and head_dim and hasattr(method, "max_length"):
             instead = "give max_length=N, the number of tokens of your longest sequence"
         raise UnsupportedAttentionError(
-            f"{method.method}: the {missing} of {kind} at {found.location.name} cannot be determined from "
-            f"{type(config).__name__}, so that its learned parameters cannot be made: {instead}"
+            f"{method.method}: the {missing} of {type(found.owner).__name__} at {found.location.name} cannot be "
+            f"determined from {type(config).__name__}, so that its learned parameters cannot be made: {instead}"
         )
     return {
         "num_heads": num_heads,

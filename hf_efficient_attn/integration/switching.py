@@ -127,9 +127,8 @@ def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
         elif is_new and is_complete and location.window is not None:
             windowed += [found] if found._replace(location=location._replace(window=None)).chosen is not None else []
         requests.append((found, method if uses_interface(type(found.module)) else None))
-    parameters = learned.plan(requests, type(model).__name__)
-    forwards = [own_forward.plan(found.module, method) for found, method in requests]
-    return _Plan(parts, [*map(_Change, modules, parameters, forwards)], exact, windowed)
+    changes = [_Change(x, learned.plan(x, method), own_forward.plan(x.module, method)) for x, method in requests]
+    return _Plan(parts, changes, exact, windowed)
 
 
 def _hand_down(model: PreTrainedModel, parts: Sequence[PreTrainedModel]) -> None:
