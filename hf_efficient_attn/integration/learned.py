@@ -149,8 +149,8 @@ def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | No
         return None, None
     if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
         raise UnsupportedAttentionError(
-            f"{type(found.owner).__name__} at {found.location.name} is offloaded, so that no learned parameters can be added to it: convert "
-            "the model first and offload it then"
+            f"{type(found.owner).__name__} at {found.location.name} is offloaded, so that no learned parameters can be "
+            "added to it: convert the model first and offload it then"
         )
     return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
 
