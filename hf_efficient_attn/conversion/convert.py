@@ -7,12 +7,11 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
-from hf_efficient_attn.integration.foreign import ForeignHandler, foreign_attention
-from hf_efficient_attn.integration.models import choose, configs_of, transformers_models
+from hf_efficient_attn.integration.models import Snapshot, choose, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.integration.switching import switch
-from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
+from hf_efficient_attn.models.biggan.package import PackageBigGAN
 
 
 def convert(
@@ -44,8 +43,9 @@ def convert(
             method.
     """
     settings = choice_of(method_or_config, layers, hyperparameters)
-    for handler, modules in foreign_attention(model):
-        _convert_foreign(model, handler, modules, settings or str(method_or_config))
+    package = PackageBigGAN()
+    if modules := package.find(model):
+        _convert_foreign(model, package, modules, settings or str(method_or_config))
         return model
     roots = transformers_models(model)
 
@@ -63,7 +63,7 @@ def convert(
 
 
 def _convert_foreign(
-    model: nn.Module, handler: ForeignHandler, modules: list[nn.Module], settings: EfficientAttentionConfig | str
+    model: nn.Module, handler: PackageBigGAN, modules: list[nn.Module], settings: EfficientAttentionConfig | str
 ) -> None:
     """Switch the attention modules of another package to a method, or to the exact attention with this name."""
     if any(isinstance(module, PreTrainedModel) for module in model.modules()):

@@ -21,12 +21,11 @@ from hf_efficient_attn.integration.attention import ModuleLocation, is_causal_ca
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.head_numbers import head_slice_of
-from hf_efficient_attn.integration.hidden_states import attach, plan
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask, read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
-from hf_efficient_attn.integration.refusals import refuse_arguments, why_cross_attention_is_exact
-from hf_efficient_attn.integration.windows import take_window
+from hf_efficient_attn.integration.own_forward import give, plan
+from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
 
@@ -221,7 +220,7 @@ def capture_attention(
         for config, _ in configs:
             config._attn_implementation_internal = _NAME
         for module in known:
-            attach(module, plan(module, None))
+            give(module, plan(module, None))
             attach_hook(module)
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
@@ -230,7 +229,7 @@ def capture_attention(
         for module, mode in training:
             module.training = mode
         for module, own in forwards:
-            attach(module, own)
+            give(module, own)
         for config, implementation in configs:
             config._attn_implementation_internal = implementation
         ALL_ATTENTION_FUNCTIONS.pop(_NAME)

@@ -4,7 +4,7 @@ Transformers has an official interface for the two functions (`AttentionInterfac
 none for what a checkpoint must carry (`attn_implementation` is dropped on every save), nor for changing a model that
 was just made. `register` therefore extends its base classes once, in these places only:
 
-- `PreTrainedConfig.efficient_attention` is an attribute (`configs.EfficientAttentionAttribute`).
+- `PreTrainedConfig.efficient_attention` is an attribute (`configs`).
 - `PreTrainedConfig.to_dict` also contains the method and its hyperparameters (`configs.extend_configs`).
 - `PreTrainedConfig._attn_implementation` refuses methods for parts that a model does not have (`configs.check_parts`).
 - `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`switching.switch`), and
@@ -14,12 +14,12 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `PreTrainedModel._initialize_weights` also initializes learned parameters (`learned.LearnedParameters`).
 - `GenerationMixin.init_continuous_batching` refuses models with a method of this package, and
   `_prepare_cache_for_generation` texts that would become longer than their position table.
-- `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`recurrent`).
+- `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`cache`).
 
 `switching.switch` changes no class. It numbers the attention modules and attaches the parameters that their method
-learns. A few kinds of modules also get a forward that passes hidden states instead of keys and values
-(`hidden_states`). Those of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is
-one transaction: if it fails, everything is as it was before (`transaction`).
+learns. A few kinds of modules also get a forward that passes hidden states instead of keys and values (`own_forward`).
+Those of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is one transaction: if
+it fails, everything is as it was before (`models.Snapshot`).
 
 An attention module can describe itself by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (the largest number of keys), which determine the sizes of learned
@@ -38,7 +38,7 @@ from transformers.modeling_utils import AttentionInterface
 from hf_efficient_attn.integration.attention import make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
 from hf_efficient_attn.integration.extensions import extend_classes
-from hf_efficient_attn.integration.head_numbers import remember
+from hf_efficient_attn.integration.head_numbers import REGISTERED
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import on_register
@@ -61,6 +61,5 @@ def register() -> None:
 def _register_method(name: str) -> None:
     add_default(name)
     AttentionMaskInterface.register(name, padding_mask)
-    function = make_attention_function(name)
-    AttentionInterface.register(name, function)
-    remember(name, function)
+    REGISTERED[name] = make_attention_function(name)
+    AttentionInterface.register(name, REGISTERED[name])

@@ -31,11 +31,9 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 def settings_of(config: object, name: str) -> EfficientAttentionConfig:
     """The settings of a method in a model's config: those that it stores for the method, or the method's defaults."""
-    stored = getattr(config, _ATTRIBUTE, None)
+    stored: EfficientAttentionConfig | None = None if config is None else config.__dict__.get(_ATTRIBUTE)
     # After its model was switched by name, a config stores the settings of another method.
-    if isinstance(stored, Stored) and stored.settings.method == name:
-        return stored.settings
-    return _DEFAULTS[name]
+    return _DEFAULTS[name] if stored is None or stored.method != name else stored
 
 
 def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
@@ -44,34 +42,40 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
-class EfficientAttentionAttribute:
-    """`config.efficient_attention`: None, or a read-only dictionary.
+def _get(config: PreTrainedConfig) -> Stored | None:
+    settings = config.__dict__.get(_ATTRIBUTE)
+    return None if settings is None else Stored(settings)
+
+
+def _set(config: PreTrainedConfig, value: Any) -> None:
+    if value is None:
+        config.__dict__.pop(_ATTRIBUTE, None)
+        return
+    settings = as_settings(value, method_of(config))
+    config.__dict__[_ATTRIBUTE] = settings
+    named = getattr(config, "_attn_implementation", None)
+    if named is None:
+        # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
+        if not any(method_of(part) == settings.method for part in parts_of(config).values()):
+            config._attn_implementation = str(settings.method)
+    elif named != settings.method:
+        logger.warning_once(
+            f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
+            "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"
+        )
+
+
+_PROPERTY = property(
+    _get,
+    _set,
+    doc="""None, or a read-only dictionary.
 
     It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
     dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
     setting the attribute also chooses the method, for all parts of a composite model, or only for those that name it
     already. If it names another one, the setting has no effect until the model is switched.
-    """
-
-    def __get__(self, config: PreTrainedConfig | None, owner: type) -> Any:
-        return self if config is None else config.__dict__.get(_ATTRIBUTE)
-
-    def __set__(self, config: PreTrainedConfig, value: Any) -> None:
-        if value is None:
-            config.__dict__.pop(_ATTRIBUTE, None)
-            return
-        settings = as_settings(value, method_of(config))
-        config.__dict__[_ATTRIBUTE] = Stored(settings)
-        named = getattr(config, "_attn_implementation", None)
-        if named is None:
-            # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
-            if not any(method_of(part) == settings.method for part in parts_of(config).values()):
-                config._attn_implementation = str(settings.method)
-        elif named != settings.method:
-            logger.warning_once(
-                f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
-                "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"
-            )
+    """,
+)
 
 
 def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | None:
@@ -92,11 +96,7 @@ def requested_methods(implementation: object) -> list[str]:
 
 
 def check_parts(config: PreTrainedConfig, implementation: object) -> None:
-    """Check the keys of an `attn_implementation` that names a method for each part of a composite model.
-
-    Raises:
-        UnsupportedAttentionError: the model has no such part. Transformers ignores the entry.
-    """
+    """Refuse parts that a composite model does not have in an `attn_implementation`. Transformers ignores them."""
     # Trainer reads the config.json of a checkpoint as a plain config, which does not know the parts of its model.
     if not isinstance(implementation, dict) or type(config) is PreTrainedConfig:
         return
@@ -111,10 +111,8 @@ def check_parts(config: PreTrainedConfig, implementation: object) -> None:
 
 
 def extend_configs() -> None:
-    """Give `PreTrainedConfig` the attribute, two more keys in `to_dict` and a check of names of parts. Done once."""
-    if isinstance(PreTrainedConfig.__dict__.get(_ATTRIBUTE), EfficientAttentionAttribute):
-        return
-    setattr(PreTrainedConfig, _ATTRIBUTE, EfficientAttentionAttribute())
+    """Give `PreTrainedConfig` the attribute, two more keys in `to_dict` and a check of names of parts."""
+    setattr(PreTrainedConfig, _ATTRIBUTE, _PROPERTY)
     implementation: Any = PreTrainedConfig.__dict__["_attn_implementation"]
 
     def set_checked(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_efficient_attn.integration.model_code import attention_arguments, uses_interface
+from hf_efficient_attn.integration.model_code import attention_arguments, hook_once, uses_interface
 
 ARGUMENT = "position_bias"
-# The attribute of attention functions that take a `DistanceBias`, and that of modules that have the hook.
-TAKES_DISTANCE_BIAS, _HOOKED = "takes_distance_bias", "_efficient_attention_distance_bias"
+# The attribute of attention functions that take a `DistanceBias`.
+TAKES_DISTANCE_BIAS = "takes_distance_bias"
 
 
 class DistanceBias:
@@ -62,9 +62,8 @@ def has_distance_bias(kind: type[nn.Module]) -> bool:
 
 def attach_hook(module: nn.Module) -> None:
     """Give an attention module the hook, once. It does nothing while the model computes an attention of others."""
-    if has_distance_bias(type(module)) and not getattr(module, _HOOKED, False):
-        module.register_forward_pre_hook(_give_bias, with_kwargs=True)
-        setattr(module, _HOOKED, True)
+    if has_distance_bias(type(module)):
+        hook_once(module, _give_bias)
 
 
 def take_bias(kwargs: dict[str, Any], device: torch.device) -> Tensor | None:

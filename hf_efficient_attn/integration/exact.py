@@ -26,18 +26,9 @@ def exact_layer(
 ) -> Tensor:
     """softmax(scale * query key^T) value by PyTorch's kernel. Without a mask it is bit-identical to `sdpa`.
 
-    Args:
-        query: (B, H, Nq, D).
-        key: (B, H_kv, Nk, D).
-        value: (B, H_kv, Nk, Dv).
-        key_mask: bool (B, Nk), True for the keys to attend to. The contents of masked keys, NaN included, have no
-            influence.
-        is_causal: the queries are the last Nq positions of the keys.
-        scale: the factor of the scores; 1/sqrt(D) if None.
-        dropout_p: the probability with which an attention weight is dropped.
-        distance_bias: (H, 2R + 1), as in `hf_efficient_attn.methods.attention`, or None.
-        window: the number of keys to which a query attends, its own included: the last ones, or, if not causal, so many
-            on each side. None for all keys.
+    The arguments are those of `hf_efficient_attn.methods.attention`, `key_mask` being its mask of the keys. `window` is
+    the number of keys to which a query attends, its own included: the last ones, or, if not causal, so many on each
+    side. None is for all keys.
 
     Returns:
         (B, H, Nq, Dv), 0 for queries that have no key to attend to.

@@ -1,6 +1,5 @@
 """Extensions of `PreTrainedModel`, `GenerationMixin` and `DynamicCache`; the docstring of the package lists them."""
 
-import difflib
 import functools
 import inspect
 import sys
@@ -14,21 +13,17 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, unknown_method
-from hf_efficient_attn.integration.checks import refuse_unknown_implementation
+from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
+from hf_efficient_attn.integration.cache import StateLayer
 from hf_efficient_attn.integration.configs import check_parts, method_of, requested_methods, settings_of
 from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.integration.models import configs_of, models_in, with_parts
+from hf_efficient_attn.integration.models import Snapshot, configs_of, models_in, with_parts
 from hf_efficient_attn.integration.positions import refuse_long_generation
-from hf_efficient_attn.integration.recurrent import StateLayer, is_recurrent
+from hf_efficient_attn.integration.refusals import refuse_unknown_implementation
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.integration.switching import switch
-from hf_efficient_attn.integration.transaction import Snapshot
-from hf_efficient_attn.methods import available_methods
+from hf_efficient_attn.methods import available_methods, get_method
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
-
-# The attribute by which Transformers knows modules that need no initialization.
-_INITIALIZED = "_is_hf_initialized"
 
 
 def extend_classes() -> None:
@@ -107,8 +102,8 @@ def _correct_implementation(
     original: Any, self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
 ) -> str:
     """Explain names that are refused: the original's message names only Transformers' own implementations."""
-    names, name = available_methods(), str(requested_attention)
-    if requested_attention in names:
+    name = str(requested_attention)
+    if requested_attention in available_methods():
         refuse_unknown_implementation(type(self), name)
     try:
         return str(original(self, requested_attention, *args, **kwargs))
@@ -116,17 +111,15 @@ def _correct_implementation(
         # A known one that the model does not support, or a repository with a kernel.
         if name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) or "/" in name:
             raise
-        if difflib.get_close_matches(name, names):
-            sentence = unknown_method(name, [*names, *EXACT_IMPLEMENTATIONS])
-            raise UnsupportedAttentionError(sentence) from error
-        raise ValueError(f"{error} {OWN_FILE}") from error
+        hint = did_you_mean(name, [*available_methods(), *EXACT_IMPLEMENTATIONS])
+        raise UnsupportedAttentionError(f"{error}{hint} {OWN_FILE}") from error
 
 
 def _initialize_weights(original: Any, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Initialize learned parameters that a checkpoint lacks: models' own `_init_weights` do not know the class."""
     if isinstance(module, LearnedParameters):
         module.reset_parameters()
-        setattr(module, _INITIALIZED, True)
+        vars(module)["_is_hf_initialized"] = True  # by which Transformers knows that nothing is left to do
     else:
         original(self, module, *args, **kwargs)
 
@@ -163,21 +156,21 @@ def _prepare_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _init_cache(
     original: Any, self: DynamicCache, data: Any = None, config: PreTrainedConfig | None = None, *args: Any, **more: Any
 ) -> None:
-    """Give a cache made for a config a `StateLayer` in every layer whose method has a recurrence.
-
-    Other layers do not change: layers with a sliding window of their own, layers that get keys when the cache is made,
-    and caches made while a graph is compiled.
-    """
     original(self, more.pop("ddp_cache_data", data), config, *args, **more)
     if type(self) is DynamicCache and config is not None:
         _add_states(self, config.get_text_config(decoder=True))
 
 
+# A graph keeps the keys.
 @replaced_in_graphs(nothing)
 def _add_states(cache: DynamicCache, config: PreTrainedConfig) -> None:
+    """Give a cache made for a config a `StateLayer` in every layer whose method has a recurrence.
+
+    Layers with a sliding window of their own, and layers that get keys when the cache is made, do not change.
+    """
     name = method_of(config)
     for index, layer in enumerate(cache.layers if name is not None else ()):
         method = settings_of(config, str(name)).for_cached_layer(index)
         is_plain = type(layer) is DynamicLayer and not layer.is_initialized
-        if is_plain and method is not None and is_recurrent(method):
+        if is_plain and method is not None and get_method(method.method).info.recurrent:
             cache.layers[index] = StateLayer(method)

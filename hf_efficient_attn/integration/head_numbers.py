@@ -20,17 +20,13 @@ from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.shards import HeadSlice
 
 _DEEPSPEED = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
-_OURS: dict[str, Callable[..., Any]] = {}
-
-
-def remember(name: str, function: Callable[..., Any]) -> None:
-    """Note the attention function that was registered under a method's name."""
-    _OURS[name] = function
+# The attention functions as they were registered, by the methods' names.
+REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
 def is_wrapped(name: str) -> bool:
     """Whether another library has put a function of its own in the place of a method's."""
-    return name in _OURS and ALL_ATTENTION_FUNCTIONS.get(name) is not _OURS[name]
+    return name in REGISTERED and ALL_ATTENTION_FUNCTIONS.get(name) is not REGISTERED[name]
 
 
 def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:
@@ -40,10 +36,10 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
         UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
     """
     config = getattr(module, "config", None)
-    total = first_number(config, ("num_attention_heads", "n_head", "n_heads", "num_heads"))
+    total = first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     if total is None or num_heads >= total:
         return None
-    for parameter in _sharded_parameters(module):
+    for parameter in sharded_parameters(module):
         mesh = parameter.device_mesh
         for dim, placement in enumerate(parameter.placements):
             if placement.is_shard() and total == num_heads * mesh.size(dim):
@@ -51,7 +47,7 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     rank = ulysses_rank()
     if rank is not None and total == num_heads * sys.modules[_DEEPSPEED].get_sequence_parallel_world_size():
         return HeadSlice(rank * num_heads, total)
-    if is_wrapped(name) or is_tensor_parallel(module):
+    if is_wrapped(name) or sharded_parameters(module):
         raise UnsupportedAttentionError(
             f"{name}: a {type(module).__name__} calls its attention with {num_heads} of {total} heads, and it is not "
             "known which they are, so that what is drawn or learned for a head would be that of another one: use "
@@ -70,28 +66,22 @@ def ulysses_rank() -> int | None:
 
 
 def refuse_lost_padding(mask: Tensor, is_causal: bool) -> None:
-    """Refuse padding that DeepSpeed's Ulysses would lose: it calls attention without a mask.
+    """Refuse padding that DeepSpeed's Ulysses would lose: it calls attention without the mask of this process, (B, n).
 
-    Args:
-        mask: bool (B, n), of the tokens of this process.
-        is_causal: whether attention is causal. Padding on the right then has no influence on other tokens.
-
-    Raises:
-        UnsupportedAttentionError: attention would include the padding.
+    Padding on the right has no influence on other tokens of a causal model.
     """
     rank = ulysses_rank()
-    if rank is None or not any(map(is_wrapped, _OURS)):
+    if rank is None or not any(map(is_wrapped, REGISTERED)):
         return
-    harmless = is_causal and bool((mask[:, 1:] <= mask[:, :-1]).all()) and (rank > 0 or bool(mask[:, 0].all()))
-    if not harmless:
+    if not is_causal or (mask[:, 1:] > mask[:, :-1]).any() or (rank == 0 and not mask[:, 0].all()):
         raise UnsupportedAttentionError(
             "DeepSpeed's Ulysses calls attention without the attention_mask, so that padding would count as tokens: "
             "pad a decoder's sequences on the right, or use hf_efficient_attn.sequence_parallel, which keeps padding"
         )
 
 
-def _sharded_parameters(module: nn.Module) -> list[Any]:
-    """The parameters of a module that are divided over processes."""
+def sharded_parameters(module: nn.Module) -> list[Any]:
+    """The parameters of a module that are divided over processes while it computes."""
     if "torch.distributed.tensor" not in sys.modules:
         return []
     from torch.distributed.tensor import DTensor
@@ -99,16 +89,10 @@ def _sharded_parameters(module: nn.Module) -> list[Any]:
     return [x for x in module.parameters() if isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)]
 
 
-def is_tensor_parallel(module: nn.Module) -> bool:
-    """Whether the parameters of a module are divided over processes while it computes."""
-    return bool(_sharded_parameters(module))
-
-
 def refuse_context_parallel(name: str, module: nn.Module) -> None:
     """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only.
 
-    Raises:
-        UnsupportedAttentionError: the call is in `context_parallel`, or accelerate has prepared the module for it.
+    The call is in `context_parallel`, or accelerate has prepared the module for it.
     """
     exact: Any = torch.nn.functional.scaled_dot_product_attention
     # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).

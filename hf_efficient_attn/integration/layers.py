@@ -48,7 +48,7 @@ def begins_with(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def is_cached_layer_selected(chosen: Layer, index: int) -> bool:
+def is_cached_layer(chosen: Layer, index: int) -> bool:
     """Whether an item of `layers` selects the self-attention of a decoder whose keys a cache holds under this index.
 
     A cache knows the config but not the modules. The name of a decoder in a model without an encoder is therefore not

@@ -3,15 +3,8 @@
 They are created when a model is built or converted, with the values that a conversion starts from. They are trained,
 saved and loaded like all other parameters, under the name `<attention module>.learned_parameters.<name>`, and are
 removed when the model is switched to another method.
-
-With `share="layers"`, all layers of a model that use the same method share one set. The first of these layers holds it
-and the others refer to it. There is one parameter under one name, so nothing is counted, saved or trained twice, and
-nothing has to be tied again after loading. Transformers' own tying (one tensor under several names) is made for
-embeddings: it does nothing if a config has `tie_word_embeddings=False`, and it takes a checkpoint without learned
-parameters for a corrupted one.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +33,6 @@ class LearnedParameters(nn.Module):
             them.
         device: of the parameters; the current default device if None.
         dtype: of the parameters; the current default type if None.
-        leader: the module of another layer that also holds the parameters of this one; None if this one holds its own.
     """
 
     def __init__(
@@ -49,15 +41,10 @@ class LearnedParameters(nn.Module):
         sizes: dict[str, int],
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-        leader: "LearnedParameters | None" = None,
     ) -> None:
         super().__init__()
         self.method, self.sizes = method, sizes
-        # The same object in a module and its replicas.
-        self.identity = object()
-        # In a tuple, because a module assigned to an attribute would be registered as a submodule.
-        self._leader = () if leader is None else (leader,)
-        start = {} if leader is not None else self.start_values()
+        start = self.start_values()
         # Replicas of `torch.nn.DataParallel` have tensors of these names, and no parameters.
         self.names = tuple(start)
         for name, value in start.items():
@@ -66,29 +53,12 @@ class LearnedParameters(nn.Module):
         self.reset_parameters()
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the parameters by name, as the functional form takes them.
-
-        Raises:
-            UnsupportedAttentionError: the module is a replica of `torch.nn.DataParallel`, and its model has not been
-                called, so that the leader would be that of the original model.
-        """
-        if not self._leader:
-            return self.tensors()
-        if _is_replica(self) and not _is_replica(self.holder):
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: a layer of a DataParallel replica shares its learned parameters with another "
-                "one and is called without its model: call the model, or use share='none'"
-            )
-        return self.holder()
-
-    @property
-    def holder(self) -> "LearnedParameters":
-        """The module that holds the parameters: this one or its leader."""
-        return self._leader[0] if self._leader else self
+        """Return the parameters by name, as the functional form takes them."""
+        return self.tensors()
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name as they are stored, without running any hook."""
-        return {name: getattr(self.holder, name) for name in self.holder.names}
+        return {name: getattr(self, name) for name in self.names}
 
     def start_values(self) -> dict[str, Tensor]:
         """The values that a conversion starts from: float32, on the CPU whatever the default device is."""
@@ -97,33 +67,11 @@ class LearnedParameters(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the parameters of this module to the start values, except those that were loaded from a checkpoint."""
-        if self._leader:
-            return
+        """Set the parameters to the start values, except those that were loaded from a checkpoint."""
         for name, value in self.start_values().items():
             parameter = getattr(self, name)
             if parameter.device.type != "meta":
                 initialization.copy_(parameter, value.to(parameter.device, parameter.dtype))
-
-    def extra_repr(self) -> str:
-        """The method, and names and shapes of the parameters."""
-        shapes = ", ".join(f"{name}={tuple(p.shape)}" for name, p in self.tensors().items())
-        return f"{self.method.method}: {shapes}{', held by another layer' if self._leader else ''}"
-
-
-def bind_replica(model: nn.Module) -> None:
-    """Make layers that share their parameters refer to the replica of the layer that holds them."""
-    if not _is_replica(model):
-        return
-    found = [module for module in model.modules() if isinstance(module, LearnedParameters)]
-    holders = {module.identity: module for module in found if not module._leader}
-    for module in found:
-        if module._leader:
-            module._leader = (holders.get(module.holder.identity, module.holder),)
-
-
-def _is_replica(module: nn.Module) -> bool:
-    return getattr(module, "_is_replica", False)
 
 
 def learned_of(module: nn.Module) -> LearnedParameters | None:
@@ -155,7 +103,7 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
             switching the model. Start values would silently give another output.
     """
     learned = learned_of(module)
-    if learned is not None and (learned.method is method or learned.method == method):
+    if learned is not None and learned.method == method:
         return learned()
     # Not `learns`, because torch.compile warns about cached functions.
     if not get_method(method.method).initial_parameters(method, **_SMALLEST):
@@ -168,50 +116,21 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
     )
 
 
-def plan(requests: Sequence[tuple[AttentionModule, MethodConfig | None]], kind: str) -> list[LearnedParameters | None]:
-    """Make the learned parameters that attention modules need, without changing the modules.
+def plan(found: AttentionModule, method: MethodConfig | None) -> LearnedParameters | None:
+    """The learned parameters that an attention module needs, for `attach`, without changing the module.
 
-    Parameters that a module already has for the same hyperparameters are kept.
-
-    Args:
-        requests: all attention modules of a model, in order, with their methods; None for exact attention.
-        kind: how error messages name the model.
-
-    Returns:
-        What `attach` shall give to each module.
+    Parameters that it already has for the same hyperparameters are kept.
 
     Raises:
-        UnsupportedAttentionError: the sizes cannot be determined from a module and its config, or a module's parameters
-            are offloaded.
+        UnsupportedAttentionError: the sizes cannot be determined from the module and its config, or the module's
+            parameters are offloaded.
     """
-    wanted = []
-    for found, method in requests:
-        sizes = None if method is None or not learns(method) else _sizes(found, method, kind)
-        shares = sizes is not None and getattr(method, "share", None) == "layers"
-        # What layers that share their parameters have in common.
-        group = (id(found.owner), method, *sizes.values()) if shares and sizes is not None else None
-        wanted.append((found, method, sizes, learned_of(found.module), group))
-    # The parameters that the layers of a group have shared so far, whichever of the layers will hold them.
-    shared: dict[tuple | None, LearnedParameters] = {}
-    for _, method, _, current, group in wanted:
-        if group is not None and current is not None and current.method == method:
-            shared.setdefault(group, current.holder)
-    leaders: dict[tuple | None, LearnedParameters] = {}
-    planned: list[LearnedParameters | None] = []
-    for found, method, sizes, current, group in wanted:
-        if method is None or sizes is None:
-            planned.append(None)
-            continue
-        leader = leaders.get(group)
-        if current is None or current.method != method or current.holder is not (leader or current):
-            current = LearnedParameters(method, sizes, *_like(found, kind), leader=leader)
-            if leader is None and group in shared:
-                for name, parameter in shared[group].tensors().items():
-                    setattr(current, name, parameter)
-        if group is not None:
-            leaders.setdefault(group, current)
-        planned.append(current)
-    return planned
+    current = learned_of(found.module)
+    if method is None or not learns(method):
+        return None
+    if current is not None and current.method == method:
+        return current
+    return LearnedParameters(method, _sizes(found, method), *_like(found))
 
 
 def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
@@ -223,33 +142,30 @@ def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
         setattr(module, NAME, parameters)
 
 
-def _like(found: AttentionModule, kind: str) -> tuple[torch.device | None, torch.dtype | None]:
+def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type of the parameters of the attention module; the default type if those are quantised."""
     beside = next(found.module.parameters(), None)
     if beside is None:
         return None, None
     if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
         raise UnsupportedAttentionError(
-            f"{kind} at {found.location.name} is offloaded, so that no learned parameters can be added to it: convert "
-            "the model first and offload it then"
+            f"{type(found.owner).__name__} at {found.location.name} is offloaded, so that no learned parameters can be "
+            "added to it: convert the model first and offload it then"
         )
     return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
 
 
-def _sizes(found: AttentionModule, method: MethodConfig, kind: str) -> dict[str, int]:
-    """The sizes that determine the learned parameters of a module."""
+def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
+    """The sizes that determine the learned parameters of a module, by the module or else by its config."""
     module, config = found.module, found.config
-    num_heads = first_number(module, ("num_attention_heads", "num_heads", "n_heads"))
-    num_heads = num_heads or first_number(config, ("num_attention_heads", "n_head", "n_heads"))
-    num_kv_heads = (
-        first_number(module, ("num_key_value_heads",)) or first_number(config, ("num_key_value_heads",)) or num_heads
-    )
+    num_heads = first_number(module, "num_attention_heads", "num_heads", "n_heads")
+    num_heads = num_heads or first_number(config, "num_attention_heads", "n_head", "n_heads")
+    num_kv_heads = first_number(module, "num_key_value_heads") or first_number(config, "num_key_value_heads")
     # With multi-head latent attention (DeepSeek-V2 and later), `head_dim` is the part with rotary positions, and values
     # have another size than keys.
-    head_dim = first_number(module, ("qk_head_dim", "head_dim", "attention_head_size")) or first_number(
-        config, ("head_dim",)
-    )
-    hidden_size = first_number(config, ("hidden_size", "n_embd", "dim"))
+    head_dim = first_number(module, "qk_head_dim", "head_dim", "attention_head_size")
+    head_dim = head_dim or first_number(config, "head_dim")
+    hidden_size = first_number(config, "hidden_size", "n_embd", "dim")
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
     max_length = _max_length(method, module, config) if learns_for_length(method) else 1
@@ -259,44 +175,31 @@ def _sizes(found: AttentionModule, method: MethodConfig, kind: str) -> dict[str,
         if num_heads and head_dim and hasattr(method, "max_length"):
             instead = "give max_length=N, the number of tokens of your longest sequence"
         raise UnsupportedAttentionError(
-            f"{method.method}: the {missing} of {kind} at {found.location.name} cannot be determined from "
-            f"{type(config).__name__}, so that its learned parameters cannot be made: {instead}"
+            f"{method.method}: the {missing} of {type(found.owner).__name__} at {found.location.name} cannot be "
+            f"determined from {type(config).__name__}, so that its learned parameters cannot be made: {instead}"
         )
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads or num_heads,
         "head_dim": head_dim,
-        "value_dim": first_number(module, ("value_head_dim", "v_head_dim")) or head_dim,
+        "value_dim": first_number(module, "value_head_dim", "v_head_dim") or head_dim,
         "max_length": max_length,
     }
 
 
 def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
-    """The largest number of keys of a module.
-
-    It comes from the method's own `max_length`, from the module, from the table of positions, or from the number of
-    patches in an image, in this order.
-    """
-    length = getattr(method, "max_length", 0) or first_number(module, ("max_tokens",))
-    length = length or first_number(config, ("max_position_embeddings", "n_positions", "max_source_positions"))
-    if length:
+    """The largest number of keys: the method's own, that of the module, of positions, or of patches in an image."""
+    length = getattr(method, "max_length", 0) or first_number(module, "max_tokens")
+    length = length or first_number(config, "max_position_embeddings", "n_positions", "max_source_positions")
+    sizes: Any = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if length or None in sizes:
         return length
-    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if image is None or patch is None:
-        return None
-    height, width = (_pair(image)[i] // _pair(patch)[i] for i in (0, 1))
+    (height, width), (patch_height, patch_width) = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
     # Room for a class token and DeiT's distillation token; one position too many does no harm.
-    return height * width + 2
+    return (height // patch_height) * (width // patch_width) + 2
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, ...]:
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def first_number(holder: object, names: tuple[str, ...]) -> int | None:
+def first_number(holder: object, *names: str) -> int | None:
     """The first of these attributes that is a positive integer."""
-    for name in names:
-        value = getattr(holder, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+    values = (getattr(holder, name, None) for name in names)
+    return next((x for x in values if isinstance(x, int) and not isinstance(x, bool) and x > 0), None)

@@ -9,16 +9,14 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.settings import EXACT
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -34,16 +32,14 @@ _CHANGES = {
 # Methods by which attention classes make a (queries, keys) mask of their own: Doge, GLM 5.
 _OWN_MASKS = ("prepare_dynamic_mask", "build_attention_mask_from_topk")
 # Attention classes that read the keys of the cache's layers, models that compose their masks if their config has
-# `use_bidirectional_attention`, and convolutions that find the padding in a (B, 1, Nq, Nk) mask.
+# `use_bidirectional_attention`, and convolutions that find the padding in a (B, 1, Nq, Nk) mask (LASR's).
 _READS_CACHE = {"DiffusionGemmaDecoderTextAttention"}
 _COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
 _FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
 # Models that do not use the table of attention classes in their file.
 _WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
-# Transformers' functions that make a mask in the form of an implementation.
-_MASKS = frozenset({"create_bidirectional_mask", "create_causal_mask"})
-# The attribute of a module that has the forward pre-hook below.
-_HOOKED = "_efficient_attention_mask_hook"
+# Modules that pool by PyTorch's own attention, with a mask that they ask Transformers for.
+_POOLS = {"Siglip2MultiheadAttentionPoolingHead"}
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
@@ -69,9 +65,7 @@ def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
 def score_change(module: nn.Module, *, is_attention: bool) -> str | None:
     """What a module adds to the scores of attention besides the mask, in words; None if there is nothing.
 
-    Args:
-        module: an attention module that asks the interface, or another module of the same model, such as a layer.
-        is_attention: which of the two. Of other modules only names that say "bias" count.
+    Of modules around the attention modules, such as layers, only names that say "bias" count.
     """
     parts = (*module._parameters.items(), *module._modules.items())
     names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
@@ -109,28 +103,23 @@ def attention_table(kind: type[nn.Module]) -> str | None:
 
 
 def adapt_mask_reader(module: Any) -> None:
-    """Give a module that is no attention of the interface, but reads a mask, what it can read. It stays right after.
+    """Give a module that reads a mask outside of the attention interface what it can read, in place of (B, Nk).
 
-    The mask of every method here is that of the keys, (B, Nk). Two kinds of modules expect another one:
-
-    - convolutions that find the padding in a (B, 1, Nq, Nk) mask (LASR's): they get the mask as (B, 1, 1, Nk);
-    - pooling by PyTorch's own attention, with a mask that the module asks Transformers for (SigLIP 2's). Transformers
-      makes it for the implementation in the module's config, so that the module gets a config of exact attention.
+    Convolutions get the mask as (B, 1, 1, Nk). For pooling, Transformers makes a mask for the implementation in the
+    module's config, so that the module gets a config of exact attention.
     """
-    if _FINDS_PADDING.fullmatch(type(module).__name__) and not getattr(module, _HOOKED, False):
-        module.register_forward_pre_hook(_extend_mask, with_kwargs=True)
-        setattr(module, _HOOKED, True)
-    forward, config = inspect.unwrap(type(module).forward), getattr(module, "config", None)
-    if (
-        isinstance(config, PreTrainedConfig)
-        and method_of(config) is not None
-        and not isinstance(module, PreTrainedModel)
-        and inspect.isfunction(forward)
-        and not _MASKS.isdisjoint(forward.__code__.co_names)
-        and not any(uses_interface(type(part)) for part in module.modules())
-    ):
-        module.config = copy.copy(config)
+    name = type(module).__name__
+    if _FINDS_PADDING.fullmatch(name):
+        hook_once(module, _extend_mask)
+    elif name in _POOLS and module.config._attn_implementation != EXACT:
+        module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = EXACT
+
+
+def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Give a module a forward pre-hook that it does not have yet."""
+    if hook not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _extend_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

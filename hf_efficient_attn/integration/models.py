@@ -1,24 +1,31 @@
-"""Finding the Transformers models in a module, their configs, and their attention modules and where these are."""
+"""The Transformers models in a module, their configs, their attention modules, and the restoration of them all.
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+A layer with a sliding window of its model's own (`ModuleLocation.window`) attends to the last `sliding_window` keys, or
+to that many on both sides. It is sub-quadratic already, and a method would lose the window, so that it stays exact, at
+the cost of its window. Its module says at its call how long the window is, as Transformers' flash attention needs it
+too, and its mask says that it has one (`masks.KeyMask.is_local`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import windows
 from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
-from hf_efficient_attn.integration.model_code import attention_arguments
+from hf_efficient_attn.integration.model_code import attention_arguments, uses_interface
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.integration.transaction import Snapshot
 from hf_efficient_attn.methods import MethodConfig
 
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 # The attribute of an attention module that holds its `ModuleLocation`.
 LOCATION = "_efficient_attention"
+# The argument of attention functions with the length of a window.
+WINDOW = "sliding_window"
 
 
 class ModuleLocation(NamedTuple):
@@ -30,7 +37,7 @@ class ModuleLocation(NamedTuple):
         is_cross: whether its keys come from another model or stack.
         label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
             number, the part of the name up to it, such as "encoder.layers.0".
-        window: the sliding window that its model gives it, as `windows.window_of` determines it; None for none.
+        window: the sliding window that its model gives it, as `window_of` determines it; None for none.
         arguments: what its class gives to the attention function, as `model_code.attention_arguments` finds it; None
             before a switch. A graph cannot look for it.
     """
@@ -93,11 +100,6 @@ def choose(models: Sequence[PreTrainedModel], settings: EfficientAttentionConfig
             config.efficient_attention = settings
 
 
-def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
-    """The present state of models and their configs, to be restored if a switch fails."""
-    return Snapshot(models, [config for model in models for config in configs_of(model)])
-
-
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
     """The Transformers models in a module, itself included, outermost first."""
     return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
@@ -111,12 +113,11 @@ def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
     """
     found: list[PreTrainedModel] = []
     waiting = [model] if isinstance(model, nn.Module) else []
-    while waiting:
-        module = waiting.pop()
+    for module in waiting:
         if isinstance(module, PreTrainedModel):
             found.append(module)
         else:
-            waiting += list(module.children())
+            waiting += module.children()
     if not found:
         raise UnsupportedAttentionError(_no_model(model))
     return found
@@ -141,14 +142,10 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
 
 def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
     """Configs and all their sub-configs, each once."""
-    found: dict[int, PreTrainedConfig] = {}
-    waiting = list(configs)
-    while waiting:
-        config = waiting.pop(0)
-        if id(config) not in found:
-            found[id(config)] = config
-            waiting += parts_of(config).values()
-    return list(found.values())
+    found = list(configs)
+    for config in found:
+        found += parts_of(config).values()
+    return list({id(config): config for config in found}.values())
 
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
@@ -173,7 +170,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
         layer, arguments = layer_of(module, name), attention_arguments(type(module))
-        window = None if is_cross else windows.window_of(module, config)
+        window = None if is_cross else window_of(module, config)
         location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window, arguments)
         found.append(AttentionModule(module, location, config, owner))
     stacks: dict[Layer | None, set[str]] = {}
@@ -188,3 +185,70 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is one that computes attention, through the interface or not."""
     return isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
+
+
+def window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
+    """The number of keys on one side to which an attention module is limited by its model; None if it sees all.
+
+    A window that is as long as the model's positions is none.
+    """
+    if not uses_interface(type(module)):
+        return None
+    kind = layer_type(module, config)
+    if (kind is not None and "sliding" not in kind) or getattr(module, "is_sliding", True) is False:
+        return None
+    size: Any = getattr(module, WINDOW, getattr(config, WINDOW, None))
+    if not isinstance(size, int) or isinstance(size, bool):
+        return None
+    positions = getattr(config, "max_position_embeddings", None)
+    return None if isinstance(positions, int) and positions <= size else size
+
+
+def layer_type(module: nn.Module, config: PreTrainedConfig) -> str | None:
+    """What a config calls the layer of a module, such as "full_attention"; None if it says nothing."""
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if isinstance(types, (list, tuple)) and isinstance(index, int) and 0 <= index < len(types):
+        return str(types[index])
+    return None
+
+
+class Snapshot:
+    """The attributes of modules and configs at one moment.
+
+    A switch to another attention method replaces attributes: parameters, submodules, forwards, hooks, entries of
+    configs. It never writes into a tensor. So a shallow copy of the attributes of every module and config, and of the
+    dictionaries among them, restores everything.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], configs: Iterable[PreTrainedConfig]) -> None:
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        self._saved: list[tuple[dict, dict]] = []
+        for holder in (*modules, *configs):
+            attributes = vars(holder)
+            inner = [value for value in attributes.values() if type(value) in (dict, OrderedDict)]
+            self._saved += [(present, dict(present)) for present in (attributes, *inner)]
+
+    def restore(self) -> None:
+        """Give every module and config the attributes that it had, in their order."""
+        try:
+            self._restore()
+        except BaseException:
+            # For example a second Ctrl-C. Restoring again from the start is always possible.
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        for present, saved in self._saved:
+            present.update(saved)
+            for key in [key for key in present if key not in saved]:
+                del present[key]
+            if list(present) != list(saved):
+                for key, value in saved.items():
+                    # Moves the key to the end. It is missing from the dictionary only between these two statements.
+                    del present[key]
+                    present[key] = value
+
+
+def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
+    """The present state of models and their configs, to be restored if a switch fails."""
+    return Snapshot(models, [config for model in models for config in configs_of(model)])

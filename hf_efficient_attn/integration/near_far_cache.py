@@ -4,14 +4,12 @@ A layer keeps the newest keys as they are and landmarks for all older ones (`ops
 exact merge of the two. When it holds as many keys and landmarks as its budget, the older keys join the landmarks of
 their batch row. What happens to a row depends on its own valid tokens only, and is the same for tokens that come one at
 a time or together. The tokens of the first call, usually the prompt, are computed by the method itself, as without a
-cache.
-
-It follows the protocol of `cache_layers`, as a `recurrent.StateLayer` does.
+cache. `cache` describes the protocol of the layers.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,38 +17,25 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.integration.cache_layers import MethodLayer, Record, Tokens
+from hf_efficient_attn.integration.cache import RECORD, MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
-from hf_efficient_attn.integration.recurrent import StateLayer
-from hf_efficient_attn.methods import MethodConfig, attention, available_methods, get_method
+from hf_efficient_attn.integration.refusals import refused_in_graphs
+from hf_efficient_attn.methods import MethodConfig, attention, methods_with
 from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.tokens import take
-from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The smallest budget: one newest key, two more before they are merged, and five landmarks.
 _SMALLEST = 8
-
-
-def _refuse() -> NoReturn:
-    raise UnsupportedAttentionError(
-        "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave torch.compile "
-        "or the cache out"
-    )
-
-
-# A call that is compiled is refused.
-_check_eager = replaced_in_graphs(_refuse)(nothing)
+_check_eager = refused_in_graphs(
+    "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave torch.compile or "
+    "the cache out"
+)
 
 
 class NearFarLayer(MethodLayer):
-    """A layer of `NearFarCache`.
-
-    Args:
-        method: the config of the method, which must also be that of the attention function.
-        columns: the largest number of keys and landmarks together.
-        seed: of the landmarks.
+    """A layer of `NearFarCache` for a method, with at most `columns` keys and landmarks together.
 
     Attributes:
         keys: (B, H_kv, L, D), the kept keys. L is at most `columns`, except within a call.
@@ -97,12 +82,7 @@ class NearFarLayer(MethodLayer):
         self.counts = self.valid = torch.zeros(batch, dtype=torch.int64)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function.
-
-        Raises:
-            UnsupportedAttentionError: the attention function did not use the keys of the last call, or the model is
-                being compiled.
-        """
+        """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function."""
         _check_eager()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -113,8 +93,8 @@ class NearFarLayer(MethodLayer):
         query, key = query.to(value.dtype), key.to(value.dtype)
         if mask is not None:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-        self.scale = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
         new = Tokens(key, value, mask)
+        self.scale = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
         self._record(new)
         if self.seen > new.number:
             attend = functools.partial(self._attend, query, dropout_p=options["dropout_p"])
@@ -124,10 +104,10 @@ class NearFarLayer(MethodLayer):
         return out
 
     def _add(self, new: Tokens, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
-        """Keep the new tokens, and merge the older ones of rows that are full: of the first tokens after all are added.
+        """Keep the new tokens, and merge the older ones of rows that are full; of the first tokens after all are added.
 
-        Whenever the keys of some of the new tokens are kept, `attend` is called with these tokens and the position of
-        the first one. What it returns is returned.
+        Whenever a piece of the new tokens is kept, `attend` is called with it and the position of its first token.
+        Returns what these calls return.
         """
         outs, start, earlier = [], 0, self.seen - new.number
         if earlier == 0:
@@ -219,19 +199,13 @@ class NearFarLayer(MethodLayer):
         tensors = [self.keys, self.values, self.position, *(self.coreset or ())]
         return sum(x.numel() for x in tensors if x is not None)
 
-    def _needs(self, record: Record) -> bool:
-        """If some of the removed tokens may have caused a merge. Without them it would come later."""
-        return record.content["coreset"] is not self.coreset
-
     def _forget(self, number: int) -> None:
         kept = (self.position >= 0) & (self.position < self.seen - number)
         counts = kept.sum(1).cpu()
         if ((self.merged > 0) & (counts == 0)).any():
             raise UnsupportedAttentionError(
                 f"{self.method.method}: {number} tokens cannot be taken back, because landmarks represent some of "
-                f"them: remove fewer than {self.num_newest} tokens, start with a new cache, or call its "
-                "activate_past_recording() before the tokens come, as assisted generation does in newer versions of "
-                "Transformers"
+                f"them: remove fewer than {self.num_newest} tokens, {RECORD}"
             )
         self.seen, self.counts, self.valid = self.seen - number, counts, self.merged + counts
         self.position = self.position.masked_fill(~kept, -1)
@@ -276,27 +250,27 @@ class NearFarCache(Cache):
                 f"NearFarCache: columns={columns!r} must be an integer of {_SMALLEST} or more"
             )
         if not isinstance(config, PreTrainedConfig):
-            own = isinstance(getattr(config, "config", None), PreTrainedConfig)
             raise UnsupportedAttentionError(
-                f"NearFarCache takes the config of a model, not {'the model' if own else shown(config)}: "
+                f"NearFarCache takes the config of a model, not {shown(config)}: "
                 "hea.NearFarCache(model.config, columns=256)"
             )
         config = config.get_text_config(decoder=True)
         name = method_of(config)
+        usable = methods_with("decodes_exactly")
         if name is None:
             raise UnsupportedAttentionError(
                 f"NearFarCache: the model computes {config._attn_implementation!r}, which cannot use landmarks: switch "
-                f"it first, for example with hea.convert(model, {_usable()[0]!r}). Methods: {', '.join(_usable())}"
+                f"it first, for example with hea.convert(model, {usable[0]!r}). Methods: {', '.join(usable)}"
             )
         settings, layers = settings_of(config, name), DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
             method = settings.for_cached_layer(index)
             if method is None or type(layer) not in (DynamicLayer, StateLayer):
                 continue
-            if not get_method(method.method).info.config_class.decodes_exactly:
+            if not method.decodes_exactly:
                 raise UnsupportedAttentionError(
                     f"NearFarCache: layer {index} decodes by {method.method}, which does not attend to all cached "
-                    f"keys: leave the cache out. Methods that do: {', '.join(_usable())}"
+                    f"keys: leave the cache out. Methods that do: {', '.join(usable)}"
                 )
             layers[index] = NearFarLayer(method, columns, seed=index)
         super().__init__(layers=layers)
@@ -304,8 +278,3 @@ class NearFarCache(Cache):
     def numel(self) -> int:
         """How many numbers the layers with landmarks hold."""
         return sum(layer.numel() for layer in self.layers if isinstance(layer, NearFarLayer))
-
-
-def _usable() -> list[str]:
-    """The methods that attend to all cached keys exactly."""
-    return [name for name in available_methods() if get_method(name).info.config_class.decodes_exactly]

@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs, unwrapped
+from hf_efficient_attn.ops.tracing import replaced_in_graphs, unwrapped
 
 _NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 # The attribute of a model with the `PositionTable`s that it holds.
@@ -99,8 +99,18 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
     if not isinstance(num_past, Tensor):
         length = length + num_past
     for table in tables:
-        used = None if length <= table.num_positions else _used_positions(table.embedding, length, ids, kwargs)
-        if used is not None and used > table.num_positions:
+        if length <= table.num_positions:
+            continue
+        position_ids, mask, embedding = kwargs.get("position_ids"), kwargs.get("attention_mask"), table.embedding
+        has_offset, used = isinstance(getattr(embedding, "offset", None), int), length
+        if isinstance(position_ids, Tensor):
+            used = _largest(position_ids + 1 - (0 if has_offset else position_offset(embedding)))
+        elif embedding.padding_idx is not None and isinstance(ids, Tensor):
+            # Positions are counted without padding. Those of the cache are not known here, but precede the others.
+            used = _largest((ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1])
+        elif isinstance(mask, Tensor) and "attention_mask" in inspect.signature(embedding.forward).parameters:
+            used = _largest(mask.sum(-1))
+        if used > table.num_positions:
             raise UnsupportedAttentionError(
                 f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions (of a "
                 "decoder, a prompt counts together with what is generated): shorten the input, or extend the positions "
@@ -117,12 +127,11 @@ def refuse_long_generation(model: PreTrainedModel, num_tokens: int, kwargs: Mapp
     for table in getattr(model, TABLES, ()):
         if num_tokens <= table.num_positions:
             continue
-        position_ids, mask, padding = kwargs.get("position_ids"), kwargs.get("attention_mask"), 0
+        position_ids, mask, used = kwargs.get("position_ids"), kwargs.get("attention_mask"), num_tokens
         if isinstance(position_ids, Tensor):
-            padding = position_ids.shape[-1] - int(position_ids.max()) - 1
+            used += _largest(position_ids) + 1 - position_ids.shape[-1]
         elif isinstance(mask, Tensor) and mask.ndim == 2:
-            padding = mask.shape[1] - int(mask.sum(1).max())
-        used = num_tokens - padding
+            used += _largest(mask.sum(1)) - mask.shape[1]
         if used > table.num_positions:
             raise UnsupportedAttentionError(
                 f"generate would need {used} positions for the prompt and the new tokens (max_new_tokens or "
@@ -131,26 +140,7 @@ def refuse_long_generation(model: PreTrainedModel, num_tokens: int, kwargs: Mapp
             )
 
 
-def _used_positions(embedding: nn.Embedding, length: int, ids: object, kwargs: Mapping[str, Any]) -> int | None:
-    """How many positions a call needs that has more columns (`length`) than the table; None if that cannot be said."""
-    position_ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    has_offset = isinstance(getattr(embedding, "offset", None), int)
-    counts: Tensor
-    if isinstance(position_ids, Tensor):
-        counts = position_ids + 1 - (0 if has_offset else position_offset(embedding))
-    elif embedding.padding_idx is not None and isinstance(ids, Tensor):
-        # Positions are counted without padding. Those of the cache are not known here, but they precede the others.
-        counts = (ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1]
-    elif (
-        has_offset and isinstance(mask, Tensor) and "attention_mask" in inspect.signature(embedding.forward).parameters
-    ):
-        counts = mask.sum(-1)
-    else:
-        return length
-    return _largest(counts)
-
-
-@replaced_in_graphs(nothing)
-def _largest(counts: Tensor) -> int | None:
-    """The largest number, or None where it cannot be read."""
-    return None if is_tracing(counts) or counts.is_meta else int(unwrapped(counts).max())
+@replaced_in_graphs(lambda counts: 0)
+def _largest(counts: Tensor) -> int:
+    """The largest number, or 0 where it cannot be read."""
+    return 0 if is_tracing(counts) or counts.is_meta else int(unwrapped(counts).max())

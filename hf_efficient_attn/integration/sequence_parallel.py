@@ -4,16 +4,15 @@ All parts of a Transformers model but attention compute each token by itself. So
 only the attention function talks to the others: `methods.sharded_attention` for a method, `over_heads` for exact
 attention. What attention has to know is agreed upon once for each call of the model, in a forward pre-hook: the lengths
 of all shards, the mask of all tokens, and in training a common seed. It reaches the attention function as the keyword
-argument `SHARDS`, which layers also pass when gradient checkpointing computes them again.
+argument `sequence_shards`, which layers also pass when gradient checkpointing computes them again.
 
 A refusal must be one in all processes, because the others would wait for a process that refuses alone. So each tells
 the others its problem in the first collective of a call.
 """
 
 import inspect
-import itertools
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,21 +23,25 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import positions
 from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.model_code import uses_interface
 from hf_efficient_attn.integration.models import attention_modules, is_attention, models_in, transformers_models
+from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather_plain, over_heads
-from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # The attribute of models and attention modules with their `SequenceParallel`.
-PARALLEL = "_efficient_attention_parallel"
+_PARALLEL = "_efficient_attention_parallel"
 # The keyword argument by which layers get the shards of a call.
-SHARDS = "sequence_shards"
+_SHARDS = "sequence_shards"
 # Outputs of these come from one token of a sequence, or are averages over tokens.
 _WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
+_check_eager = refused_in_graphs(
+    "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
+)
 _CACHES = ("past_key_values", "cache")
 _PROBLEMS = (
     "",
@@ -81,92 +84,74 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
         UnsupportedAttentionError: the model cannot be divided: exact attention of Transformers, an encoder-decoder,
             images or audio, convolutions over tokens, or an output that comes from one token of the sequence.
     """
-    group, parts = _group_of(mesh_or_group), transformers_models(model)
+    parts, group = transformers_models(model), mesh_or_group
+    if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:
+        group = group.get_group()
+    elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedAttentionError(
+            "sequence_parallel needs a DeviceMesh of one dimension, such as mesh['sp'] of a larger one, or a process "
+            f"group, not {group!r}: call torch.distributed.init_process_group first and give "
+            "torch.distributed.group.WORLD"
+        )
     for part in parts:
         _check(part)
     parallel = SequenceParallel(group)
     for part in parts:
         for found in attention_modules(part):
-            setattr(found.module, PARALLEL, parallel)
-        for inner in models_in(part):
-            if getattr(inner, PARALLEL, None) is None:
-                inner.register_forward_pre_hook(_enter, with_kwargs=True)
-                inner.register_forward_hook(_leave, always_call=True)
-            setattr(inner, PARALLEL, parallel)
+            setattr(found.module, _PARALLEL, parallel)
+        if getattr(part, _PARALLEL, None) is None:
+            part.register_forward_pre_hook(_enter, with_kwargs=True)
+            part.register_forward_hook(_leave, always_call=True)
+        setattr(part, _PARALLEL, parallel)
     return model
-
-
-def _group_of(mesh_or_group: Any) -> Any:
-    """The process group of the argument of `sequence_parallel`."""
-    if dist.is_available() and isinstance(mesh_or_group, dist.ProcessGroup):
-        return mesh_or_group
-    if hasattr(mesh_or_group, "get_group") and hasattr(mesh_or_group, "ndim"):
-        if mesh_or_group.ndim != 1:
-            names = mesh_or_group.mesh_dim_names
-            raise UnsupportedAttentionError(
-                f"sequence_parallel needs a mesh of one dimension, and this one has {mesh_or_group.ndim} ({names}): "
-                "give the part along which sequences are divided, such as mesh['sp']"
-            )
-        return mesh_or_group.get_group()
-    raise UnsupportedAttentionError(
-        f"sequence_parallel needs a DeviceMesh or a process group, not {mesh_or_group!r}: call "
-        "torch.distributed.init_process_group first and give torch.distributed.group.WORLD"
-    )
 
 
 def _check(model: PreTrainedModel) -> None:
     """Refuse a model whose sequences cannot be divided."""
-
-    def refuse(why: str) -> None:
-        raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {why}")
-
+    why, modules = None, list(attention_modules(model))
+    windowed = next((found.location.name for found in modules if found.location.window is not None), None)
+    layers = str(getattr(model.config, "layer_types", None))
     if any(method_of(part.config) is None for part in models_in(model)):
-        refuse(
+        why = (
             "computes Transformers' own attention, which would see only the tokens of its process: convert it first, "
             "hf_efficient_attn.convert(model, method)"
         )
-    if getattr(model.config, "is_encoder_decoder", False):
-        refuse("is an encoder-decoder, whose two sequences cannot be divided: use one of the two parts by itself")
-    if type(model).__name__.endswith(_WHOLE_SEQUENCE):
-        refuse(
+    elif getattr(model.config, "is_encoder_decoder", False):
+        why = "is an encoder-decoder, whose two sequences cannot be divided: use one of the two parts by itself"
+    elif type(model).__name__.endswith(_WHOLE_SEQUENCE):
+        why = (
             "computes its output from one token of the sequence, which only one process holds: use its base model "
             "(model.base_model) and compute the output from the hidden states of all processes"
         )
-    if "input_ids" not in inspect.signature(model.forward).parameters:
-        refuse("does not take tokens, so that its input cannot be divided along them: use it in one process")
-    for path, module in model.named_modules():
-        mixes = isinstance(module, nn.RNNBase) or (
-            isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)
+    elif "input_ids" not in inspect.signature(model.forward).parameters:
+        why = "does not take tokens, so that its input cannot be divided along them: use it in one process"
+    elif windowed is not None:
+        why = f"attends to a sliding window in {windowed}, which is not divided over processes: use a model without"
+    elif any(has_distance_bias(type(found.module)) for found in modules):
+        why = (
+            "adds a bias of relative positions to its scores, which is not divided over processes: use a model with "
+            "learned or rotary positions, such as BERT or Llama"
         )
-        if mixes:
-            refuse(f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process")
+    elif "recurrent" in layers or "linear_attention" in layers:
+        why = "has layers with a state along the sequence, which would begin again in each process"
+    for path, module in model.named_modules() if why is None else ():
         inner = [type(x) for x in module.modules() if is_attention(x)] if is_attention(module) else []
-        if inner and not any(map(uses_interface, inner)):
-            refuse(
-                f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
-            )
-    windowed = next((x.location.name for x in attention_modules(model) if x.location.window is not None), None)
-    if windowed is not None:
-        refuse(f"attends to a sliding window in {windowed}, which is not divided over processes: use a model without")
-    if "recurrent" in str(layers := getattr(model.config, "layer_types", None)) or "linear_attention" in str(layers):
-        refuse("has layers with a state along the sequence, which would begin again in each process")
+        convolves = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)
+        if convolves or isinstance(module, nn.RNNBase):
+            why = f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process"
+        elif inner and not any(map(uses_interface, inner)):
+            why = f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
+    if why is not None:
+        raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {why}")
 
 
-def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook: agree with the other processes on the shards of the call, and tell the layers."""
-    parallel: SequenceParallel = getattr(model, PARALLEL)
-    parallel.depth += 1
-    if parallel.depth > 1:  # a model within the model
-        return None
-    try:
-        given = positions.by_name(model, args, kwargs)
-        # The input (B, n) or (B, n, W); None if there is none.
-        tokens: Any = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
-        shards = _agree(model, parallel.group, given, tokens)
-    except BaseException:
-        parallel.depth = 0
-        raise
-    parallel.current = shards
+    parallel: SequenceParallel = getattr(model, _PARALLEL)
+    given = positions.by_name(model, args, kwargs)
+    # The input (B, n) or (B, n, W); None if there is none.
+    tokens: Any = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+    parallel.current = shards = _agree(model, parallel.group, given, tokens)
     takes = inspect.signature(model.forward).parameters
     kwargs = dict(kwargs)
     if "position_ids" in takes and given.get("position_ids") is None:
@@ -175,24 +160,23 @@ def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     if "use_cache" in takes or hasattr(model.config, "use_cache"):
         kwargs["use_cache"] = False
     if any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values()):
-        kwargs[SHARDS] = shards
+        kwargs[_SHARDS] = shards
     return args, kwargs
 
 
 def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
     """A forward hook: the call is over. Its pooled output is that of the first token, which the first process holds."""
-    parallel: SequenceParallel = getattr(model, PARALLEL)
-    parallel.depth = max(0, parallel.depth - 1)
-    if parallel.depth == 0:
-        shards, parallel.current = parallel.current, None
-        if shards is not None and shards.rank > 0 and getattr(output, "pooler_output", None) is not None:
-            output["pooler_output"] = None
+    parallel: SequenceParallel = getattr(model, _PARALLEL)
+    shards, parallel.current = parallel.current, None
+    if shards is not None and shards.rank > 0 and getattr(output, "pooler_output", None) is not None:
+        output["pooler_output"] = None
     return output
 
 
 def _problem(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> int:
     """What is wrong with a call in this process: an index of `_PROBLEMS`."""
-    mask = given.get("attention_mask")
+    mask, has_positions = given.get("attention_mask"), given.get("position_ids") is not None
+    counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape:
         return 1
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]):
@@ -201,24 +185,19 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> i
         return 3
     if given.get("labels") is not None:
         return 4
-    counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    return 5 if given.get("position_ids") is None and (counts or not takes) else 0
+    return 0 if has_positions or (not counts and "position_ids" in inspect.signature(model.forward).parameters) else 5
 
 
 def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens: Any) -> Shards:
-    """The shards of a call, the same in all processes.
-
-    Raises:
-        UnsupportedAttentionError: in all processes, if the call of one of them is refused.
-    """
+    """The shards of a call, the same in all processes. If the call of one of them is refused, all of them raise."""
     mask, problem = given.get("attention_mask"), _problem(model, given, tokens)
     device = tokens.device if isinstance(tokens, Tensor) else next(model.parameters()).device
     batch, length = (0, 0) if problem == 1 else tokens.shape[:2]
-    valid = None if mask is None or problem else mask.to(torch.bool)
-    padded = valid is not None and not bool(valid.all())
+    valid = torch.ones(batch, length, dtype=torch.bool, device=device)
+    if mask is not None and not problem:
+        valid = mask.to(torch.bool)
     seed = int(torch.randint(2**31 - 1, (), device="cpu")) if model.training else -1
-    mine = torch.tensor([problem, batch, length, padded, seed], device=device)
+    mine = torch.tensor([problem, batch, length, not valid.all(), seed], device=device)
     found = gather_plain(mine, group).tolist()
     for rank, (code, *_) in enumerate(found):
         if code:
@@ -231,57 +210,36 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
             "same sequences, in the same mode"
         )
     # Only the last process would notice by itself that the sequence is longer than a position table.
-    tables = (
-        [] if given.get("position_ids") is not None else [getattr(x, positions.TABLES, ()) for x in models_in(model)]
-    )
-    for table in itertools.chain(*tables):
-        if sum(lengths) > table.num_positions:
-            raise UnsupportedAttentionError(
-                f"the shards of all processes have {sum(lengths)} tokens together and {type(model).__name__} has "
-                f"{table.num_positions} positions: shorten the input, or extend the positions first with "
-                f"hf_efficient_attn.extend_positions(model, {sum(lengths)})"
-            )
+    for part in models_in(model) if given.get("position_ids") is None else ():
+        for table in getattr(part, positions.TABLES, ()):
+            if sum(lengths) > table.num_positions:
+                raise UnsupportedAttentionError(
+                    f"the shards of all processes have {sum(lengths)} tokens together and {type(model).__name__} has "
+                    f"{table.num_positions} positions: shorten the input, or extend the positions first with "
+                    f"hf_efficient_attn.extend_positions(model, {sum(lengths)})"
+                )
     key_mask = None
     if any(x[3] for x in found):
-        valid = torch.ones(batch, length, dtype=torch.bool, device=device) if valid is None else valid
-        longest = max(lengths)
-        whole = gather_plain(pad(valid.to(torch.uint8), (0, longest - length)), group).to(torch.bool)
+        whole = gather_plain(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)
         key_mask = torch.cat([x[:, :n] for x, n in zip(whole.unbind(0), lengths, strict=True)], 1)
     return Shards(group, lengths, group.rank(), key_mask, seeds[0] if seeds[0] >= 0 else None)
 
 
 class SequenceParallel:
-    """The state of a model that is divided over processes.
-
-    Attributes:
-        group: the process group.
-        current: the shards of the call that is being computed; None between calls.
-        depth: how many models that contain each other are being called.
-    """
+    """The state of a model that is divided over processes: its group, and the shards of the call that is computed."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.current: Shards | None = None
-        self.depth = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceParallel":
         """A copy of the model belongs to the same processes."""
         return SequenceParallel(self.group)
 
 
-def _refuse() -> NoReturn:
-    raise UnsupportedAttentionError(
-        "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
-    )
-
-
-# A call that is compiled is refused.
-_check_eager = replaced_in_graphs(_refuse)(nothing)
-
-
 def is_parallel(module: nn.Module) -> bool:
     """Whether the model of an attention module is divided over processes."""
-    return getattr(module, PARALLEL, None) is not None
+    return getattr(module, _PARALLEL, None) is not None
 
 
 def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
@@ -290,11 +248,11 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
     Raises:
         UnsupportedAttentionError: the shards are not known.
     """
-    parallel: SequenceParallel | None = getattr(module, PARALLEL, None)
+    parallel: SequenceParallel | None = getattr(module, _PARALLEL, None)
     if parallel is None:
         return None
     _check_eager()
-    shards: Shards | None = kwargs.get(SHARDS) or parallel.current
+    shards: Shards | None = kwargs.get(_SHARDS) or parallel.current
     if shards is None:
         raise UnsupportedAttentionError(
             f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "
@@ -303,7 +261,7 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
     return shards
 
 
-def attend(
+def shard_attention(
     method: MethodConfig | None,
     tensors: tuple[Tensor, Tensor, Tensor],
     shards: Shards,
@@ -314,10 +272,7 @@ def attend(
     seed: int,
     parameters: Mapping[str, Tensor],
 ) -> Tensor:
-    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None.
-
-    Dropout is refused.
-    """
+    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None."""
     query, key, value = tensors
     if key.shape[2] != query.shape[2] or query.shape[2] != shards.lengths[shards.rank]:
         raise UnsupportedAttentionError(

@@ -4,26 +4,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import hidden_states, learned, positions
-from hf_efficient_attn.integration.checks import check
+from hf_efficient_attn.integration import learned, own_forward, positions
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.masks import refuse_packed_rows
-from hf_efficient_attn.integration.model_code import adapt_mask_reader, uses_interface
+from hf_efficient_attn.integration.model_code import adapt_mask_reader, hook_once, uses_interface
 from hf_efficient_attn.integration.models import LOCATION, AttentionModule, attention_modules, models_in, snapshot
 from hf_efficient_attn.integration.refusals import (
     WARNED,
-    no_attentions,
+    check,
+    refuse_attentions,
     warn_of_exact_cross_attention,
     why_cross_attention_is_exact,
 )
-
-# The attribute of a model that has the forward pre-hook below.
-_GUARDED = "_efficient_attention_guarded"
 
 
 def switch(
@@ -59,20 +54,26 @@ def switch(
         raise
 
 
+class _Change(NamedTuple):
+    """What a switch changes in one attention module, by assignments alone: what the module gets of its own."""
+
+    found: AttentionModule
+    parameters: learned.LearnedParameters | None
+    forward: Callable[..., Any] | None
+
+
 class _Plan(NamedTuple):
-    """What a switch changes in one model, ready to be carried out by assignments alone.
+    """What a switch changes in one model.
 
     Attributes:
         parts: the models in the model, for the checks of their calls; empty if it is switched to no method.
-        chosen: the attention modules whose config names a method.
-        changes: every attention module, with the learned parameters and the forward that it gets of its own.
+        changes: of every attention module.
         exact: modules whose cross attention stays exact and was not warned of yet, by the reason.
-        windowed: the chosen modules that stay exact because of a window, and were not warned of yet.
+        windowed: modules that stay exact because of a window, and were not warned of yet.
     """
 
     parts: list[PreTrainedModel]
-    chosen: list[AttentionModule]
-    changes: list[tuple[nn.Module, learned.LearnedParameters | None, Callable[..., Any] | None]]
+    changes: list[_Change]
     exact: dict[str, list[AttentionModule]]
     windowed: list[AttentionModule]
 
@@ -90,55 +91,44 @@ class _Plan(NamedTuple):
 
     def carry_out(self) -> None:
         """Change the modules."""
-        for module, parameters, _ in self.changes:
+        for (module, location, config, _), parameters, forward in self.changes:
             learned.attach(module, parameters)
-        for found in self.chosen:
-            setattr(found.module, LOCATION, found.location)
-        for module, _, forward in self.changes:
-            hidden_states.attach(module, forward)
-        for found in self.chosen:
-            attach_hook(found.module)
+            own_forward.give(module, forward)
+            if method_of(config) is not None:
+                setattr(module, LOCATION, location)
+                attach_hook(module)
         for found in (*self.windowed, *(each for group in self.exact.values() for each in group)):
             setattr(found.module, WARNED, True)
-        for part in self.parts:
-            if not getattr(part, _GUARDED, False):
-                part.register_forward_pre_hook(_refuse_call, with_kwargs=True)
-                setattr(part, _GUARDED, True)
-            for inner in part.modules():
-                adapt_mask_reader(inner)
         for part, tables in positions.tables_of(self.parts).items():
+            hook_once(part, _refuse_call)
             if tables:
                 setattr(part, positions.TABLES, tables)
+            for module in part.modules():
+                adapt_mask_reader(module)
 
 
 def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
     """Check a model against what its configs ask for, and make what it needs for it."""
-    parts, found = models_in(model), list(attention_modules(model))
+    parts, modules = models_in(model), list(attention_modules(model))
     if any(method_of(part.config) for part in parts):
         _hand_down(model, parts)
-        chosen = [each for each in found if method_of(each.config)]
-        check(model, chosen, is_complete)
+        check(model, [found for found in modules if method_of(found.config)], is_complete)
     else:
-        parts, chosen = [], []
-    methods = {id(each.module): each.chosen for each in chosen if uses_interface(type(each.module))}
-    exact: dict[str, list[AttentionModule]] = {}
-    windowed: list[AttentionModule] = []
-    for each in chosen:
-        is_new, method = not getattr(each.module, WARNED, False), each.chosen
-        is_cross = each.location.is_cross
-        reason = None if method is None or not is_cross else why_cross_attention_is_exact(method, each.config)
-        if reason is not None:
-            methods[id(each.module)] = None
-            if is_new:
-                exact.setdefault(reason, []).append(each)
-        without_window = each._replace(location=each.location._replace(window=None))
-        if is_complete and is_new and method is None and without_window.chosen is not None:
-            windowed.append(each)
-    requests = [(each, methods.get(id(each.module))) for each in found]
-    parameters = learned.plan(requests, type(model).__name__)
-    forwards = [hidden_states.plan(each.module, method) for each, method in requests]
-    changes = list(zip((each.module for each in found), parameters, forwards, strict=True))
-    return _Plan(parts, chosen, changes, exact, windowed)
+        parts = []
+    requests, exact, windowed = [], dict[str, list[AttentionModule]](), []
+    for found in modules:
+        method, location, is_new = found.chosen, found.location, not getattr(found.module, WARNED, False)
+        if method is not None and location.is_cross:
+            reason = why_cross_attention_is_exact(method, found.config)
+            if reason is not None:
+                method = None
+                if is_new:
+                    exact.setdefault(reason, []).append(found)
+        elif is_new and is_complete and location.window is not None:
+            windowed += [found] if found._replace(location=location._replace(window=None)).chosen is not None else []
+        requests.append((found, method if uses_interface(type(found.module)) else None))
+    changes = [_Change(x, learned.plan(x, method), own_forward.plan(x.module, method)) for x, method in requests]
+    return _Plan(parts, changes, exact, windowed)
 
 
 def _hand_down(model: PreTrainedModel, parts: Sequence[PreTrainedModel]) -> None:
@@ -153,16 +143,13 @@ def _hand_down(model: PreTrainedModel, parts: Sequence[PreTrainedModel]) -> None
 def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook: refuse `output_attentions`, packed rows, and inputs longer than the position table.
 
-    Some models do not pass these arguments on to their attention. It also prepares a replica of
-    `torch.nn.DataParallel`.
+    Some models do not pass these arguments on to their attention.
     """
     name = method_of(model.config)
     if name is None:
         return
-    learned.bind_replica(model)
     given = positions.by_name(model, args, kwargs)
     refuse_packed_rows(given)
     positions.refuse_long_input(model, given)
     requested = given.get("output_attentions")
-    if model.config.output_attentions if requested is None else requested:
-        raise UnsupportedAttentionError(no_attentions(name))
+    refuse_attentions(name, model.config.output_attentions if requested is None else requested)

@@ -11,11 +11,7 @@ result is still right, but the exact product is cheaper and is computed instead.
 from hf_efficient_attn.kernel.densities import DensityReport, softmax_column_norms, weighted_exponential_kde
 from hf_efficient_attn.kernel.products import (
     KernelReport,
-    Plan,
     approx_kernel_matvec,
     attention_to_gaussian,
     kernel_matvec,
-    light_draws,
-    plan_product,
 )
-from hf_efficient_attn.ops.kde import draw_columns

@@ -209,7 +209,7 @@ def approx_kernel_matvec(
         for some in torch.arange(len(found), device=found.device).split(max(1, _AT_A_TIME // numbers)):
             out.index_add_(0, query_index[some], values[some].double()[:, None] * weights[key_index[some]])
         evaluations += len(found)
-        for some, key_index, used in light_draws(plan.draws, block, found, num_light, seed, _LIGHT, numbers):  # line 5
+        for some, key_index, used in _light_draws(plan.draws, block, found, num_light, seed, _LIGHT, numbers):  # line 5
             values = kde.pair_kernel(scaled_queries, light, some[:, None].expand_as(key_index), key_index).double()
             values = values.masked_fill_(~used, 0.0)
             groups: Tensor = (values.unsqueeze(2) * weights[key_index]).unflatten(1, (-1, _GROUPS))
@@ -229,13 +229,10 @@ def plan_product(
     queries: Tensor, keys: Tensor, x: Tensor, *, eps: float, delta: float, seed: int | Tensor,
     alpha: float | None = None, gamma: float | None = None,
 ) -> Plan | int:  # fmt: skip
-    """What ApproxKMV computes and draws.
+    """What ApproxKMV computes and draws; if the exact product is cheaper, the evaluations that it took to find out.
 
     The arguments are those of `approx_kernel_matvec`, with queries (Nq, d) and keys (n, d) in units of the bandwidth,
     and x (n, m).
-
-    Returns:
-        The plan. If the exact product is cheaper, the number of kernel evaluations that were needed to find out.
     """
     num_queries, num_keys = queries.shape[0], keys.shape[0]
     norms = torch.linalg.vector_norm(x.double(), dim=0)
@@ -308,18 +305,15 @@ def _heavy_coordinates(
     return largest > ordered[best]
 
 
-def light_draws(
-    draws: Tensor, queries: slice, found: Tensor, num_light: int, seed: int | Tensor, stream: int, numbers: int = 1
+def _light_draws(
+    draws: Tensor, queries: slice, found: Tensor, num_light: int, seed: int | Tensor, stream: int, numbers: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Draw light keys uniformly with replacement for a slice of the queries, some queries at a time.
 
     A query has `draws` (Nq,) draws. `found` has the sorted int64 numbers i * num_light + j of the pairs that are
-    computed. `stream` distinguishes the uses of one seed. `numbers` per draw in the caller's temporaries limit how many
-    draws are made at a time.
-
-    Yields:
-        Queries int64 (R,); draws of keys int64 (R, M); and which of them count, bool (R, M). Draws beyond the number of
-        a query do not count, and neither do pairs that are computed, which count as 0 among the draws.
+    computed, which count as 0 among the draws. `stream` distinguishes the uses of one seed. `numbers` per draw in the
+    caller's temporaries limit how many draws are made at a time. Yields queries (R,), and what `kde.draw_columns` draws
+    for them.
     """
     order = draws[queries].argsort(stable=True) + queries.start
     order = order[draws[order] > 0]
@@ -327,8 +321,7 @@ def light_draws(
         # As many queries as fit. The last of them has the most draws.
         total = draws[order] * torch.arange(1, len(order) + 1, device=order.device)
         some = order[: max(1, int((total <= _AT_A_TIME // numbers).sum()))]
-        key_index, used = kde.draw_columns(draws[some], some, found, num_light, seed, stream)
-        yield some, key_index, used
+        yield some, *kde.draw_columns(draws[some], some, found, num_light, seed, stream)
         order = order[len(some) :]
 
 
@@ -338,8 +331,8 @@ def _light_sizes(
     """The draws of every query from a few first ones (ApproxLight, lines 7 and 9).
 
     `plan` has the first draws of queries (Nq, d) among the light keys `points` (|T|, d); `squares` (|T|, m) is x^2 for
-    |x|^2 = n. `bounds` are those of the sum of squared errors for |x|^2 = 1, without the part for missed pairs;
-    of the probability of exceeding it; and of the terms x_j^2 K_ij^2 |T| of light keys, for |x|^2 = n.
+    |x|^2 = n. `bounds` are those of the sum of squared errors for |x|^2 = 1, without missed pairs; of the probability
+    of exceeding it; and of the terms x_j^2 K_ij^2 |T| of light keys, for |x|^2 = n.
     """
     num_queries, num_light, (allowed, delta, largest) = len(queries), len(points), bounds
     level = math.log(4.0 / delta)
@@ -348,7 +341,7 @@ def _light_sizes(
     rest, evaluations = torch.full_like(plan.draws, num_light), plan.evaluations
     for block, found, _ in kde.shared_buckets(plan.tables):
         rest -= torch.bincount(found // num_light, minlength=num_queries)
-        for some, drawn, used in light_draws(plan.draws, block, found, num_light, seed, _PILOT, squares.shape[1]):
+        for some, drawn, used in _light_draws(plan.draws, block, found, num_light, seed, _PILOT, squares.shape[1]):
             kernel = kde.pair_kernel(queries, points, some[:, None].expand_as(drawn), drawn).double()
             terms = kernel.masked_fill_(~used, 0.0).square_().unsqueeze(2) * squares[drawn] * num_light
             own[some] = terms.mean(1)
@@ -369,9 +362,10 @@ def _light_sizes(
         deviation = math.sqrt(num_queries * (8.0 * variance**2 + size**2 * spread / draws**3) * 2.0 / delta)
         return _MEDIAN * (num_queries * variance + deviation)
 
-    low, high = 1.0, 1.0
+    high = 1.0
     while error(high) > allowed and high < size:
-        low, high = high, 2.0 * high
+        high *= 2.0
+    low = 0.5 * high
     for _ in range(20):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if error(middle) > allowed else (low, middle)
@@ -383,16 +377,14 @@ def _light_sizes(
 
 
 def _check(queries: Tensor, keys: Tensor, x: Tensor, bandwidth: float) -> None:
-    """Raise an error for arguments that are not a product."""
-    shapes = f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, x {tuple(x.shape)}"
-    if queries.ndim != 2 or keys.ndim != 2 or x.ndim not in (1, 2) or queries.shape[1] != keys.shape[1]:
-        message = f"queries (n_queries, d), keys (n, d), x (n,) or (n, m) are needed; got {shapes}"
-    elif x.shape[0] != keys.shape[0]:
-        message = f"x needs one row for each key; got {shapes}"
-    elif not all(t.is_floating_point() for t in (queries, keys, x)):
-        message = "queries, keys and x must be of a floating type"
-    elif not 0.0 < bandwidth < math.inf:
-        message = f"bandwidth={bandwidth} must be a positive number"
-    else:
-        return
-    raise UnsupportedAttentionError(message)
+    """Refuse arguments that are not a product."""
+    fits = queries.ndim == keys.ndim == 2 and x.ndim in (1, 2) and queries.shape[1] == keys.shape[1]
+    if not fits or x.shape[0] != keys.shape[0]:
+        raise UnsupportedAttentionError(
+            "queries (n_queries, d), keys (n, d), x (n,) or (n, m), one row for each key, are needed; got queries "
+            f"{tuple(queries.shape)}, keys {tuple(keys.shape)}, x {tuple(x.shape)}"
+        )
+    if not all(t.is_floating_point() for t in (queries, keys, x)):
+        raise UnsupportedAttentionError("queries, keys and x must be of a floating type")
+    if not 0.0 < bandwidth < math.inf:
+        raise UnsupportedAttentionError(f"bandwidth={bandwidth} must be a positive number")

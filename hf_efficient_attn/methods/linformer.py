@@ -2,9 +2,9 @@
 
 Eq. 7: out = softmax(Q (E K)^T / sqrt(D)) F V with tables E and F (P x M) for sequences of up to M tokens, the same for
 all heads. `share` is the parameter sharing of section 4: "none" is headwise sharing, one E and one F for all heads of a
-layer; "kv" is key-value sharing, E = F; "layers" is layerwise sharing, one E = F for all layers and heads. Here the
-keys are contracted after W_K, which gives the same product. The Linformer defines its own attention and never switches
-by length.
+layer; "kv" is key-value sharing, E = F. Layerwise sharing, one table for all layers, is left out. Here the keys are
+contracted after W_K, which gives the same product. The Linformer defines its own attention and never switches by
+length.
 
 Departures from the paper, in which all sequences have M tokens:
 
@@ -47,9 +47,8 @@ class LinformerConfig(ProjectionConfig):
 
     share: str = option(
         "kv",
-        "'kv': one table for keys and values. 'none': one for each. 'layers': one for keys and values of all layers of "
-        "a model that have these hyperparameters.",
-        choices=("kv", "none", "layers"),
+        "'kv': one table for keys and values. 'none': one for each.",
+        choices=("kv", "none"),
         carried=True,
     )
 

@@ -177,13 +177,13 @@ class Distillation(Training):
         options = options or DistillationOptions()
         self.model, self.learning_rate, self.reduce = model, options.learning_rate, options.reduce
         self._loss, self._teacher, ids = loss, teacher, {id(p) for p in fixed}
-        # What holds learned parameters, of one layer or of several that share them, and the names of the groups.
+        # What holds the learned parameters of a layer, and the names of the groups.
         self._names: dict[LearnedParameters, str] = {}
         groups: dict[str, dict[str, Tensor]] = {}
         modules = [one for root in transformers_models(model) for one in attention_modules(root)]
         for module, location, *_ in modules:
             learned = learned_of(module)
-            if learned is None or learned.holder in self._names:
+            if learned is None or learned in self._names:
                 continue
             copies = {
                 name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
@@ -191,7 +191,7 @@ class Distillation(Training):
                 if id(p) not in ids
             }
             if copies:
-                self._names[learned.holder], groups[location.name] = location.name, copies
+                self._names[learned], groups[location.name] = location.name, copies
         if not groups:
             reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
             if reason is not None:
@@ -235,9 +235,9 @@ class Distillation(Training):
 
         def visit(call: Call) -> None:
             learned = learned_of(call.module)
-            if learned is None or learned.holder not in self._names or self._is_exact(call, learned.method):
+            if learned is None or learned not in self._names or self._is_exact(call, learned.method):
                 return
-            name = self._names[learned.holder]
+            name = self._names[learned]
             group, present = self.groups[name], learned.tensors()
             with torch.enable_grad():
                 copies = {key: group.get(key, p.detach()).to(p.dtype) for key, p in present.items()}

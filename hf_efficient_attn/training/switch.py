@@ -219,7 +219,7 @@ def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: 
         The parameters that were reused or have a copy of the values of one.
     """
     learned = learned_of(module)
-    if learned is None or learned.holder is not learned:
+    if learned is None:
         return []
     found = []
     starts_from = get_method(learned.method.method).starts_from

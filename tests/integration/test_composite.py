@@ -190,9 +190,6 @@ def test_unknown_parts_are_refused(model, folder, names):
     with pytest.raises(hea.UnsupportedAttentionError, match="Known: text_config, vision_config"):
         model.set_attn_implementation(names)
     assert chosen(model) == ["sdpa"] * 3
-
-
-def test_a_model_without_parts_refuses_parts():
     config = transformers.BertConfig(**TEXT)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"BertConfig has no parts such as 'text_config'"):
         transformers.AutoModel.from_config(config, attn_implementation={"text_config": "linear"})
@@ -256,13 +253,8 @@ def test_the_implementation_of_a_part_is_named_once(model, tmp_path):
 
 @pytest.mark.skipif(not hasattr(transformers, "LasrEncoder"), reason="this version of Transformers has no LASR")
 def test_convolutions_that_mask_padding_get_a_mask_of_the_keys():
-    sizes = {
-        **SIZES,
-        "num_hidden_layers": 1,
-        "subsampling_conv_channels": 16,
-        "num_mel_bins": 16,
-        "conv_kernel_size": 4,
-    }
+    sizes = {**SIZES, "num_hidden_layers": 1, "subsampling_conv_channels": 16, "num_mel_bins": 16}
+    sizes["conv_kernel_size"] = 4
     torch.manual_seed(0)
     model = transformers.LasrEncoder(transformers.LasrEncoderConfig(**sizes)).eval()
     mask = torch.ones(2, 80, dtype=torch.long)
@@ -284,11 +276,8 @@ def test_pooling_with_a_mask_of_its_own_keeps_rows_apart():
     model = transformers.Siglip2VisionModel(config).eval()
     mask = torch.ones(2, 36, dtype=torch.long)
     mask[1, 20:] = 0
-    inputs = {
-        "pixel_values": torch.randn(2, 36, 48),
-        "pixel_attention_mask": mask,
-        "spatial_shapes": torch.tensor([[6, 6], [4, 5]]),
-    }
+    inputs = {"pixel_values": torch.randn(2, 36, 48), "pixel_attention_mask": mask}
+    inputs["spatial_shapes"] = torch.tensor([[6, 6], [4, 5]])
     with torch.no_grad():
         exact = model(**inputs).pooler_output
         ours = hea.convert(model, "kdeformer")(**inputs).pooler_output

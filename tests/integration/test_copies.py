@@ -13,7 +13,7 @@ from tiny_models import METHODS, SMALL, output, tiny_batch, tiny_model
 CASES = [
     *((family, method, {}) for family in ("bert", "vit") for method in METHODS),
     *(("llama", method, {}) for method in METHODS if hea.method_info(method).causal),
-    *(("bert", "linformer", {"share": share}) for share in ("layers", "kv")),
+    ("bert", "linformer", {"share": "kv"}),
     ("distilbert", "flurka_linear", {}),
 ]
 CHOSEN = {"kdeformer", "linear", "linformer", "flurka_linear", "flurka_eva", "eva"}
@@ -130,14 +130,3 @@ def test_functional_call(family, method, more):
     expected = output(scaled(model, 2.0), inputs)
     with torch.no_grad():
         assert torch.equal(torch.func.functional_call(model, parameters, (), inputs)[0], expected)
-
-
-def test_a_layer_of_a_replica_without_its_model():
-    model = model_of("bert", "linformer", {"share": "layers"})
-    (replica,) = replicate(model, 1)
-    states = torch.zeros(1, 70, 32)
-    replica.encoder.layer[0].attention(states)
-    with pytest.raises(hea.UnsupportedAttentionError, match="call the model"):
-        replica.encoder.layer[1].attention(states)
-    replica(**tiny_batch("bert"))
-    replica.encoder.layer[1].attention(states)

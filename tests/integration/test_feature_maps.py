@@ -7,11 +7,11 @@ from transformers import AutoModel, AutoTokenizer
 import hf_efficient_attn as hea
 from each import differs
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
-from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.ops.features import LEARNED, count_features, start_map
 from instances import inputs
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import load
+from test_learned import learned_in, shake
 from tiny_models import DECODERS, tiny_batch, tiny_model
 
 METHODS = ("linear", "performer")
@@ -64,7 +64,7 @@ def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
     torch.testing.assert_close(found, wanted)
     model = tiny_model("llama")
     hea.convert(model, "linear", feature_map=feature_map, num_features=12)
-    shapes = {p.shape[0] for m in model.modules() if isinstance(m, LearnedParameters) for p in m.parameters()}
+    shapes = {p.shape[0] for m in learned_in(model).values() for p in m.parameters()}
     assert shapes == {model.config.num_key_value_heads}
 
 
@@ -103,16 +103,6 @@ def test_refusals():
         hea.LinearConfig(feature_map="hedghog")
 
 
-def trained(model, seed: int = 3):
-    """Random values in all learned parameters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in model.modules():
-            for p in module.parameters() if isinstance(module, LearnedParameters) else ():
-                p.copy_(torch.randn(p.shape, generator=generator))
-    return model
-
-
 @pytest.mark.parametrize("feature_map", LEARNED)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", DECODERS)
@@ -122,7 +112,8 @@ def test_decoding_from_a_state_uses_the_trained_maps(family, method, feature_map
     hea.convert(model, method, feature_map=feature_map, num_features=12)
     ids = tiny_batch(family, length=30)["input_ids"]
     untrained = model(ids).logits
-    trained(model).save_pretrained(tmp_path)
+    shake(model)
+    model.save_pretrained(tmp_path)
     model, found = type(model).from_pretrained(tmp_path).eval(), []
     for parts in ((30,), (20, 5, 1, 4)):
         model.zero_grad()

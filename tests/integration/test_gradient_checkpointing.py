@@ -71,7 +71,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("method", ["kdeformer", "linear"])
+@pytest.mark.parametrize("method", ["kdeformer", pytest.param("linear", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_gradients(name, method):
     if not case(name).model_class.supports_gradient_checkpointing:
@@ -79,9 +79,8 @@ def test_the_same_gradients(name, method):
     check(name, method)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["Aimv2Text", "Bert"])
+@pytest.mark.parametrize("name", ["Bert", pytest.param("Aimv2Text", marks=pytest.mark.exhaustive)])
 def test_every_method(name, method):
     if name == "Aimv2Text" and not hea.method_info(method).causal:
         pytest.skip("AIMv2's text model is causal")

@@ -1,10 +1,8 @@
 """Learned parameters in models: initialization, training, saving, loading, offloading, and switching the method."""
 
 import copy
-import io
 
 import pytest
-import safetensors
 import torch
 import transformers
 
@@ -44,13 +42,17 @@ def missing_keys(info) -> set:
 
 @each
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_has_its_own_parameters(family, method):
+def test_every_layer_has_its_own_parameters_with_gradients(family, method):
     model = convert(tiny_model(family), method)
     found = list(learned_in(model).values())
     assert len(found) == 2
     assert set(dict(found[0].named_parameters())) == set(get_method(method).info.learned_parameters)
     assert not {id(p) for p in found[0].parameters()} & {id(p) for p in found[1].parameters()}
-    output(model, tiny_batch(family, padding="right"))
+    shake(model)
+    model.train()(**tiny_batch(family, padding="right"))[0].square().mean().backward()
+    for module in found:
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
 @each
@@ -87,26 +89,6 @@ def test_a_checkpoint_without_learned_parameters_starts_as_conversion_does(metho
     assert torch.equal(output(loaded, inputs), output(converted, inputs))
 
 
-@each
-def test_constructor_and_from_config_make_learned_parameters(method):
-    config = tiny_config("bert")
-    config.efficient_attention = {"method": method, **LEARNING[method]}
-    for model in (tiny_class("bert")(config), transformers.AutoModel.from_config(config)):
-        start = next(iter(learned_in(model).values()))
-        for name, value in start.start_values().items():
-            assert torch.equal(getattr(start, name), value)
-
-
-@each
-def test_learned_parameters_get_gradients(method):
-    model = convert(tiny_model("bert", head=True), method).train()
-    shake(model)
-    model(**tiny_batch("bert", padding="right")).logits.square().mean().backward()
-    for module in learned_in(model).values():
-        for name, parameter in module.named_parameters():
-            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_learned_parameters_of_decoders(family):
     model, inputs = convert(tiny_model(family, head=True), "eva"), tiny_batch(family, padding="left")
@@ -120,11 +102,6 @@ def test_learned_parameters_of_decoders(family):
 
 @each
 def test_another_method_removes_learned_parameters(method):
-    check_removal(lambda model: convert(model, method))
-
-
-def check_removal(change):
-    """Switching a model back removes what `change` has added."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
     exact, keys = output(model, inputs), model.state_dict().keys()
     for back in (
@@ -132,7 +109,7 @@ def check_removal(change):
         lambda: hea.convert(model, "kdeformer"),
         lambda: model.set_attn_implementation("sdpa"),
     ):
-        shake(change(model))
+        shake(convert(model, method))
         assert not torch.equal(output(model, inputs), exact)
         back()
         assert not learned_in(model)
@@ -141,36 +118,23 @@ def check_removal(change):
 
 
 @each
-def test_learned_parameters_of_some_layers(method, tmp_path):
-    model = convert(tiny_model("bert"), method, layers=[1])
+def test_learned_parameters_of_one_layer_and_the_same_choice_again(method, tmp_path):
+    model, inputs = convert(tiny_model("bert"), method, layers=[1]), tiny_batch("bert")
     assert [name.split(".")[2] for name in learned_in(model)] == ["1"]
     shake(model)
-    inputs = tiny_batch("bert")
     first = output(model, inputs)
     model.save_pretrained(tmp_path)
     assert torch.equal(output(tiny_class("bert").from_pretrained(tmp_path), inputs), first)
+    assert torch.equal(output(convert(model, method, layers=[1]), inputs), first)
     hea.convert(model, {"method": method, "layers": [0, 1], **LEARNING[method]})
-    kept = learned_in(model)
-    assert len(kept) == 2 and torch.equal(output(model, inputs), output(model, inputs))
+    assert len(learned_in(model)) == 2
 
 
-@each
-def test_the_same_choice_again_keeps_what_was_learned(method):
-    model = convert(tiny_model("bert"), method)
-    shake(model)
-    inputs = tiny_batch("bert")
-    first = output(model, inputs)
-    assert torch.equal(output(convert(model, method), inputs), first)
-
-
-def test_sequences_longer_than_the_tables_are_refused():
+def test_sequences_longer_than_the_tables_are_refused_and_positions_are_extended_before_them():
     model = convert(tiny_model("bert"), "linformer", max_length=20)
     with pytest.raises(hea.UnsupportedAttentionError, match="max_length"):
         output(model, tiny_batch("bert"))
-
-
-def test_positions_are_extended_before_the_tables():
-    model = convert(tiny_model("bert"), "linformer")
+    convert(model, "linformer")
     with pytest.raises(hea.UnsupportedAttentionError, match="convert it to 'sdpa'"):
         hea.extend_positions(model, 300)
     hea.extend_positions(hea.convert(model, "sdpa"), 300)
@@ -179,153 +143,12 @@ def test_positions_are_extended_before_the_tables():
     hea.extend_positions(convert(model, "nystromformer"), 310)
 
 
-# One table that all layers share
-
-SHARED = {"projection_dim": 16, "share": "layers"}
-TABLE = "key_projection"
-
-
-def tables_in(model) -> list[str]:
-    """The names under which a model's state holds tables."""
-    return [name for name in model.state_dict() if TABLE in name]
-
-
-def holders(model) -> set[int]:
-    """Addresses of the tables that the layers compute with."""
-    return {m.tensors()[TABLE].data_ptr() for m in learned_in(model).values()}
-
-
-def share(model, **options):
-    return hea.convert(model, "linformer", **SHARED, **options)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_shared_table_exists_once(family, tmp_path):
-    plain = tiny_model(family, head=True)
-    before = sum(p.numel() for p in plain.parameters())
-    model, inputs = share(plain), tiny_batch(family, padding="right")
-    (name,) = tables_in(model)
-    table = model.get_parameter(name)
-    assert len(learned_in(model)) == 2
-    assert len(holders(model)) == 1
-    assert sum(p.numel() for p in model.parameters()) == model.num_parameters() == before + table.numel()
-    start = output(model, inputs)
-    # The start values are those of one table per layer.
-    assert torch.equal(start, output(hea.convert(copy.deepcopy(model), "linformer", projection_dim=16), inputs))
-    shake(model)
-    first = output(model, inputs)
-    assert not torch.equal(first, start)
-    for turn in range(2):
-        model.save_pretrained(tmp_path / str(turn))
-        with safetensors.safe_open(tmp_path / str(turn) / "model.safetensors", "pt") as file:
-            (saved,) = (file.get_tensor(key) for key in file.keys() if TABLE in key)  # noqa: SIM118
-        assert torch.equal(saved, table)
-        model, info = tiny_class(family, head=True).from_pretrained(tmp_path / str(turn), output_loading_info=True)
-        assert not missing_keys(info)
-        assert len(learned_in(model)) == 2
-        assert len(holders(model)) == 1
-        assert torch.equal(model.get_parameter(name), table)
-        assert torch.equal(output(model, inputs), first)
-    # A body loads what was saved with a head.
-    body = tiny_class(family).from_pretrained(tmp_path / "0")
-    assert tables_in(body) and len(holders(body)) == 1
-    assert torch.equal(body.get_parameter(tables_in(body)[0]), table)
-
-
-def test_a_shared_table_is_the_table_of_every_layer(caplog, tmp_path):
-    """Equal to one table per layer with the same values: its gradient is their sum, and a step changes all layers."""
-    model = share(tiny_model("bert", head=True))
-    apart = hea.convert(copy.deepcopy(model), "linformer", projection_dim=16, share="kv")
-    shake(model)
-    (name,), inputs = tables_in(model), tiny_batch("bert", padding="right")
-    table = model.get_parameter(name)
-    separate = [m.get_parameter(TABLE) for m in learned_in(apart).values()]
-    assert len({p.data_ptr() for p in separate}) == 2
-    with torch.no_grad():
-        for parameter in separate:
-            parameter.copy_(table)
-    assert torch.equal(output(model, inputs), output(apart, inputs))
-    for m in (model, apart):
-        m(**inputs).logits.square().mean().backward()
-    torch.testing.assert_close(table.grad, separate[0].grad + separate[1].grad)
-    assert all(p.grad.abs().sum() > 0 for p in separate)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    old = table.detach().clone()
-    optimizer.step()
-    for module in learned_in(model).values():
-        assert torch.equal(module.tensors()[TABLE], table)
-        assert not torch.equal(module.tensors()[TABLE], old)
-    # A checkpoint without a table loads without a warning and starts as conversion does.
-    tiny_model("bert", head=True).save_pretrained(tmp_path)
-    choice = {"method": "linformer", **SHARED}
-    loaded = transformers.AutoModelForMaskedLM.from_pretrained(
-        tmp_path, attn_implementation="linformer", efficient_attention=choice
-    )
-    assert "corrupt" not in caplog.text
-    assert torch.equal(output(loaded, inputs), output(share(tiny_model("bert", head=True)), inputs))
-
-
-def test_a_table_shared_by_some_layers(tmp_path):
-    sizes, inputs = {"num_hidden_layers": 4}, tiny_batch("bert", padding="right")
-    model = share(tiny_model("bert", **sizes), layers=[1, 3])
-    assert [name.split(".")[2] for name in learned_in(model)] == ["1", "3"]
-    assert [name.split(".")[2] for name in tables_in(model)] == ["1"]
-    shake(model)
-    table, first = model.get_parameter(tables_in(model)[0]), output(model, inputs)
-    model.save_pretrained(tmp_path)
-    loaded = tiny_class("bert").from_pretrained(tmp_path)
-    assert len(holders(loaded)) == 1
-    assert torch.equal(output(loaded, inputs), first)
-    # The table stays as long as one layer that uses it remains, whichever layer is the first.
-    for layers in ([0, 1, 2], [2, 3], [3], [0, 3]):
-        share(model, layers=layers)
-        assert [int(name.split(".")[2]) for name in learned_in(model)] == layers
-        assert [int(name.split(".")[2]) for name in tables_in(model)] == layers[:1]
-        assert holders(model) == {table.data_ptr()}
-    hea.convert(model, {"method": "linformer", "layers": [{"layers": [0], "method": "linformer", **SHARED},
-                {"layers": [1, 2], "method": "linformer", **SHARED, "projection_dim": 8}]})  # fmt: skip
-    assert [tuple(model.get_parameter(name).shape) for name in tables_in(model)] == [(16, 128), (8, 128)]
-    assert table.data_ptr() in holders(model)
-
-
-def test_another_method_removes_a_shared_table():
-    check_removal(share)
-    assert len(tables_in(hea.convert(share(tiny_model("bert")), "linformer", projection_dim=16))) == 2
-
-
-def test_a_shared_table_in_copies_and_graphs():
-    model, inputs = share(tiny_model("bert")), tiny_batch("bert", padding="left")
-    shake(model)
-    first = output(model, inputs)
-    twin, file = copy.deepcopy(model), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    shake(model)
-    for other in (twin, torch.load(file, weights_only=False)):
-        assert len(holders(other)) == 1
-        assert not holders(other) & holders(model)
-        assert torch.equal(output(other, inputs), first)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(output(compiled, inputs), output(model, inputs))
-    assert len(holders(model.double())) == 1
-    # Several models in one container have one table each.
-    both = torch.nn.ModuleList([share(tiny_model("bert")), share(tiny_model("bert"))])
-    assert len(holders(both)) == 2
-
-
-def test_a_method_without_parameters_needs_no_sizes():
-    model = hea.convert(tiny_model("bert"), "nystromformer")
-    assert not learned_in(model)
-
-
 # Models whose modules are moved to memory only for their own forward
 
 
 OFFLOADED = {
     "eva": LEARNING["eva"],
     "linformer": LEARNING["linformer"],
-    "linformer of all layers": {"method": "linformer", **SHARED},
     "nystromformer": LEARNING["nystromformer"],
     "flurka_linear": {"projection_dim": 16},
     "flurka_performer": {"projection_dim": 16},
@@ -379,42 +202,31 @@ def test_an_offloaded_model_cannot_be_given_parameters():
 
 
 @each
-def test_two_models_of_one_config(method):
-    config, inputs = tiny_config("bert"), tiny_batch("bert")
+def test_a_config_that_was_changed_without_the_model(method):
+    """Through another model with the same config object, or by hand."""
+    config, inputs, ask = tiny_config("bert"), tiny_batch("bert"), r"hf_efficient_attn\.convert"
     first, second = (tiny_class("bert")(config).eval() for _ in range(2))
-    convert(first, method)
-    output(first, inputs)
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"has no learned parameters.*hf_efficient_attn\.convert"):
+    output(convert(first, method), inputs)
+    with pytest.raises(hea.UnsupportedAttentionError, match=f"has no learned parameters.*{ask}"):
         output(second, inputs)
-    hea.convert(second, "kdeformer")
-    output(second, inputs)
-
-
-@each
-def test_an_implementation_set_by_hand(method):
-    model, inputs = tiny_model("bert"), tiny_batch("bert")
+    output(hea.convert(second, "kdeformer"), inputs)
+    model = tiny_model("bert")
     model.config._attn_implementation = method
-    if method == "linformer":  # the others learn nothing by default
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"hf_efficient_attn\.convert"):
-            output(model, inputs)
     model.config.efficient_attention = {"method": method, **LEARNING[method]}
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"hf_efficient_attn\.convert"):
+    with pytest.raises(hea.UnsupportedAttentionError, match=ask):
         output(model, inputs)
     output(convert(model, method), inputs)
 
 
-def test_parameters_of_other_hyperparameters():
+def test_parameters_of_other_hyperparameters_and_of_a_compiled_model():
     model, inputs = convert(tiny_model("bert"), "linformer"), tiny_batch("bert")
     model.config.efficient_attention = {"method": "linformer", "projection_dim": 8}
     with pytest.raises(hea.UnsupportedAttentionError, match=r"has learned parameters of Linformer.*convert"):
         output(model, inputs)
-
-
-def test_missing_parameters_are_noticed_in_a_compiled_model():
     model = tiny_model("bert")
     model.config._attn_implementation = "linformer"
     with pytest.raises(Exception, match=r"hf_efficient_attn\.convert"):
-        output(torch.compile(model, fullgraph=True, backend="eager"), tiny_batch("bert"))
+        output(torch.compile(model, fullgraph=True, backend="eager"), inputs)
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
@@ -438,14 +250,8 @@ def _deepseek():
 
 
 def _spectrogram():
-    config = transformers.ASTConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_length=80,
-        num_mel_bins=32,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.ASTConfig(**sizes, max_length=80, num_mel_bins=32)
     return transformers.ASTModel(config), lambda: {"input_values": torch.randn(2, 80, 32)}
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.integration.recurrent import StateLayer
+from hf_efficient_attn.integration.cache import StateLayer
 from hf_efficient_attn.methods import get_method
 from instances import inputs, numbers, padding_mask
+from test_learned import learned_in, shake
 from tiny_models import output, tiny_batch, tiny_class, tiny_model
 
 FEATURES = ("elu", "hedgehog", "t2r", "exp")
@@ -132,11 +132,7 @@ def test_parameters_that_are_refused_and_the_budget():
 def shaken(family: str, **options):
     """A converted model whose learned parameters do not have their start values."""
     model = hea.convert(tiny_model(family, head=True), config(**options))
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, LearnedParameters):
-                for parameter in module.parameters():
-                    parameter += 0.3 * torch.randn_like(parameter)
+    shake(model)
     return model
 
 
@@ -171,9 +167,7 @@ def test_a_saved_model_gives_the_far_part_alone(tmp_path):
     assert torch.equal(output(again, inputs), output(model, inputs))
     choice = config(window_size=0).to_dict()
     alone = tiny_class("gpt2", head=True).from_pretrained(tmp_path, efficient_attention=choice)
-    for own, other in zip(
-        *([m for m in x.modules() if isinstance(m, LearnedParameters)] for x in (alone, model)), strict=True
-    ):
+    for own, other in zip(*(learned_in(x).values() for x in (alone, model)), strict=True):
         assert set(own.tensors()) == {"query_map", "key_map"}
         assert all(torch.equal(x, other.tensors()[name]) for name, x in own.tensors().items())
     assert not torch.allclose(output(alone, inputs), output(model, inputs))

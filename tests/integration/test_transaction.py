@@ -21,44 +21,19 @@ PACKAGE = pathlib.Path(hea.__file__).parent
 FOLDERS = (str(PACKAGE / "integration"), str(PACKAGE / "conversion"))
 
 LINFORMER = {"method": "linformer", "projection_dim": 8}
-SHARED = {"method": "linformer", "projection_dim": 8, "share": "layers"}
 EVA = {"method": "eva", "window_size": 8, "num_landmarks": 8, "proposal": "learned"}
-NYSTROMFORMER = {"method": "nystromformer", "num_landmarks": 8, "conv_kernel_size": 3}
-FLURKA = {"method": "flurka_linear", "projection_dim": 8}
-KDEFORMER = {"method": "kdeformer", **SMALL["kdeformer"]}
-MIX = {
-    "method": "linformer",
-    "layers": [{"layers": [0], **LINFORMER}, {"layers": [1], **EVA}],
-}
-PART = {**LINFORMER, "layers": [1]}
 CHOICES = {
     "exact": "sdpa",
     "eager": "eager",
-    "kdeformer": KDEFORMER,
+    "kdeformer": {"method": "kdeformer", **SMALL["kdeformer"]},
     "linformer": LINFORMER,
-    "shared": SHARED,
+    "separate": {**LINFORMER, "share": "none"},
     "eva": EVA,
-    "flurka": FLURKA,
-    "nystromformer": NYSTROMFORMER,
-    "mix": MIX,
-    "part": PART,
+    "flurka": {"method": "flurka_linear", "projection_dim": 8},
+    "nystromformer": {"method": "nystromformer", "num_landmarks": 8, "conv_kernel_size": 3},
+    "mix": {"method": "linformer", "layers": [{"layers": [0], **LINFORMER}, {"layers": [1], **EVA}]},
+    "part": {**LINFORMER, "layers": [1]},
 }
-# All kinds of switches: exact, without parameters, learned, learned in some layers.
-SWITCHES = [
-    ("linformer", "flurka"),
-    *(
-        pytest.param(start, end, marks=pytest.mark.exhaustive)
-        for start, end in [
-            ("exact", "mix"), ("shared", "part"), ("mix", "exact"),
-            ("exact", "linformer"), ("exact", "shared"), ("kdeformer", "nystromformer"), ("linformer", "eva"),
-            ("linformer", "shared"), ("mix", "linformer"), ("linformer", "kdeformer"), ("linformer", "exact"),
-            ("shared", "eager"),
-        ]
-    ),
-]  # fmt: skip
-
-# Every fourth call, or every one.
-some_or_all = pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
 def convert(model, choice: str):
@@ -144,12 +119,64 @@ class FailAt:
         return self.look
 
 
-def check_every_failure(model, switch, inputs=None, lines=False, step=1) -> None:
+def composite():
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        tiny_config("bert"), tiny_config("bert", is_decoder=True, add_cross_attention=True)
+    )
+    return transformers.EncoderDecoderModel(config).eval()
+
+
+def bert(start: str):
+    return trained(convert(tiny_model("bert"), start))
+
+
+def bert_and_vit(start: str):
+    return trained(torch.nn.ModuleList([convert(tiny_model("bert"), start), convert(tiny_model("vit"), start)]))
+
+
+def by_convert(end: str):
+    return lambda model: convert(model, end)
+
+
+def by_name(name):
+    return lambda model: model.set_attn_implementation(name)
+
+
+# A model, how it is switched, and one of how many calls fails in the core suite.
+CORE = [
+    (bert, "linformer", by_convert("flurka"), 9),
+    (bert, "exact", by_name("linformer"), 15),
+    (bert, "separate", by_name("kdeformer"), 15),
+    (bert, "kdeformer", by_name("sdpa"), 15),
+    (bert_and_vit, "linformer", by_convert("kdeformer"), 40),
+    (lambda _: composite(), "", by_name({"encoder": "linformer", "decoder": "linear"}), 40),
+]
+ENDS = [
+    ("exact", "mix"), ("separate", "part"), ("mix", "exact"), ("exact", "linformer"), ("exact", "separate"),
+    ("kdeformer", "nystromformer"), ("linformer", "eva"), ("linformer", "separate"), ("mix", "linformer"),
+    ("linformer", "kdeformer"), ("linformer", "exact"), ("separate", "eager"),
+]  # fmt: skip
+REST = [(make, start, switch, 1) for make, start, switch, _ in CORE]
+REST += [(bert, start, by_convert(end), 1) for start, end in ENDS]
+REST += [(bert_and_vit, start, by_convert(end), 4) for start, end in (("kdeformer", "linformer"), ("mix", "exact"))]
+REST += [(bert, start, by_name(name), 1) for start in ("exact", "separate") for name in ("kdeformer", "eager")]
+
+
+@pytest.mark.parametrize(
+    ("make", "start", "switch", "step"), [*CORE, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in REST)]
+)
+def test_a_switch_fails_at_every_call(make, start, switch, step):
+    check_every_failure(make(start), switch, step=step)
+
+
+@pytest.mark.parametrize("step", [70, pytest.param(7, marks=pytest.mark.exhaustive)])
+def test_convert_fails_at_every_line(step):
+    check_every_failure(bert("separate"), by_convert("mix"), lines=True, step=step)
+
+
+def check_every_failure(model, switch, lines=False, step=1) -> None:
     """Let a switch fail at every call (line) until it succeeds; after each failure nothing may have changed."""
-    before = State(model)
-    out = None if inputs is None else output(model, inputs)
-    errors = (MemoryError, KeyboardInterrupt, UserWarning)
-    k = 0
+    before, k, errors = State(model), 0, (MemoryError, KeyboardInterrupt, UserWarning)
     while True:
         error = errors[k // step % len(errors)]("provoked")
         with FailAt(k, error, lines) as failure:
@@ -161,52 +188,8 @@ def check_every_failure(model, switch, inputs=None, lines=False, step=1) -> None
             break
         before.check(model)
         k += step
-    assert k > 20 * step
-    if out is not None:
-        assert not torch.equal(output(model, inputs), out)
-
-
-@some_or_all
-@pytest.mark.parametrize(("start", "end"), SWITCHES)
-def test_convert_fails_at_every_call(start, end, step):
-    model = trained(convert(tiny_model("bert"), start))
-    check_every_failure(model, lambda model: convert(model, end), tiny_batch("bert"), step=step)
-
-
-@pytest.mark.parametrize("step", [35, pytest.param(7, marks=pytest.mark.exhaustive)])
-def test_convert_fails_at_every_line(step):
-    model = trained(convert(tiny_model("bert"), "shared"))
-    check_every_failure(model, lambda model: convert(model, "mix"), tiny_batch("bert"), lines=True, step=step)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("start", "end"), [("kdeformer", "linformer"), ("linformer", "kdeformer"), ("mix", "exact")])
-def test_several_models_in_one_container_fail_at_every_call(start, end):
-    both = torch.nn.ModuleList([convert(tiny_model("bert"), start), convert(tiny_model("vit"), start)])
-    check_every_failure(trained(both), lambda model: convert(model, end), step=4)
-
-
-@some_or_all
-@pytest.mark.parametrize("name", ["linformer", "kdeformer", "sdpa", "eager"])
-@pytest.mark.parametrize("start", ["exact", "kdeformer", "shared"])
-def test_set_attn_implementation_fails_at_every_call(start, name, step):
-    model = trained(convert(tiny_model("bert"), start))
-    if model.config._attn_implementation == name:
-        pytest.skip("no switch")
-    check_every_failure(model, lambda model: model.set_attn_implementation(name), step=step)
-
-
-def composite():
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_config("bert"), tiny_config("bert", is_decoder=True, add_cross_attention=True)
-    )
-    return transformers.EncoderDecoderModel(config).eval()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("choice", ["linear", {"encoder": "linformer", "decoder": "linear"}], ids=["name", "parts"])
-def test_a_composite_model_fails_at_every_call(choice):
-    check_every_failure(composite(), lambda model: model.set_attn_implementation(choice), step=9)
+    assert k > 4 * step
+    assert State(model).configs != before.configs
 
 
 def test_a_warning_that_is_an_error_changes_nothing():
@@ -229,29 +212,31 @@ def test_a_warning_that_is_an_error_changes_nothing():
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_refused_container_keeps_the_models_in_it(order):
     inputs = tiny_batch("bert")
-    for start, end in (("exact", "linformer"), ("linformer", "reformer"), ("shared", "reformer"), ("mix", "linformer")):
-        bert = trained(convert(tiny_model("bert"), start))
-        container = torch.nn.ModuleList([tiny_model("gpt2"), bert][::order])
-        before, out = State(container), output(bert, inputs)
+    for start, end in (
+        ("exact", "linformer"),
+        ("linformer", "reformer"),
+        ("separate", "reformer"),
+        ("mix", "linformer"),
+    ):
+        model = bert(start)
+        container = torch.nn.ModuleList([tiny_model("gpt2"), model][::order])
+        before, out = State(container), output(model, inputs)
         with pytest.raises(Refused, match="no causal form"):
             hea.convert(container, end)
         before.check(container)
-        assert torch.equal(output(bert, inputs), out)
+        assert torch.equal(output(model, inputs), out)
 
 
 def tiny_gpt_oss():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.GptOssConfig(
-        **sizes, head_dim=8, intermediate_size=16, vocab_size=60, num_local_experts=2, num_experts_per_tok=1,
-        layer_types=["full_attention"] * 2,
-    )  # fmt: skip
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
+    config = transformers.GptOssConfig(**sizes, **experts, head_dim=8, intermediate_size=16, vocab_size=60)
     return transformers.GptOssModel(config).eval()
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_model_that_refuses_sdpa_keeps_the_others(order):
-    bert = trained(convert(tiny_model("bert"), "linformer"))
-    container = torch.nn.ModuleList([tiny_gpt_oss(), bert][::order])
+    container = torch.nn.ModuleList([tiny_gpt_oss(), bert("linformer")][::order])
     before = State(container)
     with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
         hea.convert(container, "sdpa")
@@ -259,8 +244,9 @@ def test_a_model_that_refuses_sdpa_keeps_the_others(order):
 
 
 def test_loading_leaves_the_callers_config_alone(tmp_path):
+    auto, folder = transformers.AutoModel, tmp_path / "gpt2"
     tiny_model("bert").save_pretrained(tmp_path)
-    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    tiny_model("gpt2").save_pretrained(folder)
     causal = {"is_decoder": True, "add_cross_attention": True}
     encoder, decoder = tiny_config("bert"), tiny_config("bert", **causal)
     pair = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
@@ -268,18 +254,10 @@ def test_loading_leaves_the_callers_config_alone(tmp_path):
     pair.encoder._attn_implementation = pair.decoder._attn_implementation = "reformer"
     wrong_layers = tiny_config("bert", efficient_attention={"method": "linear", "layers": [9]})
     for config, load in (
-        (
-            tiny_config("gpt2"),
-            lambda config: transformers.AutoModel.from_config(config, attn_implementation="reformer"),
-        ),
-        (
-            tiny_config("gpt2"),
-            lambda config: transformers.AutoModel.from_pretrained(
-                tmp_path / "gpt2", config=config, attn_implementation="reformer"
-            ),
-        ),
-        (wrong_layers, lambda config: transformers.AutoModel.from_pretrained(tmp_path, config=config)),
-        (wrong_layers, transformers.AutoModel.from_config),
+        (tiny_config("gpt2"), lambda config: auto.from_config(config, attn_implementation="reformer")),
+        (tiny_config("gpt2"), lambda c: auto.from_pretrained(folder, config=c, attn_implementation="reformer")),
+        (wrong_layers, lambda config: auto.from_pretrained(tmp_path, config=config)),
+        (wrong_layers, auto.from_config),
         (pair, transformers.EncoderDecoderModel),
         (pair, transformers.AutoModelForSeq2SeqLM.from_config),
     ):
@@ -296,7 +274,7 @@ def sub_configs(config) -> list:
 
 
 def test_loading_fails_at_every_call(tmp_path):
-    convert(tiny_model("bert"), "shared").save_pretrained(tmp_path)
+    convert(tiny_model("bert"), "separate").save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     before = copy.deepcopy(vars(config))
     k = 0
@@ -309,14 +287,14 @@ def test_loading_fails_at_every_call(tmp_path):
         assert vars(config) == before
         if not failure.raised:
             break
-        k += 11
+        k += 29
     assert k > 100
 
 
 def test_an_interrupted_restoration_starts_again(monkeypatch):
-    from hf_efficient_attn.integration.transaction import Snapshot
+    from hf_efficient_attn.integration.models import Snapshot
 
-    model, restore, calls = trained(convert(tiny_model("bert"), "linformer")), Snapshot._restore, []
+    model, restore, calls = bert("linformer"), Snapshot._restore, []
 
     def interrupted(self):
         calls.append(None)

@@ -13,7 +13,7 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, QuantizedLayer
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.integration.recurrent import StateLayer
+from hf_efficient_attn.integration.cache import StateLayer
 from tiny_models import DECODERS, EXACT, METHODS, SAME_BY_STEP, SIZES, SMALL, TEXT, tiny_batch, tiny_model
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "guides" / "running.md").read_text(encoding="utf-8")

@@ -14,19 +14,16 @@ from hf_efficient_attn.methods import methods_with
 from test_learned import learned_in, shake
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
-# What is enough for the core suite: features, a window, sampled keys, learned projections.
-CHOSEN = ("linear", "longformer", "kdeformer", "linformer")
+# What is enough for the core suite: sampled keys, and learned projections.
+CHOSEN = ("kdeformer", "linformer")
+EXPORTABLE = methods_with("exportable")
 # (batch, length). The last row of a batch has a third less.
 LENGTHS = ((2, 70), (3, 70), (2, 40), (1, 128))
 
 
-def methods(*left_out: str):
-    """All methods but some; those that are not chosen run in the exhaustive suite."""
-    return [
-        pytest.param(name, marks=() if name in CHOSEN else pytest.mark.exhaustive)
-        for name in METHODS
-        if name not in left_out
-    ]
+each_method = pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.exhaustive) for name in METHODS]
+)
 
 
 class Positional(nn.Module):
@@ -61,7 +58,7 @@ def saved_and_loaded(program) -> nn.Module:
     return torch.export.load(file).module()
 
 
-@pytest.mark.parametrize("method", methods())
+@each_method
 @pytest.mark.parametrize("family", MODELS)
 def test_an_exported_graph_of_fixed_shapes(family, method):
     make, names = MODELS[family]
@@ -71,7 +68,7 @@ def test_an_exported_graph_of_fixed_shapes(family, method):
         torch.testing.assert_close(loaded(*make(2, 70)), model(*make(2, 70)), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", methods())
+@each_method
 @pytest.mark.parametrize("family", MODELS)
 def test_an_exported_graph_of_dynamic_shapes(family, method):
     """One graph for other batches, and, if the inputs are texts, other lengths and masks."""
@@ -86,7 +83,9 @@ def test_an_exported_graph_of_dynamic_shapes(family, method):
             torch.testing.assert_close(loaded(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", methods_with("exportable"))
+@pytest.mark.parametrize(
+    "method", ["longformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in EXPORTABLE if x != "longformer")]
+)
 @pytest.mark.parametrize(
     "family", ["bert", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MODELS if x != "bert")]
 )
@@ -109,7 +108,7 @@ def test_a_model_in_onnx(family, method, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["dynamic", "mark_dynamic"])
-@pytest.mark.parametrize("method", methods())
+@each_method
 def test_a_compiled_model_of_dynamic_lengths(method, way):
     """No length but the first one is compiled."""
     graphs = []
@@ -150,7 +149,7 @@ def weight_only_int8(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("quantize", [dynamic_int8, weight_only_int8])
-@pytest.mark.parametrize("method", methods())
+@each_method
 @pytest.mark.parametrize("family", ["bert", "vit", *DECODERS])
 def test_int8_weights(family, method, quantize):
     if family in DECODERS and not hea.method_info(method).causal:

@@ -79,43 +79,52 @@ def test_too_few_draws_break_the_bound(monkeypatch):
     assert outside(light, 640, 0.8, 4) == 4
 
 
-def test_heavy_keys_are_found():
+def approx(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1, **options):
+    return hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=bandwidth, eps=eps, delta=delta, **options)
+
+
+def test_heavy_keys_and_coordinates_are_found():
     """FindHeavy against the dense kernel: it finds almost all pairs with K_ij >= n^-alpha."""
-    n = 1024
-    queries, keys, x = clustered(n, 0)
-    _, report = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.5, delta=0.1, alpha=0.25)
+    queries, keys, x = clustered(1024, 0)
+    _, report = approx(queries, keys, x, eps=0.5, alpha=0.25)
     assert not report.exact
-    true = (dense(queries, keys) >= n**-0.25).sum(1)
+    true = (dense(queries, keys) >= 1024**-0.25).sum(1)
     assert (report.heavy_keys <= true).all()
-    assert report.heavy_keys.sum() > 0.97 * true.sum() > 8 * n
+    assert report.heavy_keys.sum() > 0.97 * true.sum() > 8 * 1024
+    queries, keys, x = heavy_tailed(640, 0)
+    _, report = approx(queries, keys, x)
+    assert 0 < (x.abs() > 2).sum() <= report.heavy_coordinates < 640 / 4
+    _, paper = approx(queries, keys, x, gamma=0.109)
+    assert paper.heavy_coordinates == int((640 * (x / x.norm()).square() >= 640**0.109).sum())
 
 
-def test_heavy_coordinates_are_computed():
-    n = 640
-    queries, keys, x = heavy_tailed(n, 0)
-    _, report = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1)
-    large = x.abs() > 2
-    assert 0 < large.sum() <= report.heavy_coordinates < n / 4
-    _, paper = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1, gamma=0.109)
-    assert paper.heavy_coordinates == int((n * (x / x.norm()).square() >= n**0.109).sum())
-
-
-def test_report_counts():
-    n = 640
-    queries, keys, x = clustered(n, 0)
-    _, report = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1)
-    assert report.pairs == n * n
-    assert report.bound == 0.8 and report.delta == 0.1
-    assert report.heavy_keys.shape == (n,)
-    assert report.light_samples > 0
+def test_reports_seeds_units_and_columns():
+    n, (queries, keys, x) = 640, clustered(640, 0)
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    (first, report), (again, _), (other, _) = (approx(queries, keys, x, seed=s) for s in (3, 3, 4))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert (report.pairs, report.bound, report.delta, report.heavy_keys.shape) == (n * n, 0.8, 0.1, (n,))
+    assert report.light_samples > 0 and report.projections > 0
     assert report.heavy_keys.sum() < report.evaluations < n * n
-    assert report.projections > 0
-    small = hea.kernel.approx_kernel_matvec(queries[:100], keys[:100], x[:100], bandwidth=1.0, eps=0.1)
-    assert small[1].exact and small[1].bound == 0.0
-    assert 100 * 100 <= small[1].evaluations <= 100 * 100 * 65 / 64
-    torch.testing.assert_close(small[0], (dense(queries[:100], keys[:100]) @ x[:100].double()).float())
+    small, exact = approx(queries[:100], keys[:100], x[:100], eps=0.1)
+    assert exact.exact and exact.bound == 0.0 and 100 * 100 <= exact.evaluations <= 100 * 100 * 65 / 64
+    torch.testing.assert_close(small, (dense(queries[:100], keys[:100]) @ x[:100].double()).float())
     # A stricter promise is kept by exact products where sampling would take more of them.
-    assert hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.05)[1].exact
+    assert approx(queries, keys, x, eps=0.05)[1].exact
+    # The bandwidth is a unit of length, and x has no scale.
+    two, _ = approx(4 * queries, 4 * keys, 8 * x, bandwidth=4.0, seed=3)
+    torch.testing.assert_close(two, 8 * first, rtol=1e-5, atol=1e-5)
+    # Columns share one plan, and the promise holds for each. There can be fewer queries than keys.
+    columns = torch.stack((torch.ones(n), numbers(n).float().sign(), torch.zeros(n)), 1)
+    y, report = approx(queries, keys, columns, eps=0.9, delta=0.2)
+    assert not report.exact and y.shape == (n, 3) and (y[:, 2] == 0).all()
+    assert ((y - dense(queries, keys) @ columns.double()).norm(dim=0) <= 0.9 * columns.norm(dim=0)).all()
+    queries, keys, x = clustered(2048, 0)
+    y, report = approx(queries[::4], keys, x, eps=0.9, delta=0.2)
+    assert report.pairs == 512 * 2048
+    assert (y - dense(queries[::4], keys) @ x.double()).norm() <= 0.9 * x.norm()
 
 
 def test_evaluations_grow_less_than_quadratically():
@@ -124,44 +133,6 @@ def test_evaluations_grow_less_than_quadratically():
         _, report = hea.kernel.approx_kernel_matvec(*clustered(n, 0), bandwidth=1.0, eps=0.8, delta=0.1)
         shares.append((report.evaluations + report.projections) / report.pairs)
     assert shares[0] > 1.3 * shares[1] > 1.3 * 1.3 * shares[2]
-
-
-def test_seeds_and_global_state():
-    queries, keys, x = clustered(640, 0)
-    torch.manual_seed(0)
-    state = torch.random.get_rng_state()
-    first, again, other = (
-        hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1, seed=s)[0]
-        for s in (3, 3, 4)
-    )
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_columns_of_x_share_one_plan_and_keep_the_promise():
-    queries, keys, _ = clustered(640, 0)
-    x = torch.stack((torch.ones(640), numbers(640).float().sign(), torch.zeros(640)), 1)
-    exact = dense(queries, keys) @ x.double()
-    y, report = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.9, delta=0.2)
-    assert not report.exact
-    assert y.shape == (640, 3)
-    assert ((y - exact).norm(dim=0) <= 0.9 * x.norm(dim=0)).all()
-    assert (y[:, 2] == 0).all()
-
-
-def test_bandwidth_is_a_unit_of_length_and_x_has_no_scale():
-    queries, keys, x = clustered(640, 0)
-    one = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=0.8, delta=0.1)[0]
-    two = hea.kernel.approx_kernel_matvec(4 * queries, 4 * keys, 8 * x, bandwidth=4.0, eps=0.8, delta=0.1)[0]
-    torch.testing.assert_close(two, 8 * one, rtol=1e-5, atol=1e-5)
-
-
-def test_fewer_queries_than_keys():
-    queries, keys, x = clustered(2048, 0)
-    y, report = hea.kernel.approx_kernel_matvec(queries[::4], keys, x, bandwidth=1.0, eps=0.9, delta=0.2)
-    assert report.pairs == 512 * 2048
-    assert (y - dense(queries[::4], keys) @ x.double()).norm() <= 0.9 * x.norm()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
@@ -230,16 +201,12 @@ def test_density_is_unbiased_and_knows_its_error():
     assert (estimate.error / true).median() < 0.05
 
 
-def test_hashing_beats_uniform_sampling_at_low_densities():
-    """A few near keys make up a density. Buckets find them, and a uniform sample of the same size does not."""
-    queries, points, _ = clustered(2048, 0, dim=6)
-    queries = queries[:200]
-    kernel, tables = dense(queries, points), 400
-    true = kernel.mean(1)
-    estimate = kde.gaussian_kde(points, queries, mu=true.median().item(), tables=tables)
-    error = (estimate.mean / true - 1).square().mean().sqrt()
-    uniform = (kernel.var(1) / tables).sqrt() / true
-    assert error < 0.5 * uniform.square().mean().sqrt()
+def test_sums_of_large_exponents_and_of_no_weights():
+    points, queries = 40 * numbers(50, 8), 40 * numbers(20, 8, seed=1)
+    ours, _ = hea.kernel.weighted_exponential_kde(points, queries, torch.ones(50), eps=0.3)
+    torch.testing.assert_close(ours, (queries @ points.t()).logsumexp(1), rtol=1e-10, atol=1e-8)
+    nothing, _ = hea.kernel.weighted_exponential_kde(points, queries, torch.zeros(50), eps=0.3)
+    assert (nothing == -math.inf).all()
 
 
 @pytest.mark.parametrize(("n", "eps"), [(30, 0.3), (1500, 0.3), (1500, 0.1), (3000, 0.33)])
@@ -263,44 +230,6 @@ def test_weighted_exponential_densities(n, eps):
         assert (ratio - 1).abs().median() > 1e-4
         mus = [mu for mu, _ in report.levels]
         assert all(b == a / 2 for a, b in itertools.pairwise(mus))
-
-
-def test_large_exponents_do_not_overflow():
-    points, queries = 40 * numbers(50, 8), 40 * numbers(20, 8, seed=1)
-    ours, _ = hea.kernel.weighted_exponential_kde(points, queries, torch.ones(50), eps=0.3)
-    torch.testing.assert_close(ours, (queries @ points.t()).logsumexp(1), rtol=1e-10, atol=1e-8)
-    nothing, _ = hea.kernel.weighted_exponential_kde(points, queries, torch.zeros(50), eps=0.3)
-    assert (nothing == -math.inf).all()
-
-
-def refuses(sentence):
-    return pytest.raises(hea.UnsupportedAttentionError, match=sentence)
-
-
-def test_refusals():
-    q, k, x = numbers(5, 3), numbers(6, 3), numbers(6)
-    call = hea.kernel.approx_kernel_matvec
-    with refuses("one row for each key"):
-        call(q, k, x[:5], bandwidth=1.0, eps=0.1)
-    with refuses("are needed; got"):
-        call(q[:, :2], k, x, bandwidth=1.0, eps=0.1)
-    with refuses("floating type"):
-        call(q, k, x.long(), bandwidth=1.0, eps=0.1)
-    for bandwidth in (0.0, -1.0, math.inf, math.nan):
-        with refuses("bandwidth=.* must be a positive number"):
-            call(q, k, x, bandwidth=bandwidth, eps=0.1)
-    for name, values in {"eps": (0.0, -1.0, math.nan), "delta": (0.0, 1.0, 2.0), "alpha": (0.0, 1.0)}.items():
-        for value in values:
-            with refuses(f"{name}=.* must be above 0"):
-                call(q, k, x, bandwidth=1.0, **{"eps": 0.1, name: value})
-    with refuses("weights below 0"):
-        hea.kernel.weighted_exponential_kde(k, q, -torch.ones(6), eps=0.1)
-    with refuses("are needed; got"):
-        hea.kernel.weighted_exponential_kde(k, q, x[:3], eps=0.1)
-    with refuses("above 0 and below 1"):
-        hea.kernel.weighted_exponential_kde(k, q, torch.ones(6), eps=1.0)
-    with refuses("makes no kernel"):
-        hea.kernel.attention_to_gaussian(q, k, scale=0.0)
 
 
 @pytest.mark.exhaustive
@@ -348,6 +277,27 @@ def test_densities_choose_better_columns_than_values():
         ]
         errors[scores] = sum((out - exact).norm() for out in outs)
     assert errors["kde"] < 0.8 * errors["value_norm"]
+
+
+Q, K, X = numbers(5, 3), numbers(6, 3), numbers(6)
+REFUSALS = [
+    *(("one row for each key", lambda: approx(Q, K, X[:5])), ("are needed; got", lambda: approx(Q[:, :2], K, X))),
+    ("floating type", lambda: approx(Q, K, X.long())),
+    *(("bandwidth=.* positive", lambda b=b: approx(Q, K, X, bandwidth=b)) for b in (0.0, -1.0, math.inf, math.nan)),
+    *(("eps=.* must be above 0", lambda eps=eps: approx(Q, K, X, eps=eps)) for eps in (0.0, -1.0, math.nan)),
+    *(("delta=.* must be above 0", lambda delta=delta: approx(Q, K, X, delta=delta)) for delta in (0.0, 1.0, 2.0)),
+    *(("alpha=.* must be above 0", lambda alpha=alpha: approx(Q, K, X, alpha=alpha)) for alpha in (0.0, 1.0)),
+    ("weights below 0", lambda: hea.kernel.weighted_exponential_kde(K, Q, -torch.ones(6), eps=0.1)),
+    ("are needed; got", lambda: hea.kernel.weighted_exponential_kde(K, Q, X[:3], eps=0.1)),
+    ("above 0 and below 1", lambda: hea.kernel.weighted_exponential_kde(K, Q, torch.ones(6), eps=1.0)),
+    ("makes no kernel", lambda: hea.kernel.attention_to_gaussian(Q, K, scale=0.0)),
+]
+
+
+def test_refusals():
+    for sentence, call in REFUSALS:
+        with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
+            call()
 
 
 # The recipe.

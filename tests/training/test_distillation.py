@@ -24,7 +24,6 @@ LEARNING = {
     "flurka_performer": ("flurka_performer", {"projection_dim": 24, "num_features": 16}),
     "flurka_eva": ("flurka_eva", {"projection_dim": 24, "num_landmarks": 4, "window_size": 4}),
     "linformer": ("linformer", {"projection_dim": 16}),
-    "shared": ("linformer", {"projection_dim": 16, "share": "layers"}),
     "nystromformer": ("nystromformer", {"num_landmarks": 8, "conv_kernel_size": 5}),
     "eva": ("eva", {"num_landmarks": 4, "window_size": 4, "proposal": "learned"}),
 }

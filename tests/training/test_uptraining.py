@@ -95,9 +95,6 @@ def test_stages_inherit_hyperparameters():
     stages = [("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)]
     assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.num_features == 32
     assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.seed == 5
-    # FLuRKA methods do not share parameters among layers.
-    layers = hea.UptrainingSchedule([("linformer", 0.5, {"share": "layers"}), ("flurka_linear", 1.0)])
-    assert layers.stages[1].settings.entries[0].config.share == "none"
 
 
 @pytest.mark.parametrize(

@@ -310,8 +310,8 @@ def test_callback(own, tmp_path):
     ids=lambda options: next(iter(options)),
 )
 def test_training_options(options, tmp_path):
-    """Parameters that all layers share are distilled in one pass, also under autocast."""
-    stages = [("linformer", 2, {"projection_dim": 8, "share": "layers", "distill": 30}),
+    """Also under autocast."""
+    stages = [("linformer", 2, {"projection_dim": 8, "distill": 30}),
               ("linear", None, {**HEDGEHOG, "distill": 30})]  # fmt: skip
     trainer = trainer_of(tmp_path, stages, steps=4, **options)
     trainer.train()

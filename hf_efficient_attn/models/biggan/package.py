@@ -3,6 +3,7 @@
 The package is not imported.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import own_forward
-from hf_efficient_attn.integration.foreign import register_foreign
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
@@ -84,7 +84,7 @@ def revert_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class PackageBigGAN:
-    """Handler with which `hf_efficient_attn.convert` switches the package's models; see `ForeignHandler`."""
+    """Handler with which `hf_efficient_attn.convert` switches the package's models."""
 
     title = "a BigGAN of pytorch-pretrained-biggan"
 
@@ -119,13 +119,13 @@ class PackageBigGAN:
                 "hf_efficient_attn.models.biggan.BigGANModel, whose from_pretrained reads the same folder"
             )
         for module in modules:
-            own_forward.give(module, own_forward.bind(module, _forward, method))
+            own_forward.give(module, functools.partial(_forward, module, method))
 
     def restore(self, modules: Sequence[nn.Module]) -> None:
         """Give the modules their own forward back."""
         for module in modules:
-            if own_forward.computes(own_forward.own_forward(module), _forward):
-                own_forward.take(module)
+            if own_forward.computes(module, _forward):
+                own_forward.give(module, None)
 
 
 def _is_self_attention(cls: type) -> bool:
@@ -143,6 +143,3 @@ def _forward(module: Any, method: MethodConfig, x: Tensor) -> Tensor:
         return attention(method, query, key, value, scale=1.0, seed=seed).transpose(1, 2)
 
     return x + module.gamma * pixel_attention(x, [module.get_submodule(name) for name in _PROJECTIONS], attend)
-
-
-register_foreign(PackageBigGAN())

@@ -8,9 +8,13 @@ this layer for its output. A layer that is used so defines what it holds (`_cont
 - `_add`: add tokens without attention, after `crop` has restored what was held before them;
 - `_forget`: remove the last tokens without such a record, or refuse to;
 - `_first_attention`, if it starts as an ordinary layer: attention to keys that `update` returned as they are.
+
+`DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
+method has a recurrence (`extensions`). Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys
+and values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,13 +23,18 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, update_state
+from hf_efficient_attn.ops.tracing import draw_seed, replaced_in_graphs
 
 # In Transformers 5.12 `crop` takes the length that remains, in later versions minus the number of tokens to remove.
 _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
 # The attribute of keys that refers to the layer that returned them. No output depends on it: keys that lose it are
 # computed with as any others, and `NewKeys` without it are refused.
-LAYER = "_state_layer"
+_LAYER = "_state_layer"
+RECORD = (
+    "start with a new cache, or call its activate_past_recording() before the tokens come, as assisted generation does "
+    "in newer versions of Transformers"
+)
 
 
 class NewKeys(Tensor):
@@ -67,24 +76,14 @@ class Tokens(NamedTuple):
         return self.key.shape[2]
 
     def piece(self, own: slice) -> "Tokens":
-        """Some of the tokens."""
+        """A slice of the tokens."""
         return Tokens(self.key[:, :, own], self.value[:, :, own], None if self.mask is None else self.mask[:, own])
 
 
-class Record(NamedTuple):
-    """What `crop` needs: the attributes of a layer before some tokens, and these tokens."""
-
-    content: Mapping[str, Any]
-    tokens: list[Tokens]
-
-
 class MethodLayer(DynamicLayer):
-    """A cache layer that computes attention itself, from what it holds instead of the keys of all tokens.
+    """A cache layer that computes attention itself, by `method`, from what it holds instead of the keys of all tokens.
 
     `update` returns keys that say which layer they come from, and the attention function calls `attention`.
-
-    Args:
-        method: the config of the method, which must also be that of the attention function.
 
     Attributes:
         seen: number of tokens, padding included.
@@ -105,8 +104,7 @@ class MethodLayer(DynamicLayer):
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__()
-        self.method = method
-        self.record_past = False
+        self.method, self.is_recording = method, False
         self.reset()
 
     def reset(self) -> None:
@@ -117,7 +115,12 @@ class MethodLayer(DynamicLayer):
         self.seen, self.is_initialized = 0, False
         # Whether the attention function has used the keys of the last `update`.
         self.was_used = True
-        self.record: Record | None = None
+        self._drop_record()
+
+    def _drop_record(self) -> None:
+        """Forget what `crop` needs: the attributes before the first of the last tokens, and these tokens."""
+        self.before: dict[str, Any] = {}
+        self.recorded: list[Tokens] = []
 
     @property
     def keeps_keys(self) -> bool:
@@ -133,24 +136,17 @@ class MethodLayer(DynamicLayer):
             )
         self.seen, self.was_used = self.seen + key.shape[-2], False
         new = key.as_subclass(NewKeys)
-        setattr(new, LAYER, self)
+        setattr(new, _LAYER, self)
         return new
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
-        """Causal attention of the tokens of the last `update` to all tokens.
+        """Causal attention of the tokens of the last `update` to all tokens, (B, H, N, Dv).
 
-        Args:
-            query: (B, H, N, D).
-            key: (B, H_kv, N, D), as `update` returned it.
-            value: (B, H_kv, N, Dv), as `update` returned it.
-            attention_mask: bool (B, all tokens) or None.
-            **options: scale, dropout_p, seed and parameters, as for `methods.attention`. The seed of a state is that of
-                its first call; None (training) draws one from the global generator.
-
-        Returns:
-            (B, H, N, Dv).
+        The query is (B, H, N, D), key and value are as `update` returned them, and the mask is bool (B, all tokens).
+        The options are scale, dropout_p, seed and parameters of `methods.attention`. The seed of a state is that of its
+        first call; None (training) draws one from the global generator.
 
         Raises:
             UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
@@ -184,12 +180,10 @@ class MethodLayer(DynamicLayer):
 
     def _record(self, tokens: Tokens) -> None:
         """Remember new tokens, and what the layer held before the first of them, for `crop`."""
-        if not self.record_past:
-            return
-        if self.record is None:
-            content = {name: getattr(self, name) for name in self._content}
-            self.record = Record({**content, "seen": self.seen - tokens.number}, [])
-        self.record.tokens.append(tokens)
+        if self.is_recording:
+            before = {name: getattr(self, name) for name in self._content}
+            self.before = self.before or {**before, "seen": self.seen - tokens.number}
+            self.recorded.append(tokens)
 
     def get_seq_length(self) -> int:
         """Number of tokens so far, padding included."""
@@ -197,49 +191,41 @@ class MethodLayer(DynamicLayer):
 
     def activate_past_recording(self) -> None:
         """Keep new tokens until the next `crop`, for assisted generation."""
-        self.record_past = True
+        self.is_recording = True
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
         """Whether `crop` can remove tokens: kept keys can always be removed, others if they are recorded."""
-        return self.record_past or (self.keeps_keys and self.is_initialized)
+        return self.is_recording or (self.keeps_keys and self.is_initialized)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, unless they have changed what the layer holds and were not recorded.
-
-        Args:
-            tokens_to_remove: minus the number of tokens to remove. In Transformers 5.12 also the length that remains.
+        """Remove the last tokens; `tokens_to_remove` is minus their number, in 5.12 also the length that remains.
 
         Raises:
-            UnsupportedAttentionError: the tokens were not recorded.
+            UnsupportedAttentionError: they have changed what the layer holds, and were not recorded.
         """
         if self.keeps_keys:
             return super().crop(tokens_to_remove) if self.is_initialized else None
         is_length = tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH)
         number = max(0, self.seen - tokens_to_remove) if is_length else -tokens_to_remove
-        remaining, record, self.record = self.seen - number, self.record, None
-        if number == 0:
-            return None
-        if remaining <= 0:
-            return self.reset()
-        if record is None or number > sum(tokens.number for tokens in record.tokens) or not self._needs(record):
-            return self._forget(number)
-        for name, content in record.content.items():
-            setattr(self, name, content)
-        for tokens in record.tokens:
-            own = tokens.piece(slice(0, max(0, remaining - self.seen)))
-            if own.number:
-                self.seen += own.number
-                self._add(own)
+        before, recorded, remaining = self.before, self.recorded, self.seen - number
+        self._drop_record()
+        if number and remaining <= 0:
+            self.reset()
+        elif number > sum(tokens.number for tokens in recorded):
+            self._forget(number)
+        elif number:
+            vars(self).update(before)
+            for tokens in recorded:
+                kept = tokens.piece(slice(0, max(0, remaining - self.seen)))
+                if kept.number:
+                    self.seen += kept.number
+                    self._add(kept)
         return None
-
-    def _needs(self, record: Record) -> bool:
-        """Whether tokens can be removed by way of the record only."""
-        return True
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:
         """Apply a selection of batch rows to all that the layer holds."""
-        self.record = None
+        self._drop_record()
         for name in self._content:
             setattr(self, name, tree_map_only(Tensor, select, getattr(self, name)))
 
@@ -268,4 +254,103 @@ class MethodLayer(DynamicLayer):
 
 def cache_layer_of(key: Tensor) -> MethodLayer | None:
     """The layer that returned these keys; None if they come from elsewhere."""
-    return getattr(key, LAYER, None)
+    return getattr(key, _LAYER, None)
+
+
+class StateLayer(MethodLayer):
+    """A cache layer of constant size for a method with a recurrence.
+
+    The first keys of a sequence are returned as they are, with a reference to the layer. The attention function
+    computes the prompt as it does without a cache, and then tells the layer how to make its state. After that, the
+    layer returns only the new keys, as `NewKeys`. If it is never asked, because the keys were changed on the way or the
+    graph is being compiled, it continues as an ordinary layer that keeps all keys and values. The output is then
+    correct but decoding is no faster.
+
+    Attributes:
+        state: named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead.
+        pending: tokens that are not part of the state yet.
+    """
+
+    _content = ("state", "valid", "pending", "keys", "values")
+    _holds = "a state"
+    _unshared = "a state does not support: generate with use_cache=False"
+    state: Any
+    pending: Tokens | None
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        # The options of the last call. All calls on one state share the scale and the seed.
+        self.options: dict[str, Any] | None = None
+        super().reset()
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether no attention function has asked for a state."""
+        return self.options is None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values (B, H_kv, N, .) of N new tokens, and return some for the attention function."""
+        if self.options is not None:
+            return self._take(key_states), value_states
+        if self.is_initialized:
+            return super().update(key_states, value_states, *args, **kwargs)
+        return self._begin(key_states, value_states)
+
+    # A graph keeps the keys.
+    @replaced_in_graphs(DynamicLayer.update)
+    def _begin(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.values = key_states, value_states
+        returned = key_states.view_as(key_states)
+        setattr(returned, _LAYER, self)
+        return returned, value_states
+
+    def _first_attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
+        options = {**options, "seed": draw_seed(query.device) if options["seed"] is None else options["seed"]}
+        key, value, mask = tokens
+        out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
+        # The layer's own keys may be on another device by now: an offloading cache moves them after `update`.
+        if self.options is None and self.keys is not None and self.keys.shape == key.shape:
+            tokens = tokens._replace(key=key.view_as(key))
+            self.options, self.seen, self.keys, self.values = options, key.shape[-2], None, None
+            self._record(tokens)
+            # With gradients the state is made when the next token comes, otherwise at once.
+            self._add(tokens, is_pending=torch.is_grad_enabled())
+        return out
+
+    def _attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
+        assert self.options is not None
+        self.options = {**options, "scale": self.options["scale"], "seed": self.options["seed"]}
+        self._update_pending()
+        self._record(tokens)
+        out, self.state = attention_with_state(
+            self.method, self.state, query, tokens.key, tokens.value, attention_mask=tokens.mask, **self.options
+        )
+        self._count(tokens)
+        return out
+
+    def _add(self, new: Tokens, is_pending: bool = False) -> None:
+        self._update_pending()
+        self.pending = new
+        self._count(new)
+        if not is_pending:
+            self._update_pending()
+
+    def _update_pending(self) -> None:
+        if self.pending is not None:
+            key, value, mask = self.pending
+            options = {**(self.options or {}), "dropout_p": 0.0}
+            self.state = update_state(self.method, self.state, key, value, attention_mask=mask, **options)
+            self.pending = None
+
+    def _count(self, new: Tokens) -> None:
+        """Count the valid tokens of each batch row, from the first padding on."""
+        if new.mask is not None or self.valid is not None:
+            added = new.number if new.mask is None else new.mask.sum(1)
+            self.valid = (self.seen - new.number if self.valid is None else self.valid) + added
+
+    def _forget(self, number: int) -> None:
+        raise UnsupportedAttentionError(
+            f"{self.method.method}: {number} tokens cannot be taken back, because a state sums over all tokens: "
+            f"{RECORD}"
+        )

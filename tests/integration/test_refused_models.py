@@ -1,0 +1,215 @@
+"""Models that no method can run are refused by every way of switching, and stay as they are; relatives are not."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.integration.model_code import attention_table, own_mask
+from tiny_models import FAMILIES, SIZES, output, tiny_batch, tiny_model
+
+Refused = hea.UnsupportedAttentionError
+auto = transformers.AutoModel
+NO_INTERFACE = "does not compute its attention through Transformers' attention interface"
+BIAS = "a bias of relative positions .*{}.*such as BERT, GPT-2 or Llama"
+VISION = {**SIZES, "image_size": 32, "patch_size": 4}
+TEXT = {**SIZES, "vocab_size": 60}
+T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+SPEECH = {
+    **SIZES, "conv_dim": [32], "conv_stride": [2], "conv_kernel": [3], "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+SAM = {**VISION, "mlp_dim": 48, "output_channels": 8, "num_pos_feats": 8, "window_size": 4, "global_attn_indexes": [1]}
+NEO = {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 2}
+STATE = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}
+PEGASUS = {
+    "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 60, "encoder_layers": 1,
+    "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+}  # fmt: skip
+# Model types with values of their config, and why they are refused.
+MODELS = {
+    "t5": (T5, BIAS.format("relative_attention_bias.*T5Attention")),
+    "mt5": (T5, BIAS.format("relative_attention_bias")),
+    "umt5": (T5, BIAS.format("relative_attention_bias")),
+    "udop": (T5, BIAS.format("relative_bias")),
+    "wav2vec2-conformer": ({**SPEECH, "position_embeddings_type": "relative"}, BIAS.format("pos_bias_u")),
+    "wav2vec2-bert": ({**SPEECH, "feature_projection_input_dim": 16}, BIAS.format("distance_embedding")),
+    "swin": (SWIN, BIAS.format("relative_position_bias")),
+    "beit": ({**VISION, "use_relative_position_bias": True}, BIAS.format("relative_position_bias.*BeitLayer")),
+    # They know only Transformers' own implementations, or make a mask of their own.
+    "data2vec-vision": (VISION, "DATA2VEC_VISION_SELF_ATTENTION_CLASSES"),
+    "sam_vision_model": (SAM, "SAM_VISION_ATTENTION_CLASSES"),
+    "sam_hq_vision_model": (SAM, "SAM_HQ_VISION_ATTENTION_CLASSES"),
+    "sam": ({"vision_config": SAM}, "SAM_VISION_ATTENTION_CLASSES"),
+    "gpt_neo": ({**NEO, "intermediate_size": 48, "vocab_size": 60}, "GPT_NEO_ATTENTION_CLASSES"),
+    "doge": ({**TEXT, "num_key_value_heads": 2}, "a mask of its own .DogeAttention"),
+    # The modules of this decoder say that they are not causal: only its masks know.
+    "pegasus_x": (PEGASUS, f"does not support attn_implementation='sdpa'.*='eager'|{NO_INTERFACE}"),
+    # A method would have no effect.
+    "mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
+    "mamba2": ({**STATE, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1}, NO_INTERFACE),
+    "falcon_mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
+    "resnet": (RESNET, NO_INTERFACE),
+    "fnet": (TEXT, NO_INTERFACE),
+}
+
+
+def config_of(kind: str, **changes):
+    return transformers.AutoConfig.for_model(kind, **copy.deepcopy(MODELS[kind][0]), **changes)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
+    model, config, words = auto.from_config(config_of(kind)), config_of(kind), MODELS[kind][1]
+    model.save_pretrained(tmp_path / "source")
+    before, keys = model.config._attn_implementation, model.state_dict().keys()
+    ways = [
+        lambda: auto.from_pretrained(tmp_path / "source", attn_implementation="kdeformer"),
+        lambda: auto.from_config(config, attn_implementation="kdeformer"),
+        lambda: hea.convert(model, "kdeformer"),
+        lambda: model.set_attn_implementation("kdeformer"),
+    ]
+    if kind in ("t5", "resnet"):
+        ways += [
+            lambda: type(model)(config_of(kind, efficient_attention={"method": "kdeformer"})),
+            lambda: hea.convert(model, "kdeformer", layers=[1]),
+            lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", "kdeformer"),
+        ]
+    # Older versions of Transformers compute the attention of some of these models by code of their own.
+    if "CLASSES" in words or "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
+        words = f"{words}|{NO_INTERFACE}"
+    for way in ways:
+        with pytest.raises(Refused, match=words):
+            way()
+        assert model.config._attn_implementation == before and model.state_dict().keys() == keys
+        assert model.config.efficient_attention is None and config._attn_implementation is None
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_models_of_the_same_kind_without_such_a_bias_are_converted(calls):
+    for kind, changes, inputs in (
+        ("beit", {"use_relative_position_bias": False}, tiny_batch("vit")),
+        ("wav2vec2-conformer", {"position_embeddings_type": "rotary"}, {"input_values": torch.randn(1, 400)}),
+    ):
+        config = transformers.AutoConfig.for_model(kind, **{**MODELS[kind][0], **changes})
+        model = auto.from_config(config).eval()
+        if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.getmodule(type(model))):
+            exact = output(model, inputs)
+            torch.testing.assert_close(output(hea.convert(model, "kdeformer"), inputs), exact, atol=1e-4, rtol=1e-4)
+            assert len(calls) == 2
+            calls.clear()
+
+
+def test_attention_sinks_and_soft_caps_are_refused():
+    model = tiny_model("llama")
+    for name, value, words in (
+        ("sinks", torch.nn.Parameter(torch.zeros(4)), "attention sinks"),
+        ("attn_logit_softcapping", 50.0, "a soft cap"),
+        ("indexer", torch.nn.Identity(), "a mask of the keys that each query selects"),
+    ):
+        setattr(model.layers[1].self_attn, name, value)
+        with pytest.raises(Refused, match=f"{words} .*in LlamaAttention at layers.1.self_attn"):
+            hea.convert(model, "linear")
+        delattr(model.layers[1].self_attn, name)
+    hea.convert(model, "linear")
+
+
+def test_models_that_read_cached_keys_need_a_method_that_keeps_them():
+    """DiffusionGemma's decoder puts its keys behind those in the cache of its encoder."""
+    model = tiny_model("llama")
+    attention = type(model.layers[0].self_attn)
+
+    class DiffusionGemmaDecoderTextAttention(attention):
+        def forward(self, hidden_states, past_key_values=None, **kwargs):
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+            return interface(self, hidden_states, past_key_values.layers[self.layer_idx].keys, None, None)
+
+    model.layers[1].self_attn.__class__ = DiffusionGemmaDecoderTextAttention
+    with pytest.raises(Refused, match=r"reads cached keys itself \(\w+ at layers.1.self_attn\).*such as .*kdeformer"):
+        hea.convert(model, "linear")
+    hea.convert(model, "linear", layers=[0])
+    hea.convert(model, "kdeformer")
+
+
+def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
+    for name, table in (
+        ("GitModel", "GIT_SELF_ATTENTION_CLASSES"), ("FalconModel", "FALCON_ATTENTION_CLASSES"),
+        ("GitVisionModel", None), ("BertModel", None), ("ViTForImageClassification", None),
+        ("GPT2LMHeadModel", None), ("LlamaModel", None), ("DeepseekOcr2TextModel", None),
+        ("DeepseekOcr2VisionModel", "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES"),
+    ):  # fmt: skip
+        if hasattr(transformers, name):
+            assert attention_table(getattr(transformers, name)) == table
+    for family in FAMILIES:
+        assert not any(own_mask(type(module)) for module in tiny_model(family).modules())
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 2}
+# Models with attention in some layers.
+HYBRID = {
+    "jamba": ({**TEXT, **HEADS, **MAMBA, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+               "num_experts": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False}, [1, 3]),
+    "bamba": ({**TEXT, **HEADS, **MAMBA, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
+               "mamba_n_groups": 1}, [1]),
+    "lfm2": ({**TEXT, **HEADS, "layer_types": ["conv", "full_attention"]}, [1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_model_with_some_attention_is_loaded(name, tmp_path):
+    values, layers = HYBRID[name]
+    model = auto.from_config(transformers.AutoConfig.for_model(name, **copy.deepcopy(values)))
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path, attn_implementation="nearfar")
+    locations = [getattr(module, "_efficient_attention", None) for module in loaded.modules()]
+    assert sorted({found.layer for found in locations if found is not None}) == layers
+    assert hea.convert(model, "nearfar", layers=layers).config._attn_implementation == "nearfar"
+
+
+def test_a_part_without_attention(tmp_path):
+    """A backbone of convolutions gets the method's name with the rest of its model, and is no reason to refuse it."""
+    backbone = transformers.ResNetConfig(**RESNET, out_features=["stage1", "stage2"])
+    own = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 4}
+    sizes = {key: value for key, value in PEGASUS.items() if key != "vocab_size"}
+    model = transformers.DetrForObjectDetection(transformers.DetrConfig(**own, backbone_config=backbone, **sizes))
+    model.save_pretrained(tmp_path)
+    load = transformers.DetrForObjectDetection.from_pretrained
+    loaded = load(tmp_path, attn_implementation="nearfar")
+    assert loaded.config._attn_implementation == "nearfar"
+    with torch.no_grad():
+        loaded(torch.zeros(1, 3, 64, 64))
+    with pytest.raises(Refused, match=NO_INTERFACE):
+        load(tmp_path, attn_implementation={"backbone_config": "nearfar"})
+
+
+def test_a_model_that_gets_attention_after_its_base_class_is_made():
+    """Base classes call `post_init` too, at a time when the model has no attention yet."""
+
+    class Base(transformers.BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.body = transformers.ResNetModel(transformers.ResNetConfig(**RESNET))
+            self.post_init()
+
+    class Whole(Base):
+        def __init__(self, config):
+            super().__init__(config)
+            self.text = transformers.BertModel(config)
+            self.post_init()
+
+    def make(layers):
+        return transformers.BertConfig(**TEXT, efficient_attention={"method": "longformer", "layers": layers})
+
+    assert Whole(make(["text.encoder"])).config._attn_implementation == "longformer"
+    with pytest.raises(Refused, match="no attention in layers"):
+        Whole(make(["decoder"]))
+    with pytest.raises(Refused, match=NO_INTERFACE):
+        Base(make(["text.encoder"]))
