@@ -108,8 +108,6 @@ class BigGANConfig(PreTrainedConfig):
             # A block with fewer output channels drops the upper half of the channels of its skip connection.
             if c_out != c_in and 2 * c_out != c_in:
                 raise ValueError(f"{name} must keep its {c_in} channels or halve them, not {c_out}")
-            if c_in * self.channel_width < REDUCTION:
-                raise ValueError(f"{name} has {c_in * self.channel_width} channels and needs {REDUCTION}")
             layer[0], channels = bool(up), c_out
         if channels != 1:
             raise ValueError(f"the last of layers must end with 1 times channel_width, not {channels}")

@@ -14,6 +14,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
@@ -22,7 +23,6 @@ from hf_efficient_attn.integration.learned import NAME as LEARNED
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
 from hf_efficient_attn.models.t2t_vit.parts import (
     FrozenParameters,
-    T2TViTDropPath,
     T2TViTMLP,
     T2TViTTokenPerformer,
     interpolated,
@@ -195,7 +195,7 @@ class T2TViTLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(dropout)
         self.layernorm_after = nn.LayerNorm(dim, eps=config.layer_norm_eps)
         self.mlp = T2TViTMLP(dim, config.intermediate_size, config.hidden_act, dropout, inner_dropout=dropout)
-        self.drop_path = T2TViTDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
+        self.drop_path = BeitDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """(B, 1 + N, hidden_size) -> (B, 1 + N, hidden_size)."""

@@ -1,4 +1,4 @@
-"""Building blocks of T2T-ViT: MLP, stochastic depth, performer, position table, frozen parameters."""
+"""Building blocks of T2T-ViT: MLP, performer, position table, frozen parameters."""
 
 import math
 from typing import Any
@@ -35,21 +35,6 @@ class T2TViTMLP(nn.Module):
         return self.dropout(self.fc2(hidden_states))
 
 
-class T2TViTDropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training, drops a residual branch for whole samples of the batch."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """(B, N, hidden_size) -> (B, N, hidden_size)."""
-        if not self.training or self.probability == 0:
-            return branch
-        kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.probability
-        return branch * kept / (1 - self.probability)
-
-
 class FrozenParameters(nn.Module):
     """Base class of modules whose parameters named in `frozen` are never trained.
 
@@ -82,7 +67,6 @@ class T2TViTTokenPerformer(FrozenParameters):
         self.o_proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(config.token_dropout_prob or 0.0)
         self.w = nn.Parameter(torch.empty(int(dim * config.kernel_ratio), dim))
-        self.reset_features()
 
     @torch.no_grad()
     def reset_features(self) -> None:
