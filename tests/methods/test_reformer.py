@@ -4,8 +4,6 @@ import pytest
 import torch
 from reformer_pytorch.reformer_pytorch import LSHAttention
 from torch.nn.functional import normalize
-from transformers import ReformerConfig as TheirConfig
-from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 from each import close
@@ -67,14 +65,6 @@ def test_the_formulas_of_the_paper(size, rounds, shared, padding):
     close(ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid])
 
 
-def test_a_repeated_round_has_no_effect():
-    query, key, value = flat(*inputs(q_len=100, dtype=torch.float64))
-    plan = plan_rounds(query, key, None, block_size=8, rounds=1, seed=0)
-    twice = plan._replace(**{n: getattr(plan, n).repeat(1, 2, 1) for n in ("query_order", "key_order", "start")})
-    once, again = (rounds_attention(query, key, value, p, others=False, scale=0.3) for p in (plan, twice))
-    close(again, once, 1e-12)
-
-
 def test_a_bucket_is_a_pair_of_the_papers_hashes():
     x, turns = numbers(3, 90, HEAD_DIM), numbers(4, 2, 2, HEAD_DIM, seed=1)
     halves = torch.tensor([[4, 3]])
@@ -101,38 +91,6 @@ def test_number_of_buckets(size):
     assert (buckets <= (4 * counts / size).clamp(min=4) + 4).all()
 
 
-def test_chunks_of_queries_find_the_keys_of_their_buckets():
-    """With clusters of very different sizes, chunk b of the queries is far from chunk b of the keys.
-
-    Each cluster has another of the same size opposite to it, so that the mean is about 0.
-    """
-    centres = 8.0 * normalize(numbers(6, 16), dim=-1)
-    centres, sizes = torch.cat((centres, -centres)), torch.arange(1, 7).repeat(2)
-    of_query = torch.arange(12).repeat_interleave(sizes * 16)
-    of_key = torch.arange(12).repeat_interleave((7 - sizes) * 16)
-    shuffle = torch.randperm(672, generator=torch.Generator().manual_seed(0))
-    query = (centres[of_query] + 0.3 * numbers(672, 16, seed=1))[None, None]
-    key = (centres[of_key][shuffle] + 0.3 * numbers(672, 16, seed=2))[None, None]
-    value = numbers(1, 1, 672, 16, seed=3)
-    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=1.0)
-    ours = hea.functional.reformer_attention(query, key, value, scale=1.0, block_size=64, num_hashes=2)
-    assert relative_error(ours, exact) < 0.4
-    plan = plan_rounds(query[0], key[0], None, block_size=64, rounds=2, seed=0)
-    in_step = (torch.arange(11) * 64 - 32).clamp(0, 672 - 128).expand(1, 2, -1)
-    by_number = rounds_attention(query[0], key[0], value[0], plan._replace(start=in_step), others=False, scale=1.0)
-    assert relative_error(by_number, exact[0]) > 1.5 * relative_error(ours, exact)
-
-
-def test_a_shift_of_all_keys_has_no_effect():
-    """As in exact attention, adding a vector to all keys does not change the output."""
-    query, key, value = inputs(batch=2, q_len=150, dtype=torch.float64)
-    for mask in (None, padding_mask("holes", 2, 150)):
-        options = {"attention_mask": mask, "block_size": 8}
-        ours = hea.functional.reformer_attention(query, key, value, **options)
-        shifted = hea.functional.reformer_attention(query, key + 20.0, value, **options)
-        close(shifted, ours)
-
-
 # Other implementations. Their chunks attend to themselves and to chunks before and after, in a circle.
 
 
@@ -151,73 +109,6 @@ def inner_queries(plan: Rounds, before: int, after: int) -> torch.Tensor:
     """The queries, bool (BH, N), whose chunks have all neighbours in every round, so that the circle has no effect."""
     chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.block_q
     return ((chunk >= before) & (chunk < plan.start.shape[2] - after)).all(1)
-
-
-def their_layer(size: int, before: int, after: int, **options) -> LSHSelfAttention:
-    torch.manual_seed(0)
-    config = TheirConfig(
-        hidden_size=NUM_HEADS * HEAD_DIM,
-        num_attention_heads=NUM_HEADS,
-        attention_head_size=HEAD_DIM,
-        lsh_attn_chunk_length=size,
-        lsh_num_chunks_before=before,
-        lsh_num_chunks_after=after,
-        num_hashes=1,
-        is_decoder=False,
-        lsh_attention_probs_dropout_prob=0.0,
-        **options,
-    )
-    return LSHSelfAttention(config, 0).double().eval()
-
-
-def split(x):
-    return x.unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
-
-
-@pytest.mark.parametrize("padding", [0, 21])
-@pytest.mark.parametrize(("before", "after"), [(1, 0), (1, 1), (0, 0)])
-def test_lsh_attention_of_transformers(before, after, padding):
-    """One round with our buckets (it counts pairs of several rounds more than once). Its keys are already scaled."""
-    layer, length = their_layer(8, before, after, num_buckets=[4, 6]), 96
-    hidden = 3.0 * numbers(2, length, NUM_HEADS * HEAD_DIM, seed=1)
-    key_mask = torch.ones(2, length, dtype=torch.bool)
-    key_mask[1, length - padding :] = False
-    query, value = flat(split(layer.query_key(hidden)), split(layer.value(hidden)))
-    mask = key_mask.repeat_interleave(NUM_HEADS, 0) if padding else None
-    codes = bucket_codes(query, numbers(3, 1, 2, HEAD_DIM, seed=2), torch.tensor([[2, 3]]))
-    plan = chunk_plan(codes, mask, 8, before, after)
-    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=1.0)
-    # Its padding has its own bucket, after all others.
-    codes = codes if mask is None else codes.masked_fill(~mask[:, None], 24)
-    with torch.no_grad():
-        theirs = layer(hidden, attention_mask=key_mask, buckets=codes.view(2, NUM_HEADS, length))[0]
-    theirs = split(theirs).flatten(0, 1)
-    inner = inner_queries(plan, before, after) if before + after else torch.ones_like(ours[..., 0], dtype=torch.bool)
-    inner = inner & key_mask.repeat_interleave(NUM_HEADS, 0)
-    assert inner.float().mean() > 0.6
-    close(ours[inner], theirs[inner], 1e-5)
-
-
-def test_short_sequences_of_transformers():
-    """Within the budget a token attends to all other tokens."""
-    layer = their_layer(64, 1, 0, num_buckets=4)
-    hidden = 3.0 * numbers(2, 60, NUM_HEADS * HEAD_DIM, seed=1)
-    with torch.no_grad():
-        theirs, query, value = layer(hidden)[0], split(layer.query_key(hidden)), split(layer.value(hidden))
-    ours = hea.functional.reformer_attention(query, query, value, shared_query_key=True, block_size=15, scale=1.0)
-    close(ours, split(theirs), 1e-5)
-
-
-def test_hash_of_transformers():
-    layer = their_layer(8, 1, 0, num_buckets=[8, 6], hash_seed=5)
-    layer.num_attention_heads = 1
-    query = numbers(3, 1, 90, HEAD_DIM)
-    theirs = layer._hash_vectors(query, 2, None).view(3, 2, 90) - torch.tensor([[0], [48]])
-    torch.manual_seed(5)
-    drawn = torch.randn(1, HEAD_DIM, 2, 7, dtype=torch.float64)[0].permute(2, 1, 0)
-    turns = torch.stack((drawn[:4], torch.cat((drawn[4:], drawn[:1]))), 2)
-    ours = bucket_codes(query[:, 0], turns, torch.tensor([[4, 3]]))
-    assert torch.equal(ours // 6 + 8 * (ours % 6), theirs)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])

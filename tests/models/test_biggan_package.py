@@ -97,7 +97,7 @@ def test_images_are_equal_at_every_truncation(spectral_norm, n_stats, tmp_path):
     model = theirs(**SMALL, n_stats=n_stats)
     store(model, tmp_path)
     ours = load(tmp_path, spectral_norm=spectral_norm)
-    for truncation in TRUNCATIONS:
+    for truncation in TRUNCATIONS if n_stats == 51 else (0.02, 0.43, 0.7, 0.99):
         assert difference(ours, model, truncation) < 1e-5, truncation
     if n_stats == 51:  # images at different truncations do differ
         assert difference(ours, lambda z, label, _: model(z, label, 0.56), 0.58) > 0.05

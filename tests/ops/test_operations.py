@@ -1,12 +1,9 @@
 """The counter of operations: every kind by hand on small cases, and the table of the paper's two models."""
 
 import csv
-import re
 
 import pytest
 import torch
-from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
@@ -77,18 +74,6 @@ def test_every_operator_by_hand(call, expected, inference):
         assert tuple(count(call)) == expected
 
 
-@pytest.mark.parametrize("inference", [False, True], ids=["gradients", "inference"])
-@pytest.mark.parametrize("values", [16, 10])
-@pytest.mark.parametrize("keys", [12, 20])
-def test_exact_attention(keys, values, inference):
-    query, key, value = normal(2, 3, 20, 16), normal(2, 3, keys, 16, seed=1), normal(2, 3, keys, values, seed=2)
-    with torch.inference_mode(inference):
-        found = count(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value))
-    pairs = 2 * 3 * 20 * keys
-    assert found == (2 * pairs * (16 + values), pairs, 0, 0)
-    assert found.total == 2 * pairs * (16 + values) + pairs
-
-
 def test_gradients_and_conventions():
     inputs = [x.requires_grad_() for x in tensors(24, 16, 16)]
     found = count(lambda: torch.nn.functional.scaled_dot_product_attention(*inputs).sum().backward())
@@ -111,18 +96,6 @@ def test_gradients_and_conventions():
     found = count(lambda: hea.attention(hea.LinearConfig(), *tensors(96, 16, 10)))
     assert found.exponentials == 2 * (2 * 96 + 1) * 16
     assert (found.sorting, found.gathers) == (0, 0)
-
-
-def test_a_method_that_hashes_sorts_and_moves():
-    config = hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh")
-    found = count(lambda: hea.attention(config, *tensors(96, 16, 16)))
-    # A product with powers of two gives the rank of each code.
-    assert found.products == 2 * 2 * (2 * 96 * 7 * (16 + 1) + 96 * 32 * 32)
-    # Queries and keys of two heads are sorted by their codes and gathered in that order.
-    assert found.sorting >= 2 * 2 * 96 * 6
-    assert found.gathers >= 2 * (2 * 96 * 16 + 96 * 16)
-    # Eight near keys and 24 sampled ones for each query.
-    assert found.exponentials >= 2 * 96 * 32
 
 
 # Multiplications of one head with N tokens, queries and keys of dimension D and values of dimension Dv; no padding.
@@ -152,44 +125,6 @@ def test_operations_are_two_for_every_multiplication(config, multiplications, va
     assert counting.operations(config, inputs) == 2 * 2 * multiplications(96, 16, values)
 
 
-class Named(TorchDispatchMode):
-    """Records the called operators whose names match a pattern."""
-
-    def __init__(self, pattern):
-        super().__init__()
-        self.pattern, self.called = pattern, set()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        packet = operator._overloadpacket
-        # Composite operators are decomposed, as in the counter.
-        with self:
-            found = operator.decompose(*args, **(kwargs or {}))
-        if found is not NotImplemented:
-            return found
-        if re.search(self.pattern, packet.__name__):
-            self.called.add(packet)
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", hea.available_methods())
-def test_everything_that_counts_is_counted(name):
-    config = hea.method_info(name).config_class().with_budget(32)
-    patterns = {
-        "products": r"mm(?!ax)|mv|dot|conv|_linear|attention|outer|cdist",
-        "exponentials": r"exp(?!and)|softmax|attention|sigmoid|(?<!r)elu",
-        "sorting": r"sort|topk|kthvalue|bucketize",
-        "gathers": r"gather|^index|scatter|take",
-    }
-    with torch.no_grad():
-        for part, pattern in patterns.items():
-            known = set(counting.FORMULAS_BY_PART[part])
-            known |= set(flop_counter.flop_registry) if part == "products" else set()
-            with Named(pattern) as found:
-                hea.attention(config, *tensors(96, 16, 16))
-            assert found.called <= known
-            assert found.called or part not in ("products", "exponentials")
-
-
 # --- the table ---
 
 
@@ -208,19 +143,6 @@ def test_exact_attention_is_the_paper_s(layer, exact):
         assert exact / 1e9 == pytest.approx(row["paper_gflop"], rel=3e-4)
 
 
-def test_kdeformer_at_the_authors_settings_costs_what_they_say_or_less():
-    configs = {"kdeformer": hea.KDEformerConfig()}
-    rows = operations.measure(operations.LAYERS["biggan"], configs, [128], rounds=0)
-    _, own, theirs = rows
-    assert (own["setting"], theirs["setting"]) == ("budget 128", "authors'")
-    # 2.596 in Table 1, which does not count sorts and gathers. They are not part of the products here either. Theirs
-    # is attention to 64 + 128 keys of dimension 64 and values of dimension 256 for each query, and the choice of these
-    # keys. Our kernel takes keys of dimension 256; choosing them takes fewer products.
-    attention, kernel = (8 * 4096 * (64 + 128) * (d + 256) / 1e9 for d in (64, 256))
-    assert 0 < theirs["products"] / 1e9 - kernel < 2.596 - attention
-    assert own["fewer_products"] > theirs["fewer_products"] > theirs["fewer"]
-
-
 def test_table_is_printed_and_written(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
     status = run("--layer", "biggan", "--method", "scatterbrain,linear", "--no-time", "--csv", str(rows))
@@ -230,12 +152,6 @@ def test_table_is_printed_and_written(tmp_path, capsys):
         exact, linear = csv.DictReader(file)
     assert (exact["method"], linear["method"]) == ("sdpa", "linear")
     assert float(linear["fewer_products"]) == pytest.approx(4096 * 1024 * 320 / (64 * (256 * 1024 + 264 * 4096)))
-
-
-def test_times_are_ratios_and_multiply_adds_may_be_two(capsys):
-    assert run("--layer", "t2t.1", "--method", "linear", "--rounds", "1", "--multiply-adds-as-two") == 0
-    out = capsys.readouterr().out
-    assert re.search(r"linear .*\d\.\dx +\|$", out, re.MULTILINE) and "20.141" in out
 
 
 @pytest.mark.parametrize(

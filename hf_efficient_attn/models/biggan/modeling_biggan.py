@@ -205,7 +205,6 @@ class BigGANModel(PreTrainedModel):
         self,
         truncations: Sequence[float] | None = None,
         *,
-        class_label: Tensor | None = None,
         num_samples: int = 10_000,
         batch_size: int = 50,
         seed: int = 0,
@@ -219,21 +218,16 @@ class BigGANModel(PreTrainedModel):
         Args:
             truncations: the truncations to measure. Each replaces the rows of the tables that the forward uses at this
                 truncation; other rows stay unchanged. None measures all rows, which takes `n_stats` times as long.
-            class_label: (K, num_classes) or (K,), to draw labels from. None draws from all classes uniformly.
             num_samples: number of images for each truncation.
             batch_size: number of images in a batch.
             seed: seed of noise and labels; global generators stay untouched.
             progress: show a progress bar.
 
         Raises:
-            ValueError: a truncation is outside (0, 1], two use the same row, a count is below 1, or `class_label` has
-                the wrong shape.
+            ValueError: a truncation is outside (0, 1], two use the same row, or a count is below 1.
         """
         if min(num_samples, batch_size) < 1:
             raise ValueError(f"num_samples={num_samples} and batch_size={batch_size} must be at least 1")
-        choices = torch.arange(self.config.num_classes) if class_label is None else torch.as_tensor(class_label)
-        if choices.ndim not in (1, 2) or len(choices) == 0:
-            raise ValueError(f"class_label must be (K,) or (K, num_classes), not {tuple(choices.shape)}")
         fillings = rows_to_fill(truncations, self.config.n_stats)
         norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
         modes = {module: module.training for module in self.modules()}
@@ -258,7 +252,7 @@ class BigGANModel(PreTrainedModel):
                         noise_seed = int(torch.randint(2**31 - 1, (), generator=generator))
                         # At truncation 0 all noise is 0.
                         z = truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
-                        labels = choices[torch.randint(len(choices), (size,), generator=generator)]
+                        labels = torch.randint(self.config.num_classes, (size,), generator=generator)
                         self(z.to(self.device), labels.to(self.device), truncation or 1.0)
                         bar.update(size)
                     for norm, (mean, square) in moments.items():
