@@ -21,19 +21,6 @@ from hf_efficient_attn.models.t2t_vit import (
 from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import config_of, read_checkpoint
 from hf_efficient_attn.models.t2t_vit.parts import T2TViTTokenPerformer
 
-# Number of layers, hidden size, number of heads, MLP ratio and whether the stages are performers, from the paper and
-# the authors' code.
-PUBLISHED = {
-    "t2t_vit_7": (7, 256, 4, 2, True),
-    "t2t_vit_10": (10, 256, 4, 2, True),
-    "t2t_vit_12": (12, 256, 4, 2, True),
-    "t2t_vit_14": (14, 384, 6, 3, True),
-    "t2t_vit_19": (19, 448, 7, 3, True),
-    "t2t_vit_24": (24, 512, 8, 3, True),
-    "t2t_vit_t_14": (14, 384, 6, 3, False),
-    "t2t_vit_t_19": (19, 448, 7, 3, False),
-    "t2t_vit_t_24": (24, 512, 8, 3, False),
-}
 performers = pytest.mark.parametrize("performer", [False, True], ids=["transformer", "performer"])
 
 
@@ -204,17 +191,17 @@ def test_performers_equal_the_formula_of_the_authors_for_keys_of_any_norm(scale)
 # ------------------------------------------------------------------------------------------------ config from shapes
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in T2TViTConfig.names() if name != "t2t_vit_flurka"])
 def test_config_of_published_models_is_inferred_from_shapes(name):
-    layers, hidden_size, _, ratio, performer = PUBLISHED[name]
-    for pixels in (224, 384):
-        sizes = {"layers": layers, "hidden_size": hidden_size, "ratio": ratio, "performer": performer, "labels": 1000}
-        named_shapes = shapes(**sizes, positions=1 + (pixels // 16) ** 2)
-        state = {key: torch.empty(shape, device="meta") for key, shape in named_shapes.items()}
-        converted, config = convert_state_dict(state)
-        assert config.to_dict() == T2TViTConfig.from_name(name, image_size=pixels).to_dict()
-        assert config.num_attention_heads == PUBLISHED[name][2]
-        assert sum(x.numel() for x in converted.values()) == sum(x.numel() for x in state.values())
+    """test_t2t_vit.py checks the sizes of these models by their numbers of parameters."""
+    wanted = T2TViTConfig.from_name(name, image_size=384)
+    hidden_size, performer = wanted.hidden_size, wanted.tokens_type == "performer"
+    sizes = {"layers": wanted.num_hidden_layers, "hidden_size": hidden_size, "performer": performer, "labels": 1000}
+    named_shapes = shapes(**sizes, ratio=wanted.intermediate_size // hidden_size, positions=1 + 24**2)
+    state = {key: torch.empty(shape, device="meta") for key, shape in named_shapes.items()}
+    converted, config = convert_state_dict(state)
+    assert config.to_dict() == wanted.to_dict()
+    assert sum(x.numel() for x in converted.values()) == sum(x.numel() for x in state.values())
 
 
 # -------------------------------------------------------------------------------------------------------------- files
