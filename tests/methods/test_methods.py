@@ -186,6 +186,11 @@ def test_the_cost_of_a_query_is_the_budget(instance):
         assert {k: values[k] for k in same} == same
 
 
+def test_the_window_of_linear_attention_has_at_least_one_key_on_each_side():
+    sizes = [hea.LinearConfig(window_size=9).with_budget(columns).window_size for columns in (1, 4, 5, 64)]
+    assert sizes == [1, 1, 2, 31]
+
+
 # The registry and `hea.register_method`.
 
 

@@ -17,7 +17,14 @@ from hf_efficient_attn.ops.causal import dense_causal_log_weights
 from hf_efficient_attn.ops.exact import dense_attention
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
 from hf_efficient_attn.ops.near_far import dense_log_weights
-from hf_efficient_attn.ops.sampling import FarField, SamplingOptions, query_groups, sample_keys, sampled_norm_squared
+from hf_efficient_attn.ops.sampling import (
+    FarField,
+    SamplingOptions,
+    density_norms,
+    query_groups,
+    sample_keys,
+    sampled_norm_squared,
+)
 from hf_efficient_attn.ops.tokens import ceil_div, inverse, uniform
 from instances import numbers
 
@@ -121,6 +128,24 @@ def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
         ours, _ = near_far.probe_norms(query, key, key_mask, near, None, sampling(num_probes=2 * len(index), groups=2))
         queries = index if near.query_order is None else near.query_order[a, index]
         close(ours[a, 1], expected[a, queries].square().sum(0) * total / len(index))
+
+
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_densities_give_the_column_norms_of_the_residual(near_field, mask):
+    """If the densities are exact, so are the norms without the near field, whose last block is not full."""
+
+    def exact_norms(queries, keys, seed):
+        scores = queries @ keys.mT
+        log_sums = scores.logsumexp(1)
+        return (2.0 * (scores - log_sums[:, None])).logsumexp(0), log_sums
+
+    (query, key, _), near, _ = plan(near_field, mask=mask)
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    expected = residual(query, key, near, key_mask)
+    expected = expected if mask is None else expected.masked_fill(~key_mask[:, :, None], 0.0)
+    ours = density_norms(query, key, key_mask, near, sampling(scores=exact_norms))
+    close(ours[:, 0], expected.square().sum(1))
 
 
 def test_each_block_has_its_own_sample_unless_all_share_one():
