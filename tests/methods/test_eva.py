@@ -236,8 +236,9 @@ def test_causal_form_by_hand():
     assert differs(other, ours, 1e-3)
 
 
-@pytest.mark.parametrize("window_size", [1, 2, 5, 8])
-@pytest.mark.parametrize("num_landmarks", [1, 3, 8, 33])
+@pytest.mark.parametrize(
+    ("window_size", "num_landmarks"), [(1, 1), (5, 1), (8, 1), (8, 3), (2, 4), (2, 8), (4, 8), (5, 16), (7, 33), (1, 33)]
+)
 def test_exact_length_is_where_the_first_of_the_two_forms_stops_being_exact(window_size, num_landmarks):
     """With one control variate per key, the estimate is softmax attention."""
     hyperparameters = {"window_size": window_size, "num_landmarks": num_landmarks}
