@@ -237,7 +237,8 @@ def test_causal_form_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("window_size", "num_landmarks"), [(1, 1), (5, 1), (8, 1), (8, 3), (2, 4), (2, 8), (4, 8), (5, 16), (7, 33), (1, 33)]
+    ("window_size", "num_landmarks"),
+    [(1, 1), (5, 1), (8, 1), (8, 3), (2, 4), (2, 8), (4, 8), (5, 16), (7, 33), (1, 33)],
 )
 def test_exact_length_is_where_the_first_of_the_two_forms_stops_being_exact(window_size, num_landmarks):
     """With one control variate per key, the estimate is softmax attention."""
