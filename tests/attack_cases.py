@@ -171,21 +171,15 @@ class Promise(NamedTuple):
     fixed: tuple[str, ...] = ()
 
 
+def _length_and_cut(d: Draw) -> dict[str, Any]:
+    length = d.length(2)
+    return {"length": length, "cut": min(d.length(), length - 1)}
+
+
 def _exact(d: Draw) -> dict[str, Any]:
     length = d.choice(1, d.instance.budget, d.rng.randint(1, d.instance.budget))
     rest = d.shape(content=d.any_content(), q_len=length, kv_len=length)
     return {**d.form(), "length": length, "padding": d.padding(), **rest}
-
-
-def _future(d: Draw) -> dict[str, Any]:
-    length = d.length(2)
-    cut = min(d.length(), length - 1)
-    return {"length": length, "cut": cut, "padding": d.padding(), **d.heads(), "content": d.any_content()}
-
-
-def _length(d: Draw) -> dict[str, Any]:
-    length = d.length(2)
-    return {"length": length, "cut": min(d.length(), length - 1), **d.heads()}
 
 
 def _last_queries(d: Draw) -> dict[str, Any]:
@@ -228,10 +222,6 @@ def _budget(d: Draw) -> dict[str, Any]:
     return {**d.form(), "length": d.length(smallest), **heads}
 
 
-def _is_causal(instance: Instance) -> bool:
-    return instance.info.causal
-
-
 def _seeds(d: Draw) -> dict[str, Any]:
     return {**d.form(), **d.shape(dtype=d.dtype(), content=d.any_content())}
 
@@ -240,50 +230,14 @@ def _masked_keys(d: Draw) -> dict[str, Any]:
     return {**_seeds(d), "padding": d.choice(*PADDINGS), "dtype": d.choice("float32", "float64")}
 
 
-def _masked_gradients(d: Draw) -> dict[str, Any]:
-    return {**d.form(), **d.shape(batch=d.choice(1, 2))}
-
-
-def _empty(d: Draw) -> dict[str, Any]:
-    return {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}
-
-
-def _holes(d: Draw) -> dict[str, Any]:
-    return {**d.form(), "length": d.length(), **d.heads()}
-
-
 def _padding(d: Draw) -> dict[str, Any]:
     around = {name: d.choice(0, 1, d.length(1, 40)) for name in ("before", "after")}
     return {**d.form(), **d.heads(), "length": d.length(1, 70), **around}
 
 
-def _batch(d: Draw) -> dict[str, Any]:
-    return {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))}
-
-
 def _sums(d: Draw) -> dict[str, Any]:
     shape = {"q_len": d.length(), "seed": d.seed(), "num_heads": 1, "spread": 0.05}
     return {**d.form(), "dtype": d.choice("bfloat16", "float16"), **shape}
-
-
-def _naive(d: Draw) -> dict[str, Any]:
-    return {**d.form(), "padding": d.padding(), "scale": d.choice(None, None, 0.0, -0.5, 1.7), **d.shape()}
-
-
-def _compiles(d: Draw) -> dict[str, Any]:
-    return {**d.form(), "padding": d.choice("none", "left", "holes"), **d.shape(content="normal")}
-
-
-def _refused(d: Draw) -> dict[str, Any]:
-    return {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()}
-
-
-def _memory(d: Draw) -> dict[str, Any]:
-    return {**d.form(), "length": d.rng.randint(400, 600), "num_heads": 1, "content": d.any_content()}
-
-
-def _has_long_tables(instance: Instance) -> bool:
-    return instance.hyperparameters.get("max_length", 2400) >= 2400
 
 
 def _transaction(d: Draw) -> dict[str, Any]:
@@ -292,33 +246,61 @@ def _transaction(d: Draw) -> dict[str, Any]:
     return {**what, "mistake": mistake, "length": d.rng.randint(2, 90)}
 
 
-PROMISES: dict[str, Promise] = {
-    "shapes": Promise(1, promises.check_shapes, lambda d: {"padding": d.padding(), **_seeds(d)}, 2.0),
-    "exact": Promise(1, promises.check_exact, _exact, applies=lambda i: i.budget > 0),
-    "arguments": Promise(1, promises.check_arguments, lambda d: {**d.form(), "padding": d.padding(), **d.shape()}),
-    "masked_keys": Promise(2, promises.check_masked_keys, _masked_keys, 2.0),
-    "masked_gradients": Promise(2, promises.check_masked_gradients, _masked_gradients),
-    "empty_queries": Promise(2, promises.check_queries_without_keys, _empty),
-    "padding": Promise(2, promises.check_padding, _padding, 2.0),
-    "holes": Promise(2, promises.check_holes, _holes, applies=lambda i: not i.reads_positions),
-    "future": Promise(3, promises.check_future, _future, 3.0, _is_causal),
-    "length": Promise(3, promises.check_length, _length, 2.0, lambda i: _is_causal(i) and not i.switches),
-    "last_queries": Promise(3, promises.check_last_queries, _last_queries, 1.0, _is_causal),
-    "state": Promise(3, promises.check_state, _state, 3.0, lambda i: i.info.recurrent),
-    "batch": Promise(4, promises.check_batch, _batch, 2.0),
-    "seeds": Promise(5, promises.check_seeds, _seeds),
-    "training_seeds": Promise(5, promises.check_global_seed, _seeds),
-    "finite": Promise(6, promises.check_finite, _finite, fixed=("dtype",)),
-    "sums": Promise(6, promises.check_sums, _sums, 1.0, lambda i: i.averages, ("dtype",)),
-    "gradients": Promise(7, promises.check_gradients, _gradients, 0.2),
-    "naive": Promise(7, promises.check_naive, _naive, 2.0),
-    "naive_gradients": Promise(7, promises.check_naive_gradients, _naive_gradients),
-    "budget": Promise(8, promises.check_whole_budget, _budget, applies=lambda i: i.limit in ("exact", "bounded")),
-    "compiles": Promise(9, promises.check_compiles, _compiles, 0.004),
-    "refused": Promise(10, promises.check_refused, _refused),
-    "memory": Promise(11, promises.check_largest_tensor, _memory, 0.1, _has_long_tables, ("length",)),
-    "transaction": Promise(12, promises.check_transaction, _transaction, 0.2, lambda i: i.method in ROWS),
-}
+def _has_long_tables(instance: Instance) -> bool:
+    return instance.hyperparameters.get("max_length", 2400) >= 2400
+
+
+def _promise(number: int, name: str, draw: Callable[[Draw], dict[str, Any]], **more: Any) -> tuple[str, Promise]:
+    return name, Promise(number, getattr(promises, f"check_{name}"), draw, **more)
+
+
+_CAUSAL = {"applies": lambda instance: instance.info.causal}
+PROMISES: dict[str, Promise] = dict([
+    _promise(1, "shapes", lambda d: {"padding": d.padding(), **_seeds(d)}, share=2.0),
+    _promise(1, "exact", _exact, applies=lambda i: i.budget > 0),
+    _promise(1, "arguments", lambda d: {**d.form(), "padding": d.padding(), **d.shape()}),
+    _promise(2, "masked_keys", _masked_keys, share=2.0),
+    _promise(2, "masked_gradients", lambda d: {**d.form(), **d.shape(batch=d.choice(1, 2))}),
+    _promise(2, "empty_queries", lambda d: {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}),
+    _promise(2, "padding", _padding, share=2.0),
+    _promise(
+        2, "holes", lambda d: {**d.form(), "length": d.length(), **d.heads()}, applies=lambda i: not i.reads_positions
+    ),
+    _promise(
+        3, "future", lambda d: {**_length_and_cut(d), "padding": d.padding(), **d.heads(), "content": d.any_content()},
+        share=3.0, **_CAUSAL,
+    ),
+    _promise(
+        3, "length", lambda d: {**_length_and_cut(d), **d.heads()},
+        share=2.0, applies=lambda i: i.info.causal and not i.switches,
+    ),
+    _promise(3, "last_queries", _last_queries, **_CAUSAL),
+    _promise(3, "state", _state, share=3.0, applies=lambda i: i.info.recurrent),
+    _promise(4, "batch", lambda d: {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))}, share=2.0),
+    _promise(5, "seeds", _seeds),
+    _promise(5, "global_seed", _seeds),
+    _promise(6, "finite", _finite, fixed=("dtype",)),
+    _promise(6, "sums", _sums, applies=lambda i: i.averages, fixed=("dtype",)),
+    _promise(7, "gradients", _gradients, share=0.2),
+    _promise(
+        7, "naive",
+        lambda d: {**d.form(), "padding": d.padding(), "scale": d.choice(None, None, 0.0, -0.5, 1.7), **d.shape()},
+        share=2.0,
+    ),
+    _promise(7, "naive_gradients", _naive_gradients),
+    _promise(8, "whole_budget", _budget, applies=lambda i: i.limit in ("exact", "bounded")),
+    _promise(
+        9, "compiles",
+        lambda d: {**d.form(), "padding": d.choice("none", "left", "holes"), **d.shape(content="normal")}, share=0.004,
+    ),
+    _promise(10, "refused", lambda d: {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()}),
+    _promise(
+        11, "largest_tensor",
+        lambda d: {**d.form(), "length": d.rng.randint(400, 600), "num_heads": 1, "content": d.any_content()},
+        share=0.1, applies=_has_long_tables, fixed=("length",),
+    ),
+    _promise(12, "transaction", _transaction, share=0.2, applies=lambda i: i.method in ROWS),
+])  # fmt: skip
 
 
 def draw_case(rng: random.Random, rows: dict[str, Instance], names: list[str]) -> Case | None:

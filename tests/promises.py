@@ -126,7 +126,7 @@ def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) ->
         assert torch.equal(masked, torch.zeros_like(masked))
 
 
-def check_queries_without_keys(instance: Instance, is_causal: bool, length: int = 90, **shape: Any) -> None:
+def check_empty_queries(instance: Instance, is_causal: bool, length: int = 90, **shape: Any) -> None:
     """If all keys of a query are masked or in the future, its output is 0 and all gradients are finite."""
     leaves = [x.requires_grad_() for x in inputs(**{"batch": 2, "q_len": length, **shape})]
     key_mask = torch.zeros(2, length, dtype=torch.bool)

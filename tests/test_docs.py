@@ -8,7 +8,6 @@ import importlib
 import re
 import shlex
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,9 @@ import torch
 from transformers import AutoModel
 
 import hf_efficient_attn as hea
+from broken_methods import broken
 from hf_efficient_attn import cli
-from hf_efficient_attn.methods import MethodConfig, option
-from instances import unregister
-from test_guides import blocks_of, commands_of, help_of, help_of_command
+from test_guides import blocks_of, check_options, commands_of, help_of_command
 from tiny_models import tiny_class, tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,23 +67,6 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in headings(page), f"{path.name} links to {target}"
 
 
-def test_every_page_has_a_first_paragraph_and_a_place_in_the_contents():
-    contents = (DOCS / "index.md").read_text(encoding="utf-8")
-    for path in sorted(DOCS.rglob("*.md")):
-        if (
-            path.parent.name in ("methods", "_build")
-            or "_build" in path.parts
-            or path.name in ("index.md", "commands.md")
-        ):
-            continue
-        title, _, rest = path.read_text(encoding="utf-8").partition("\n")
-        assert title.startswith("# "), path
-        assert re.match(r"[A-Z`]", rest.strip()), f"{path} starts with a list or a table"
-        name = path.relative_to(DOCS).with_suffix("").as_posix()
-        listed = contents + (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
-        assert re.search(rf"^{name.removeprefix('reference/')}$|^{name}$", listed, re.M), f"{path} is in no toctree"
-
-
 def commands_in(path: Path) -> list[list[str]]:
     """The words of every command of this package that a page shows, in blocks and in running text."""
     text = path.read_text(encoding="utf-8")
@@ -108,33 +89,12 @@ def is_ours(words: list[str]) -> bool:
     return words[1].startswith(("recipes/", "tests/")) or (words[2:3] != [] and words[2].startswith("recipes."))
 
 
-def help_for(words: list[str]) -> str:
-    """The help text of a command; fails if there is none."""
-    if words[0] == "hf-efficient-attn":
-        return help_of_command(cli.app, words[1:2])
-    if words[1].startswith("tests/"):
-        return help_of_command(importlib.import_module(Path(words[1]).stem).app, [])
-    if words[1] != "-m":
-        return help_of(words[1])
-    name = f"{words[2]}.__main__" if words[2] in ("recipes.experiments", "recipes.compatibility") else words[2]
-    module = importlib.import_module(name)
-    subcommand = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
-    return help_of_command(module.app, subcommand)
-
-
 @pytest.mark.parametrize("path", PAGES, ids=names_of(PAGES))
 def test_commands_exist_with_their_options(path):
     for words in commands_in(path):
-        known = help_for(words)
-        for word in words[2:]:
-            if re.match(r"--?[a-z]", word):
-                assert re.search(rf"(?<![\w-]){word}\b", known), f"{path.name}: no {word} in {shlex.join(words)}"
-
-
-def test_commands_are_found():
-    assert ["hf-efficient-attn", "push", "OUT", "ORG/NAME"] in commands_in(README)
-    assert any(words[2] == "recipes.benchmarks.error" for words in commands_in(DOCS / "results.md"))
-    assert sum(words[1].startswith("recipes/") for words in commands_in(ROOT / "recipes" / "README.md")) >= 1
+        check_options(words, path.name)
+    if path == README:
+        assert ["hf-efficient-attn", "push", "OUT", "ORG/NAME"] in commands_in(path), "commands are found"
 
 
 @pytest.mark.filterwarnings("ignore:at 600 tokens")
@@ -175,45 +135,16 @@ def test_public_names_are_documented():
         assert f":: {name}\n" in (DOCS / "reference" / "analysis.md").read_text(encoding="utf-8"), name
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstTokensConfig(MethodConfig):
-    """Hyperparameters of a method that only this test knows."""
-
-    method = "first_tokens"
-    title = "First tokens"
-    paper = "Nobody 2026"
-    paper_url = "https://example.org/first"
-    year = 2026
-    causal = False
-    rectangular = True
-    summary = "attention to the first tokens"
-    near = "the first tokens"
-
-    num_samples: int = option(7, "First keys | of the sequence.", minimum=3)
-    seed: int = option(0, "No effect.", minimum=0)
-
-    def with_budget(self, columns: int) -> "FirstTokensConfig":
-        return replace(self, num_samples=columns)
-
-
 def test_a_new_method_gets_its_page(reference, tmp_path):
-    def forward(config, query, key, value, options):
-        return value
-
-    hea.register_method(FirstTokensConfig, forward=forward, naive=forward)
-    try:
+    with broken("correct"):
         reference.write_pages(tmp_path)
-        page = (tmp_path / "methods" / "first_tokens.md").read_text(encoding="utf-8")
+        page = (tmp_path / "methods" / "correct.md").read_text(encoding="utf-8")
         index = (tmp_path / "methods" / "index.md").read_text(encoding="utf-8")
-    finally:
-        unregister("first_tokens")
-    assert page.startswith("# First tokens: `first_tokens`")
-    assert "[Nobody 2026](https://example.org/first)" in page
-    assert "| `num_samples` | `7` | integer, at least 3 | First keys \\| of the sequence. |" in page
-    assert "autofunction:: hf_efficient_attn.functional.first_tokens_attention" in page
-    assert "| [`first_tokens`](first_tokens.md) | the first tokens |  | no | yes | no |" in index
+    assert page.startswith("# correct: `correct`")
+    assert "| `columns` | `8` | integer, at least 1 | Budget. |" in page
+    assert "autofunction:: hf_efficient_attn.functional.correct_attention" in page
+    assert "| [`correct`](correct.md) |" in index
     reference.write_pages(tmp_path)
-    assert not (tmp_path / "methods" / "first_tokens.md").exists()
     assert {path.stem for path in (tmp_path / "methods").glob("*.md")} == {*hea.available_methods(), "index"}
 
 

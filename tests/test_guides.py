@@ -25,6 +25,8 @@ from transformers import AutoTokenizer, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
 import promises
+from attack import attack
+from attack_cases import PROMISES
 from hf_efficient_attn import cli
 from instances import Instance, unregister
 from tiny_models import tiny_class, tiny_config
@@ -99,18 +101,26 @@ def help_of_command(app, words: list[str]) -> str:
     return printed.getvalue()
 
 
-def check_options(words: list[str]) -> None:
-    """Every option of a command is in its help text, which is not the case if the command does not exist."""
+def help_for(words: list[str]) -> str:
+    """The help text of a command; fails if there is none."""
     if words[0] == "hf-efficient-attn":
-        text = help_of_command(cli.app, words[1:2])
-    elif words[1] == "-m":  # a module of recipes with one or several commands
-        name = "recipes.experiments.__main__" if words[2] == "recipes.experiments" else words[2]
-        command = [word for word in words[3:4] if not word.startswith("-")]
-        text = help_of_command(importlib.import_module(name).app, command)
-    else:
-        text = help_of(words[1])
-    for option in (word for word in words[2:] if word.startswith("--")):
-        assert re.search(rf"{option}\b", text), f"no option {option} in: {shlex.join(words)}"
+        return help_of_command(cli.app, words[1:2])
+    if words[1].startswith("tests/"):
+        return help_of_command(importlib.import_module(pathlib.Path(words[1]).stem).app, [])
+    if words[1] != "-m":
+        return help_of(words[1])
+    # A module of recipes with one or several commands.
+    name = f"{words[2]}.__main__" if words[2] in ("recipes.experiments", "recipes.compatibility") else words[2]
+    command = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
+    return help_of_command(importlib.import_module(name).app, command)
+
+
+def check_options(words: list[str], page: str) -> None:
+    """Every option of a command is in its help text."""
+    known = help_for(words)
+    for word in words[2:]:
+        if re.match(r"--?[a-z]", word):
+            assert re.search(rf"(?<![\w-]){word}\b", known), f"{page}: no option {word} in: {shlex.join(words)}"
 
 
 def run_command(command: str, page: str) -> None:
@@ -121,7 +131,7 @@ def run_command(command: str, page: str) -> None:
         exec(words[2].partition("from hf_efficient_attn")[0])
         words = ["hf-efficient-attn", *words[3:]]
     if words[0] == "python" or words[1] in MEASURING or "--yes" in words:
-        check_options(words)
+        check_options(words, page)
     else:
         assert words[0] == "hf-efficient-attn", f"{page}.md: unknown command {command}"
         assert cli.run(cli.app, words[1:], words[0]) == 0, f"{page}.md: {command}"
@@ -195,34 +205,19 @@ def test_a_wrong_output_in_a_guide_fails(tmp_path):
     with pytest.raises(AssertionError, match="expected"):
         run(blocks_of(page)[0], "page", {})
     with pytest.raises(AssertionError, match="no option --budgets"):
-        check_options(["python", "-m", "recipes.benchmarks.tasks", "search", "--budgets", "64"])
+        check_options(["python", "-m", "recipes.benchmarks.tasks", "search", "--budgets", "64"], "page")
 
 
 def test_the_example_of_a_method_keeps_the_promises(monkeypatch):
-    """The checks that the page names are a selection; here are those that a bidirectional method can break."""
+    """The checks that the page names are a selection; here are all."""
     monkeypatch.syspath_prepend(str(GUIDES))
     importlib.import_module("random_keys")
     try:
-        sizes = {"num_samples": 24}
-        one = Instance("random_keys", sizes, budget=24, small={"num_samples": 5}, limit="exact", random=True)
-        assert one.config().exact_length == 24
-        for padding in ("none", "left", "right", "holes", "empty"):
-            promises.check_shapes(one, False, padding, batch=2, q_len=30, kv_len=50)
-            promises.check_masked_keys(one, False, "holes" if padding == "none" else padding, batch=2, q_len=60)
-            promises.check_exact(one, False, 24, padding)
-            promises.check_batch(one, False, padding, q_len=60)
-        promises.check_arguments(one, False, q_len=60, num_heads=2, num_kv_heads=1)
-        promises.check_masked_gradients(one, False)
-        promises.check_queries_without_keys(one, False)
-        promises.check_padding(one, False, 70, 9, 20)
-        promises.check_holes(one, False, 90)
-        promises.check_seeds(one, False)
-        promises.check_global_seed(one, False)
-        promises.check_finite(one, False, torch.bfloat16, 1e4, True)
-        promises.check_sums(one, False, torch.bfloat16)
-        promises.check_gradients(one, False, 13, 2)
-        promises.check_converges(one, False)
-        promises.check_compiles(one, False)
-        promises.check_largest_tensor(one, False, 4000)
+        row = Instance("random_keys", {"num_samples": 24}, budget=24, limit="exact", random=True)
+        assert row.config().exact_length == 24
+        result = attack({"random_keys": row}, [name for name in PROMISES if name != "compiles"], cases=200)
+        assert result.failures.total() == 0, result.found
+        promises.check_converges(row, False)
+        promises.check_compiles(row, False)
     finally:
         forget_example()

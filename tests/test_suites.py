@@ -2,7 +2,6 @@
 
 import pytest
 
-import core_suite
 from instances import INSTANCES
 
 # A module with tests of every kind. It is no test of this project, so its marks and parameters are known here.
@@ -94,20 +93,3 @@ def test_the_core_has_each_value_once(collect):
     methods = [name.split("[")[1].split("(")[0].rstrip("]") for name in core if name.startswith("test_method")]
     more = [instance.method for instance in INSTANCES if instance.core]
     assert sorted(methods) == sorted([*{instance.method for instance in INSTANCES}, *more])
-
-
-@pytest.mark.exhaustive
-def test_tests_that_are_named_are_in_every_suite(collect):
-    assert len(collect("test_module_of_every_kind.py::test_product")) == 9
-    assert collect("test_module_of_every_kind.py::test_long") == ["test_long"]
-    assert len(collect("test_module_of_every_kind.py::test_long", "--suite", "rest")) == 1
-    assert collect("-m", "slow") == collect("-m", "slow", "--suite", "rest") == ["test_slow"]
-
-
-def test_every_test_of_this_run_is_in_one_suite(request):
-    """The arithmetic for the tests that are run together with this one, and every function of theirs is in the core."""
-    items = request.session.items
-    core = core_suite.core_of(items)
-    assert len({item.nodeid for item in core}) == len(core) <= len(items)
-    exhaustive = {item for item in items if item.get_closest_marker("exhaustive")}
-    assert not exhaustive & set(core)

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
-from hf_efficient_attn.integration.models import Snapshot, choose, configs_of, transformers_models
+from hf_efficient_attn.integration.models import choose, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
-from hf_efficient_attn.models.biggan.package import PackageBigGAN
 
 
 def convert(
@@ -27,7 +26,7 @@ def convert(
 
     Args:
         model: a Transformers model; or a module that contains some, such as a PEFT model or a wrapper, all of which are
-            switched; or a `BigGAN` of the package pytorch-pretrained-biggan, with which the choice cannot be saved.
+            switched.
         method_or_config: a method's name or config, an `EfficientAttentionConfig`, or a dictionary as in
             `config.efficient_attention`. "sdpa", "eager" and Transformers' other implementations switch back. The
             weights never change, so the model then is what it was before.
@@ -43,10 +42,6 @@ def convert(
             method.
     """
     settings = choice_of(method_or_config, layers, hyperparameters)
-    package = PackageBigGAN()
-    if modules := package.find(model):
-        _convert_foreign(model, package, modules, settings or str(method_or_config))
-        return model
     roots = transformers_models(model)
 
     def change_configs() -> None:
@@ -60,26 +55,6 @@ def convert(
 
     switch(roots, change_configs)
     return model
-
-
-def _convert_foreign(
-    model: nn.Module, handler: PackageBigGAN, modules: list[nn.Module], settings: EfficientAttentionConfig | str
-) -> None:
-    """Switch the attention modules of another package to a method, or to the exact attention with this name."""
-    if any(isinstance(module, PreTrainedModel) for module in model.modules()):
-        raise UnsupportedAttentionError(
-            f"the module contains {handler.title} beside Transformers models: convert each of them separately"
-        )
-    before = Snapshot([model], [])
-    try:
-        if isinstance(settings, str):
-            handler.check_other(settings)
-            handler.restore(modules)
-        else:
-            handler.switch(modules, settings)
-    except BaseException:
-        before.restore()
-        raise
 
 
 def choice_of(

@@ -132,6 +132,8 @@ def _no_model(value: object) -> str:
     if isinstance(value, PreTrainedConfig):
         return f"a {type(value).__name__} is a config and no model: make one with AutoModel.from_config(config)"
     advice = ": give its attribute model" if isinstance(getattr(value, "model", None), PreTrainedModel) else ""
+    if not advice and isinstance(value, nn.Module):
+        advice = ": hea.replace_sdpa takes any PyTorch model"
     return f"a {type(value).__name__} holds no Transformers model (a PreTrainedModel){advice}"
 
 

@@ -80,16 +80,6 @@ def test_heads_that_need_exact_attention_cost_next_to_no_attempts(monkeypatch, a
     assert 2 <= sum(heads for heads, _ in attempts) <= 6  # of 16
 
 
-def test_an_approximation_that_saves_little_is_attempted_only_where_it_is_certain_to_succeed(attempts):
-    query, key, value = _mixed(1200)
-    tensors = query[:, :2], key[:, :2] + 0.1 * key[:, 2:], value[:, :2]
-    options = {"columns": 64, "max_error": 0.06}
-    auto(*tensors, crossover=1190, **options)
-    assert not attempts
-    auto(*tensors, crossover=64, **options)
-    assert attempts
-
-
 def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     """With the whole batch it would depend on the batch."""
     seen = []
@@ -130,7 +120,7 @@ def test_up_to_the_crossover_every_sequence_is_exact():
 def test_with_a_gradient_or_a_drawn_seed_every_head_has_the_same_columns(compiled):
     """Reentrant checkpointing computes without a gradient first, and repeats the call for its gradients."""
     tensors = _mixed()
-    attend = torch.compile(auto) if compiled else auto
+    attend = torch.compile(auto, backend="aot_eager") if compiled else auto
     outs = []
     for needs_grad in (False, True):
         torch.manual_seed(3)

@@ -6,7 +6,6 @@ from torch.export import Dim
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method, learns, methods_with
-from hf_efficient_attn.ops import tracing
 from tiny_models import SMALL, tiny_batch, tiny_model
 
 EXPORTABLE = [
@@ -44,7 +43,9 @@ def test_only_tested_methods_are_exportable():
     assert methods_with("exportable") == sorted({name for name, _ in EXPORTABLE})
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(
+    "is_causal", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["bidirectional", "causal"]
+)
 @pytest.mark.parametrize(
     ("method", "hyperparameters"),
     [EXPORTABLE[0], *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in EXPORTABLE[1:])],
@@ -71,7 +72,9 @@ def causes(error):
         error = error.__cause__
 
 
-@pytest.mark.parametrize("method", ["kdeformer", "linformer", "performer"])
+@pytest.mark.parametrize(
+    "method", ["kdeformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("linformer", "performer"))]
+)
 def test_other_methods_are_refused_in_a_sentence(method, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     model = tiny_model("bert", method)
@@ -99,12 +102,3 @@ def test_torch_export_is_not_refused():
     tensors = inputs(1, 70, 0)
     program = torch.export.export(module, tensors)
     torch.testing.assert_close(program.module()(*tensors), module(*tensors))
-
-
-def test_the_check_of_an_export_is_marked_as_torch_marks_constants():
-    def constant():
-        return True
-
-    torch.compiler.assume_constant_result(constant)
-    assert constant.__dict__
-    assert constant.__dict__.items() <= tracing.in_onnx_export.__dict__.items()

@@ -79,7 +79,7 @@ def test_exact_within_the_budget(instance, is_causal, padding):
 # 256), and the positions next to them.
 
 
-CUTS = sorted({max(0, at + offset) for at in (1, 8, 16, 24, 32, 40, 64, 128, 256, 300) for offset in (-1, 0, 1)})
+CUTS = sorted({max(0, at + offset) for at in (1, 8, 16, 40, 128, 256) for offset in (-1, 0, 1)})
 
 
 @pytest.mark.parametrize("instance", [i for i, is_causal in forms() if is_causal], ids=str)
@@ -164,19 +164,6 @@ def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
 # 9. torch.compile.
 
 
-@each_form
-def test_compiles(instance, is_causal):
-    """To one graph. Its gradient is that of eager mode."""
-    promises.check_compiles(instance, is_causal, "eager")
-
-
-@pytest.mark.exhaustive
-@each_form
-def test_compiles_with_its_gradient(instance, is_causal):
-    """Tracing the gradient takes three times as long."""
-    promises.check_compiles(instance, is_causal, "aot_eager")
-
-
 @pytest.mark.parametrize("name", [pytest.param("kdeformer", marks=pytest.mark.exhaustive), "linear"])
 def test_compiles_with_inductor(name):
     promises.check_compiles(next(i for i in INSTANCES if i.method == name), name == "linear", backend="inductor")
@@ -234,9 +221,8 @@ def test_refuses_unknown_names_and_suggests_the_most_similar(instance):
 LONG = 32768
 CHILD = """
 import json, sys
-import broken_methods, instances
+import instances
 import hf_efficient_attn as hea
-from contextlib import nullcontext
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1024
@@ -246,18 +232,16 @@ def reset():
         file.write("5")
 
 for name, causal, backward, masked in json.loads(sys.argv[1]):
-    good = instances.Instance(name, instances.AT_LENGTH.get(name, {}))
-    is_broken = name in broken_methods.METHODS
-    with broken_methods.broken(name) if is_broken else nullcontext(good) as instance:
-        for length in (1024, int(sys.argv[2])):
-            tensors = [x.requires_grad_(backward) for x in instances.inputs(num_heads=1, q_len=length, head_dim=64)]
-            mask = instances.padding_mask("left", 1, length) if masked else None
-            reset()
-            before = status("VmRSS")
-            out = instance(*tensors, mask, is_causal=causal)
-            if backward:
-                out.sum().backward()
-            peak = status("VmHWM")
+    instance = instances.Instance(name, instances.AT_LENGTH.get(name, {}))
+    for length in (1024, int(sys.argv[2])):
+        tensors = [x.requires_grad_(backward) for x in instances.inputs(num_heads=1, q_len=length, head_dim=64)]
+        mask = instances.padding_mask("left", 1, length) if masked else None
+        reset()
+        before = status("VmRSS")
+        out = instance(*tensors, mask, is_causal=causal)
+        if backward:
+            out.sum().backward()
+        peak = status("VmHWM")
     print(json.dumps([name, causal, backward, masked, peak - before]), flush=True)
 """
 
@@ -303,10 +287,3 @@ def test_memory_is_linear(masked):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
 def test_memory_is_linear_with_gradients(is_causal):
     check_memory([(i.method, is_causal, True, True) for i in DEFAULTS if is_causal in i.forms], limit=25)
-
-
-@needs_proc
-@pytest.mark.exhaustive
-def test_the_memory_of_all_pairs_is_noticed():
-    with pytest.raises(AssertionError, match="MiB in addition"):
-        check_memory([("builds_all_pairs", False, False, False)], limit=10)

@@ -1,7 +1,5 @@
 """Arguments that are easy to get wrong: each is refused in one line that says what to give instead."""
 
-import copy
-import pickle
 import re
 
 import numpy as np
@@ -10,8 +8,8 @@ import torch
 from transformers import GPT2Config
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.errors import did_you_mean, shown
-from tiny_models import METHODS, tiny_batch, tiny_config, tiny_model
+from hf_efficient_attn.errors import shown
+from tiny_models import METHODS, tiny_config, tiny_model
 
 QUERY, KEY, VALUE = torch.zeros(3, 1, 2, 20, 4).unbind(0)
 TENSORS = (QUERY, KEY, VALUE)
@@ -93,6 +91,17 @@ STAGES = [("linear", 0.5, [1]), ("sdpa", 1.0)]
 REFUSED = [
     (lambda: hea.functional.nearfar_attention(*TENSORS, MASK), "by position", "attention_mask"),
     (lambda: hea.naive_attention("nearfar", *TENSORS, dropout_p=0.1), "the naive form has no dropout"),
+    *((work, "LinearConfig is a class: give the config LinearConfig()", "'linear'") for work in (
+        lambda: hea.attention(hea.LinearConfig, *TENSORS, seed=3),
+        lambda: hea.EfficientAttentionConfig.from_dict({"method": hea.LinearConfig}),
+        bert(lambda m: hea.convert(m, {"method": hea.LinearConfig})),
+        bert(lambda m: hea.distill(m, hea.LinearConfig, TWO, steps=1)),
+        bert(lambda m: hea.calibrate(m, TWO, max_error=0.1, methods=[hea.LinearConfig])),
+        lambda: hea.method_info(hea.LinearConfig),
+        lambda: hea.UptrainingSchedule([(hea.LinearConfig, 0.5), ("sdpa", 1.0)]),
+    )),
+    *((lambda x=x: hea.method_info(x), f"unknown attention method {x!r}", "Did you mean 'nearfar'?")
+      for x in ("NEARFAR", "NearFar", "near_far", "nearfr")),
     (longformer(attention_mask=MASK.numpy()), "longformer: ", "give torch.as_tensor(attention_mask)"),
     (longformer(attention_mask=MASK.tolist()), "longformer: ", "give torch.as_tensor(attention_mask)"),
     (longformer(is_causal="no"), "longformer: ", "is_causal must be True or False, not 'no'"),
@@ -164,56 +173,6 @@ def test_what_is_similar_is_accepted(monkeypatch):
         hea.attention("nearfar", *TENSORS, causal=3)
 
 
-def classes(config_class):
-    """Calls that are given a class instead of a config."""
-    model = tiny_model("bert")
-    return [
-        lambda: hea.attention(config_class, *TENSORS),
-        lambda: hea.attention(config_class, *TENSORS, seed=3),
-        lambda: hea.naive_attention(config_class, *TENSORS),
-        lambda: hea.EfficientAttentionConfig(config_class),
-        lambda: hea.EfficientAttentionConfig.from_dict({"method": config_class}),
-        lambda: hea.convert(model, config_class),
-        lambda: hea.convert(model, config_class, layers=[0]),
-        lambda: hea.convert(model, {"method": config_class}),
-        lambda: hea.distill(model, config_class, [BATCH, BATCH], steps=1),
-        lambda: hea.calibrate(model, [BATCH], max_error=0.1, methods=config_class),
-        lambda: hea.calibrate(model, [BATCH], max_error=0.1, methods=[config_class]),
-        lambda: hea.method_info(config_class),
-        lambda: hea.UptrainingSchedule([(config_class, 0.5), ("sdpa", 1.0)]),
-        lambda: hea.analysis.attention_error(config_class, *TENSORS),
-    ]
-
-
-@pytest.mark.parametrize("number", range(14))
-def test_a_class_instead_of_a_config(number):
-    refused(classes(hea.LinearConfig)[number], "LinearConfig is a class: give the config LinearConfig()", "'linear'")
-
-
-@pytest.mark.parametrize("name", ["NEARFAR", "NearFar", "Nearfar", "near_far", "nearfr"])
-def test_names_in_another_case_are_suggested(name):
-    for work in (hea.method_info, lambda name: hea.convert(tiny_model("bert"), name)):
-        refused(lambda: work(name), f"unknown attention method {name!r}", "Did you mean 'nearfar'?")  # noqa: B023
-    with pytest.raises(AttributeError, match="Did you mean 'nearfar_attention'"):
-        getattr(hea.functional, f"{name}_attention")
-    with pytest.raises(AttributeError, match="Did you mean 'KDEformerConfig'"):
-        hea.KDEFormerConfig  # noqa: B018
-    assert did_you_mean("xyz", ["abc"]) == did_you_mean(3, ["3"]) == ""
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_unknown_fields_of_a_config(method):
-    config_class = hea.method_info(method).config_class
-    known = config_class.hyperparameters()[0]
-    refused(lambda: config_class(foo=1), f"{method}: unknown hyperparameter 'foo'", known)
-    refused(lambda: config_class(**{f"{known}x": 1}), f"Did you mean {known!r}?")
-    refused(lambda: config_class(64), f"{config_class.__name__} takes hyperparameters by name", f"{known}=...")
-    for values in ([1], "nearfar", None):
-        refused(lambda: config_class.from_dict(values), "must be a dictionary", config_class.__name__)  # noqa: B023
-    config = config_class(seed=3)
-    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config_class.from_dict(config.to_dict())
-
-
 @pytest.mark.parametrize(
     "work",
     [
@@ -243,35 +202,6 @@ def test_wrong_constructions_of_a_cache():
     for value in ("gpt2", 256, hea.NearFarConfig(), GPT2Config, None, {"method": "nearfar"}):
         refused(lambda: hea.NearFarCache(value), "takes the config of a model, not ", "model.config")  # noqa: B023
     assert hea.NearFarCache(model.config, 64).layers
-
-
-def test_calibration_on_sequences_within_the_budgets():
-    """Padding does not count: these sequences have 20 tokens, and every method computes them exactly."""
-    batch, model = tiny_batch("bert", length=70), tiny_model("bert")
-    longer = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    batch = {**longer, "attention_mask": (torch.arange(70) < 20).expand(2, -1).long()}
-
-    def calibrate(*batches, max_error=5.0, **options):
-        return hea.calibrate(model, list(batches), max_error=max_error, **options)
-
-    for methods in (None, ["nearfar"], "auto"):
-        refused(
-            lambda: calibrate(batch, methods=methods, budgets=[32, 64]),  # noqa: B023
-            "the longest sequence has 20 tokens without its padding. Budgets of 32, 64 columns save nothing",
-            "computes a sequence within its budget exactly",
-        )
-    refused(lambda: calibrate(batch, budgets=8), "write budgets=[...]")
-    refused(lambda: calibrate(batch, methods=3), "unknown attention method 3")
-    found = calibrate(batch, longer, methods="longformer", budgets=[32, 64])
-    assert found.calibrated_length == 70
-    # The default budgets compute 70 tokens exactly, which is refused; budgets that are given are measured.
-    refused(
-        lambda: calibrate(longer, methods=["nearfar"]),
-        "the longest sequence has 70 tokens without its padding, which nearfar (up to 256 tokens) computes exactly",
-        "budgets=[...]",
-    )
-    assert calibrate(longer, methods=["nearfar"], budgets=[32]).method == "nearfar"
-    assert calibrate(longer, methods=["nystromformer"], max_error=9.0).method == "nystromformer"
 
 
 def test_values_are_shown_in_one_line():

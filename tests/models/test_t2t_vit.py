@@ -25,7 +25,6 @@ from hf_efficient_attn.models.t2t_vit import (
     T2TViTModel,
     image_processor,
 )
-from hf_efficient_attn.models.t2t_vit.parts import T2TViTDropPath
 from tiny_models import METHODS, RANDOM, SMALL, output
 
 # `sum(p.numel() for p in model.parameters())` of the authors' models/t2t_vit.py, by name.
@@ -90,6 +89,9 @@ def test_models_by_name():
     changed = T2TViTConfig.from_name("t2t_vit_14", image_size=384, id2label={0: "cat", 1: "dog"})
     assert (changed.image_size, changed.num_labels, changed.tokens_type) == (384, 2, "performer")
     assert T2TViTConfig.from_name("t2t_vit_7").num_labels == 1000
+    for option in ({}, {"qk_scale": 0.3}):
+        scales = [module.scaling for module, *_ in attention_modules(tiny(T2TViTModel, **option))]
+        assert scales == pytest.approx([147**-0.5, 144**-0.5, *[option.get("qk_scale", 16**-0.5)] * 2])
 
 
 @pytest.mark.parametrize(
@@ -140,14 +142,6 @@ def test_tokens_of_an_image_of_224_pixels():
     assert seen == {location.layer: module.max_tokens for module, location, *_ in attention_modules(model)}
 
 
-def test_scale_of_the_logits():
-    """The stages scale by the size of their input, the backbone by head_dim or `qk_scale`."""
-    for changes, backbone in (({}, 16**-0.5), ({"qk_scale": 0.3}, 0.3)):
-        model = tiny(T2TViTModel, **changes)
-        scales = [module.scaling for module, *_ in attention_modules(model)]
-        assert scales == pytest.approx([147**-0.5, 144**-0.5, backbone, backbone])
-
-
 # ------------------------------------------------------------------------------------------------------------- methods
 
 
@@ -155,23 +149,23 @@ def test_scale_of_the_logits():
 def test_every_method_in_every_stage_and_block(method):
     model = tiny()
     exact = logits(model)
-    changed = {}
-    for layers in (None, STAGES, BLOCKS):
+    for layers in (STAGES, None):
         hea.convert(model, method, layers=layers, **SMALL[method])
-        found = changed[str(layers)] = logits(model)
+        found = logits(model)
         assert torch.isfinite(found).all()
-        assert torch.equal(logits(model), found), "eval mode is repeatable"
-        alone = torch.cat([logits(model, image[None]) for image in images()])
-        torch.testing.assert_close(alone, found, atol=2e-4, rtol=2e-4)
-    assert not torch.equal(changed[str(STAGES)], exact), "the stages have more tokens than any budget here"
+        assert not torch.equal(found, exact), "the stages have more tokens than any budget here"
+    alone = torch.cat([logits(model, image[None]) for image in images()])
+    torch.testing.assert_close(alone, found, atol=2e-4, rtol=2e-4)
     assert torch.equal(logits(hea.convert(model, "sdpa")), exact)
     if method not in RANDOM:
         # Without random draws, naming all layers gives the same as naming none.
         both = hea.convert(model, method, layers=[*STAGES, *BLOCKS], **SMALL[method])
-        torch.testing.assert_close(logits(both), changed["None"])
+        torch.testing.assert_close(logits(both), found)
 
 
-@each_method
+@pytest.mark.parametrize(
+    "method", [x if x in ("nearfar", "linformer") else pytest.param(x, marks=pytest.mark.exhaustive) for x in METHODS]
+)
 def test_saving_and_loading_a_mix(method, tmp_path):
     other = "longformer" if method == "linear" else "linear"
     mix = [
@@ -187,19 +181,7 @@ def test_saving_and_loading_a_mix(method, tmp_path):
         model = AutoModelForImageClassification.from_pretrained(tmp_path / str(turn))
         assert type(model) is T2TViTForImageClassification and model.config._attn_implementation == method
         assert torch.equal(logits(model), expected)
-    body = AutoModel.from_pretrained(tmp_path / "1")
-    assert type(body) is T2TViTModel
-    with torch.no_grad():
-        assert torch.equal(model.classifier(body(images()).pooler_output), expected)
-
-
-def test_learned_parameters_have_the_size_of_their_stage():
-    model = hea.convert(tiny(), "linformer", projection_dim=4)
-    found = {
-        location.layer: tuple(module.learned_parameters.key_projection.shape)
-        for module, location, *_ in attention_modules(model)
-    }
-    assert found == {"t2t.0": (4, 256), "t2t.1": (4, 64), 0: (4, 17), 1: (4, 17)}
+    assert type(AutoModel.from_pretrained(tmp_path / "1")) is T2TViTModel
 
 
 def test_performer_stages_take_no_method():
@@ -222,7 +204,7 @@ def test_performer_stages_take_no_method():
     ("tokens_type", "method"),
     [
         ("transformer", "sdpa"),
-        ("performer", "sdpa"),
+        pytest.param("performer", "sdpa", marks=pytest.mark.exhaustive),
         # A method on keys and values, and one that projects the backbone's hidden states. Others: the method tests.
         pytest.param("transformer", "kdeformer", marks=pytest.mark.exhaustive),
         pytest.param("transformer", "flurka_performer", marks=pytest.mark.exhaustive),
@@ -256,9 +238,8 @@ def test_gradients_reach_every_parameter(tokens_type, method):
         assert "learned_parameters" in name or parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    ("tokens_type", "method"), [("transformer", "kdeformer"), ("transformer", "sdpa"), ("performer", "sdpa")]
+    ("tokens_type", "method", "reentrant"), [("transformer", "kdeformer", True), ("performer", "sdpa", False)]
 )
 def test_gradient_checkpointing_gives_the_same_gradients(tokens_type, method, reentrant):
     dropout = {"hidden_dropout_prob": 0.1, "drop_path_rate": 0.3, "token_dropout_prob": 0.1}
@@ -286,14 +267,7 @@ def test_dropout_is_that_of_the_authors():
         torch.manual_seed(0)
         assert not torch.allclose(logits(model), expected, atol=1e-3), option
     model = tiny(drop_path_rate=0.2, num_hidden_layers=5)
-    assert [layer.drop_path.probability for layer in model.t2t_vit.layers] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-
-
-def test_drop_path_drops_whole_samples():
-    torch.manual_seed(0)
-    kept = T2TViTDropPath(0.25).train()(torch.ones(4000, 2, 3))
-    assert kept.unique().tolist() == pytest.approx([0, 1 / 0.75])
-    assert ((kept == kept[:, :1, :1]).all()) and kept.mean() == pytest.approx(1, abs=0.03)
+    assert [layer.drop_path.drop_prob for layer in model.t2t_vit.layers] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
 # ------------------------------------------------------------------------------------------------------------- outputs
@@ -310,19 +284,11 @@ def test_outputs():
     torch.testing.assert_close(body.last_hidden_state, model.t2t_vit.layernorm(found.hidden_states[-1]))
     assert torch.equal(body.pooler_output, body.last_hidden_state[:, 0]) and body.hidden_states is None
     assert torch.equal(model(images(), return_dict=False)[0], found.logits)
+    labels = torch.tensor([2, 0])
+    torch.testing.assert_close(model(images(), labels=labels).loss, nn.functional.cross_entropy(found.logits, labels))
     torch.testing.assert_close(found.logits, logits(tiny()), atol=1e-4, rtol=1e-4)
     with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
         hea.convert(tiny(), "linear")(images(), output_attentions=True)
-
-
-def test_losses():
-    model, labels = tiny(), torch.tensor([2, 0])
-    found = model(images(), labels=labels)
-    torch.testing.assert_close(found.loss, nn.functional.cross_entropy(found.logits, labels))
-    model = tiny(problem_type="multi_label_classification")
-    wanted = torch.tensor([[1.0, 0, 1], [0, 1, 0]])
-    expected = nn.functional.binary_cross_entropy_with_logits(logits(model), wanted)
-    torch.testing.assert_close(model(images(), labels=wanted).loss, expected)
 
 
 # ------------------------------------------------------------------------------------------------- images of any size
@@ -448,15 +414,6 @@ def test_initial_weights_are_those_of_the_authors():
     assert 0.015 < model.t2t_vit.embeddings.cls_token.std() < 0.025
 
 
-def test_new_classifier_on_a_saved_model(tmp_path):
-    model = tiny()
-    model.save_pretrained(tmp_path)
-    other = T2TViTForImageClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
-    assert logits(other).shape == (2, 5)
-    assert torch.equal(other.t2t_vit.layers[0].mlp.fc1.weight, model.t2t_vit.layers[0].mlp.fc1.weight)
-    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
-
-
 def test_image_processor_is_that_of_the_authors(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="Pillow reads images")
     np = pytest.importorskip("numpy", reason="images are made from arrays")
@@ -476,10 +433,9 @@ def test_image_processor_is_that_of_the_authors(tmp_path):
     torch.testing.assert_close(found[0], (values - mean) / std, atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize("method", ["flurka_linear", "flurka_performer", "flurka_eva"])
-def test_backbone_projects_its_hidden_states(method):
+def test_backbone_projects_its_hidden_states():
     """The backbone gets another forward, with the same output as the attention function. The stages keep theirs."""
-    model = tiny(efficient_attention={"method": method, **SMALL[method]}).eval()
+    model = tiny(efficient_attention={"method": "flurka_linear", **SMALL["flurka_linear"]}).eval()
     found = logits(model)
     own = [module for module in model.modules() if isinstance(vars(module).get("forward"), functools.partial)]
     assert [module.attention_layer for module in own] == [0, 1]

@@ -75,16 +75,6 @@ def test_queries_without_a_key():
         assert x.isfinite().all()
 
 
-def test_no_keys_no_queries_and_transposed_memory():
-    query, key, value = (numbers(1, 2, n, 8, seed=n) for n in (3, 9, 9))
-    part = attend(query, key[:, :, :0], value[:, :, :0], scale=1.0)
-    assert not part.out.any() and (part.lse == -torch.inf).all() and part.out.shape == (1, 2, 3, 8)
-    assert attend(query[:, :, :0], key, value, scale=1.0).out.shape == (1, 2, 0, 8)
-    turned = [x.float().mT.contiguous().mT for x in (query, key, value)]
-    for ours, other in zip(attend(*turned, scale=0.3), attend_naive(query, key, value, scale=0.3), strict=True):
-        torch.testing.assert_close(ours.double(), other, rtol=1e-5, atol=1e-5)
-
-
 def test_dropout_keeps_the_mean_and_has_the_gradients_of_the_remaining_weights():
     query, key, value = (numbers(2, 3, n, 6, seed=n) for n in (5, 7, 7))
 
@@ -132,15 +122,6 @@ def test_windows_and_their_gradients(length, left, right, skip, masked, with_lse
         torch.testing.assert_close(x, y.nan_to_num(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-3, 30.0])
-def test_any_scale(scale):
-    query, key, value, bias = numbers(1, 2, 5, 8), numbers(1, 2, 9, 8), numbers(1, 2, 9, 8), numbers(1, 2, 1, 9)
-    leaves = [x.requires_grad_() for x in (query, key, value, bias)]
-    found = [torch.autograd.grad(form(*leaves, scale=scale).out.sin().sum(), leaves) for form in (attend, attend_naive)]
-    for ours, naive in zip(*found, strict=True):
-        torch.testing.assert_close(ours, naive, rtol=1e-8, atol=1e-8)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)])
 @pytest.mark.parametrize("scale", [0.125, -3.0])
 def test_a_bias_in_further_dimensions_of_the_keys(dtype, tolerance, scale):
@@ -170,20 +151,6 @@ def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
     for loss in (out.sum(), out.sum() + lse.sum()):
         for grad, x in zip(torch.autograd.grad(loss, given, retain_graph=True), given, strict=True):
             assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("size", [1, 3, 50])
-def test_slices_are_one_call(dim, size):
-    x, weight = numbers(8, 10, 4).requires_grad_(), numbers(4, 5, seed=1).requires_grad_()
-    expected = (x @ weight).exp()
-    found = tokens.sliced(lambda x, _: (x @ weight).exp(), x, None, size=size, dim=dim)
-    torch.testing.assert_close(found, expected)
-    grads = [torch.autograd.grad(y.sin().sum(), (x, weight)) for y in (found, expected)]
-    for ours, naive in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, naive)
-    with torch.no_grad():
-        torch.testing.assert_close(tokens.sliced(lambda x: (x @ weight).exp(), x, size=size, dim=dim), expected)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])

@@ -48,14 +48,6 @@ def test_the_fast_form_equals_the_naive_form(columns: int, scale: float, changes
     inputs, chosen = tensors(131), options(columns, **changes)
     expected = causal_coreset_naive(*inputs, chosen, scale=scale)
     torch.testing.assert_close(causal_coreset_attention(*inputs, chosen, scale=scale), expected, rtol=1e-7, atol=1e-8)
-    if not changes:
-        # Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores, and
-        # must not round the near field away.
-        sizes = [3.0 ** torch.randn(4, 60, 1, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-        given = [x * size for x, size in zip(tensors(60, seed=columns), sizes, strict=True)]
-        expected = causal_coreset_naive(*given, options(4), scale=1.7)
-        out = causal_coreset_attention(*given, options(4), scale=1.7)
-        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
 
 
 def test_the_first_positions_and_short_sequences_are_exact() -> None:
@@ -89,17 +81,6 @@ def test_near_keys_by_content_serve_heads_that_look_far_back() -> None:
     found = [causal_coreset_attention(query, key, value, chosen._replace(num_near=w), scale=1.0) for w in (0, 36)]
     errors = [error(out[:, 600:], expected[:, 600:]) for out in found]
     assert errors[1] < 0.5 * errors[0]
-
-
-def test_copying_heads_use_positive_weights() -> None:
-    """Queries that copy one key each, among keys that are too different for the landmarks, stay near their values."""
-    generator = torch.Generator().manual_seed(0)
-    key = torch.nn.functional.normalize(torch.randn(2, 600, 32, generator=generator), dim=2) * 3.0
-    value = torch.randn(2, 600, 8, generator=generator)
-    query = key[:, (torch.arange(600) - 300).clamp(min=0)] * 1.2
-    out, expected = causal_coreset_attention(query, key, value, options(96), scale=1.0), exact(query, key, value, 1.0)
-    assert error(out[:, 300:], expected[:, 300:]) < 1.0
-    assert out.abs().max() < 1.5 * value.abs().max()
 
 
 @pytest.mark.parametrize("factor", [30.0, 300.0])

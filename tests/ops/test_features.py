@@ -8,7 +8,7 @@ import torch
 from hf_efficient_attn import functional
 from hf_efficient_attn.ops import linear
 from hf_efficient_attn.ops.features import Features, elu_features, elu_map, favor
-from hf_efficient_attn.ops.linear import Tokens, bidirectional, causal, log_weights_naive, query_state, update_state
+from hf_efficient_attn.ops.linear import Tokens, causal, log_weights_naive, update_state
 from instances import numbers
 
 CPU = torch.device("cpu")
@@ -57,19 +57,6 @@ def test_the_causal_scan(name, with_state, monkeypatch):
 
     for found, wanted in zip(outputs(ours), outputs(naive), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["elu", "favor"])
-def test_all_keys_and_states(name):
-    own = tokens(300)
-    wanted, lse = dense(own.query, [own], features(name))
-    torch.testing.assert_close(bidirectional(own, features(name)), wanted, rtol=1e-9, atol=1e-9)
-    state = None
-    for some in (slice(0, 1), slice(1, 200), slice(200, 300)):
-        state = update_state(state, *(x[:, some] for x in own[1:]), features(name))
-    found = query_state(own.query, state, features(name))
-    torch.testing.assert_close(found.out, wanted, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.lse, lse, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["elu", "favor"])

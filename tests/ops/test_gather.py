@@ -149,30 +149,6 @@ def test_unused_entries_are_not_read_and_queries_without_keys_get_zero():
     assert not grads[3][given.log_weight == -torch.inf].any()
 
 
-@needs_triton
-def test_tensors_need_not_be_contiguous():
-    given = case(Sizes()).to(torch.float32)
-    expected = gather_attend(*given, SCALE)
-    apart = [torch.stack((x, x), 2)[:, :, 0] for x in given[:2]]  # as the heads of a model
-    value = given.value.mT.contiguous().mT
-    assert not any(x.is_contiguous() for x in (*apart, value))
-    ours = gather_attend(*apart, value, *given[3:], SCALE)
-    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
-    for grad, wanted in zip(gradients(given, *ours), gradients(given, *expected), strict=True):
-        torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=1e-5)
-
-
-@needs_triton
-def test_no_queries_and_no_keys():
-    given = case(Sizes()).to(torch.float32)
-    out, lse = gather_attend(*given[:3], given.index[..., :0], given.log_weight[..., :0], *given[5:], SCALE)
-    assert not out.any() and (lse == -torch.inf).all()
-    assert not any(x.any() for x in torch.autograd.grad(out.sum(), given[:3]))
-    out, _ = gather_attend(given.query[:, :0], *given[1:5], None, given.block_q, SCALE)
-    assert out.shape == (2, 0, 12)
-    assert not any(x.any() for x in torch.autograd.grad(out.sum(), given[1:3]))
-
-
 @pytest.mark.parametrize(("sizes", "ordered"), CASES)
 def test_attention_to_gathered_keys(sizes, ordered):
     """The form of PyTorch's operators, with gradients."""

@@ -17,9 +17,16 @@ from hf_efficient_attn.ops.causal import dense_causal_log_weights
 from hf_efficient_attn.ops.exact import dense_attention
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
 from hf_efficient_attn.ops.near_far import dense_log_weights
-from hf_efficient_attn.ops.sampling import FarField, SamplingOptions, query_groups, sample_keys, sampled_norm_squared
+from hf_efficient_attn.ops.sampling import (
+    FarField,
+    SamplingOptions,
+    density_norms,
+    query_groups,
+    sample_keys,
+    sampled_norm_squared,
+)
 from hf_efficient_attn.ops.tokens import ceil_div, inverse, uniform
-from instances import inputs, numbers, relative_error
+from instances import numbers
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -123,6 +130,24 @@ def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
         close(ours[a, 1], expected[a, queries].square().sum(0) * total / len(index))
 
 
+@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_densities_give_the_column_norms_of_the_residual(near_field, mask):
+    """If the densities are exact, so are the norms without the near field, whose last block is not full."""
+
+    def exact_norms(queries, keys, seed):
+        scores = queries @ keys.mT
+        log_sums = scores.logsumexp(1)
+        return (2.0 * (scores - log_sums[:, None])).logsumexp(0), log_sums
+
+    (query, key, _), near, _ = plan(near_field, mask=mask)
+    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
+    expected = residual(query, key, near, key_mask)
+    expected = expected if mask is None else expected.masked_fill(~key_mask[:, :, None], 0.0)
+    ours = density_norms(query, key, key_mask, near, sampling(scores=exact_norms))
+    close(ours[:, 0], expected.square().sum(1))
+
+
 def test_each_block_has_its_own_sample_unless_all_share_one():
     _, near, far = plan("window", scores="uniform")
     num_blocks = near.start.shape[1]
@@ -179,24 +204,6 @@ def test_the_far_field_is_unbiased(scores, independent):
     assert (mean - 1.0).abs().mean() < 0.06
 
 
-def test_sampling_by_probes_is_better_than_uniform_sampling_if_a_few_keys_have_most_of_the_weight():
-    query, key, value = inputs(num_heads=4, q_len=512, head_dim=16, dtype=torch.float64)
-    at = torch.randperm(512, generator=torch.Generator().manual_seed(0))[:12]
-    # A dozen keys that all queries attend to have two thirds of the weight.
-    query[..., 0] += 3.0
-    key[:, :, at, 0] += 6.0
-    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    budget = {"block_size": 16, "num_samples": 32, "near_field": "window"}
-
-    def error(method, **options):
-        outs = [hea.attention(method, query, key, value, seed=s, **budget, **options) for s in range(8)]
-        return sum(relative_error(out, exact) for out in outs) / 8
-
-    probe, uniform = error("kdeformer"), error("hyperattention")
-    assert probe < 0.75 * uniform
-    assert error("kdeformer", draw="independent") > probe
-
-
 # The causal plan.
 
 
@@ -231,12 +238,12 @@ def test_group_by_block(query_block, size):
 
 @pytest.mark.parametrize("scores", ["value_norm", "probe"])
 def test_a_causal_far_field_is_unbiased(scores):
-    total, draws = 0.0, 100
+    total, draws = 0.0, 40
     for seed in range(draws):
-        _, plans = causal_plan(70, scores, seed=seed)
-        total = total + dense_causal_log_weights(plans, 70, 8, 8, torch.zeros(4)).exp()
+        _, plans = causal_plan(50, scores, seed=seed)
+        total = total + dense_causal_log_weights(plans, 50, 8, 8, torch.zeros(4)).exp()
     mean = (total / draws)[:, 8:].sum(-1).mean(0)
-    close(mean, torch.arange(9, 71).double(), 0.05)
+    close(mean, torch.arange(9, 51).double(), 0.08)
 
 
 @pytest.mark.parametrize("num_hashes", [0, 3])
@@ -292,23 +299,6 @@ def dense_pairs(near: NearField, q_len: int, kv_len: int) -> Tensor:
     return found
 
 
-def test_each_head_gets_the_near_field_that_holds_more_of_its_rows():
-    # Tokens of the first head resemble their neighbors, those of the second are four copies of 32 points.
-    angle = torch.arange(128) * (2 * math.pi / 128)
-    local = 20.0 * torch.stack((angle.cos(), angle.sin(), torch.zeros(128), torch.zeros(128)), 1)
-    tokens = torch.stack((local, 3.0 * numbers(32, 4, seed=5).float().repeat(4, 1)))
-    window, lsh, chosen = plans(tokens, tokens)
-    expected = torch.stack((dense_pairs(window, 128, 128)[0], dense_pairs(lsh, 128, 128)[1]))
-    assert torch.equal(dense_pairs(chosen, 128, 128), expected)
-    value, mean_error = numbers(2, 128, 3).float()[None], {}
-    exact = (tokens @ tokens.mT).softmax(2) @ value
-    for kind in ("lsh", "window", "auto"):
-        config = hea.HyperAttentionConfig(near_field=kind, block_size=8, num_samples=8, num_hashes=6)
-        out = hea.attention(config, tokens[None], tokens[None], value, scale=1.0)
-        mean_error[kind] = ((out - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3))).mean().item()
-    assert mean_error["auto"] < 0.8 * min(mean_error["lsh"], mean_error["window"])
-
-
 @pytest.mark.parametrize("q_len", [30, 21])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_choice_is_that_of_dense_matrices(q_len, masked):
@@ -361,8 +351,7 @@ def local_and_repeated(length: int, dtype: torch.dtype = torch.float32) -> Tenso
     return (torch.stack((local, copies) * 3) + noise).to(dtype)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 7])
-@pytest.mark.parametrize("length", [41, 70, 200, 767, 768, 1000])
+@pytest.mark.parametrize(("length", "groups"), [(41, 1), (70, 3), (767, 2), (768, 7)])
 def test_the_plan_is_that_of_a_padded_sequence(length, groups):
     """It has the same near fields, groups and samples, with the same weights."""
     # One head has a window and one the blocks of the hash. Lengths of 384 and more leave out values of the norm.

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import promises
 from each import close
 from hf_efficient_attn.ops import (
     tokens,
 )
 from hf_efficient_attn.ops.attend import Partial, merge
-from hf_efficient_attn.ops.exact import exact_attention
 from hf_efficient_attn.ops.features import orthogonal_features, softmax_features
 from hf_efficient_attn.ops.hashing import hash_keys, hyperplanes
 from hf_efficient_attn.ops.sampling import (
@@ -26,7 +24,7 @@ from hf_efficient_attn.ops.sampling import (
     stratified_ranks,
     systematic_sample,
 )
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, normal, offsets, pad_to_blocks, take, uniform, valid_first
+from hf_efficient_attn.ops.tokens import normal, uniform
 from instances import numbers
 
 CPU = torch.device("cpu")
@@ -73,56 +71,10 @@ def test_merge_of_empty_parts_in_any_order_with_gradients():
     grads = torch.autograd.grad(expected.out.sum() + expected.lse[1].sum(), leaves)
     assert all(x.isfinite().all() for x in grads)
     assert merge(parts[0]) is parts[0] and torch.equal(merge(empty, empty).lse, empty.lse)
-    later = [x.detach()[1:].requires_grad_() for x in leaves]
-    assert torch.autograd.gradcheck(lambda *x: merge(*(Partial(*x[i : i + 2]) for i in (0, 2, 4))), later)
     half = Partial(torch.ones(1, 2, 2, dtype=torch.float16), torch.zeros(1, 2))
     merged = merge(half, half)
     assert (merged.out.dtype, merged.lse.dtype) == (torch.float16, torch.float32)
     close(merged.lse, torch.full((1, 2), math.log(2)), 1e-6)
-
-
-@quick
-@given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans())
-def test_exact_attention(q_len, kv_len, is_causal, masked):
-    kv_len = q_len if is_causal else kv_len
-    query, key, value = numbers(2, q_len, 4), numbers(2, kv_len, 4, seed=1), numbers(2, kv_len, 5, seed=2)
-    mask = numbers(2, kv_len, seed=3) > 0 if masked else None
-    exact = promises.exact_attention(
-        *(x[:, None] for x in ((0.9 * 2.0) * query, key, value)), mask, is_causal
-    )  # the default scale is 1 / 2
-    close(exact_attention(query, key, value, mask, is_causal=is_causal, scale=0.9), exact[:, 0])
-    if q_len == 40:  # several blocks
-        row = [numbers(1, 700, 4, seed=s) for s in range(3)]
-        exact = torch.nn.functional.scaled_dot_product_attention(*row, is_causal=is_causal, scale=0.9)
-        close(exact_attention(*row, is_causal=is_causal, scale=0.9), exact)
-
-
-# Blocks.
-
-
-@quick
-@given(st.integers(1, 40), st.integers(1, 12))
-def test_blocks(length, size):
-    x = numbers(2, length, 3)
-    blocks = pad_to_blocks(x, size, value=7.0)
-    assert blocks.shape == (2, ceil_div(length, size), size, 3)
-    flat = blocks.flatten(1, 2)
-    assert torch.equal(flat[:, :length], x) and (flat[:, length:] == 7.0).all()
-
-
-def test_take_and_inverse():
-    x = numbers(2, 9, 3)
-    order = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(s)) for s in range(2)])
-    taken, index = take(x, order), torch.tensor([[[0, 3], [3, 8]], [[1, 1], [2, 0]]])
-    assert all(torch.equal(taken[a], x[a, order[a]]) for a in range(2))
-    assert torch.equal(take(taken, inverse(order)), x)
-    assert take(x, index).shape == (2, 2, 2, 3) and torch.equal(take(x, index)[1, 0, 1], x[1, 1])
-    assert torch.autograd.gradcheck(lambda y: take(y, index), x.requires_grad_())
-
-
-def test_valid_first_is_stable():
-    mask = torch.tensor([[False, True, True, False, True], [False] * 5, [True] * 5])
-    assert valid_first(mask).tolist() == [[1, 2, 4, 0, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
 # Hashing.
@@ -293,14 +245,6 @@ def test_uniform_and_normal_have_their_distributions():
     assert torch.equal(steps, steps.round()) and steps.unique().numel() >= 20000 - 2
 
 
-def test_seeds_and_streams_are_independent():
-    draws = torch.stack([uniform((5000,), seed, stream, CPU) for seed in range(6) for stream in range(6)])
-    correlations = torch.corrcoef(draws) - torch.eye(36)
-    assert correlations.abs().max() < 0.08
-    first = torch.stack([uniform((1,), seed, 12, CPU) for seed in range(3000)]).flatten()
-    assert scipy.stats.kstest(first.numpy(), "uniform").pvalue > 1e-3
-
-
 @pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_random_numbers_depend_on_the_seed_only(default):
     expected = {f: f((3, 50), 5, 2, CPU) for f in (uniform, normal)}
@@ -312,20 +256,11 @@ def test_random_numbers_depend_on_the_seed_only(default):
             assert torch.equal(function((3, 50), 5, 2, CPU), values)
             assert torch.equal(function((3, 50), torch.tensor(5), 2, CPU), values)
             assert torch.equal(function((150,), 5, 2, CPU).view(3, 50), values)
-            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+            compiled = torch.compile(function, fullgraph=True, backend="eager")
             close(compiled((3, 50), torch.tensor(5), 2, CPU), values, 1e-12)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_offsets_differ_by_head_and_not_by_number_of_heads():
-    few, many = offsets(4, 3, 11, CPU), offsets(32, 3, 11, CPU)
-    assert torch.equal(few, many[:4])
-    assert ((many > 0) & (many < 1)).all()
-    assert many.sort().values.diff().min() > 0.005
-    seeds = torch.stack([offsets(1, seed, 11, CPU) for seed in range(200)])
-    assert torch.histc(seeds, 5, 0, 1).min() > 20
 
 
 # Features.
@@ -357,20 +292,10 @@ def test_constants_are_kept_up_to_a_size(monkeypatch):
 
     monkeypatch.setattr(tokens, "_results", OrderedDict())
     monkeypatch.setattr(tokens, "_KEPT_BYTES", 4 * 100)
-    cpu = torch.device("cpu")
-    for count in (40, 50, 40):
-        assert tokens.constant(ones, count, device=cpu).tolist() == [1.0] * count
-    assert calls == [40, 50]
-    tokens.constant(ones, 60, device=cpu)  # in place of that of 50, which is the oldest
-    for count in (40, 60, 50):
-        tokens.constant(ones, count, device=cpu)
-    assert calls == [40, 50, 60, 50]
-    assert tokens.constant(ones, 200, device=cpu).shape == (200,)  # too large to be kept
-    monkeypatch.setattr(tokens, "_KEPT", 2)
-    for count in range(5):
-        tokens.constant(ones, count, device=cpu)
-    assert len(tokens._results) == 2
+    for count in (40, 50, 40, 60, 40, 60, 50, 200):  # 60 in place of 50, the oldest; 200 is too large to be kept
+        assert tokens.constant(ones, count, device=CPU).tolist() == [1.0] * count
+    assert calls == [40, 50, 60, 50, 200]
     with torch.inference_mode():
-        kept = tokens.constant(ones, 10, device=cpu), softmax_features(8, 4, 9472, cpu)
+        kept = tokens.constant(ones, 10, device=CPU), softmax_features(8, 4, 9472, CPU)
     assert not any(x.is_inference() for x in kept)  # they can be saved for a gradient
-    assert softmax_features(8, 4, 9472, cpu) is kept[1]
+    assert softmax_features(8, 4, 9472, CPU) is kept[1]

@@ -1,6 +1,7 @@
 """Calls from several threads give, bit for bit, what one thread gives."""
 
 import ast
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from each import each_first_form, each_form
+from each import each_first_form
 from hf_efficient_attn.methods import parameters_of_slice
 from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.shards import HeadSlice
@@ -17,7 +18,7 @@ from instances import inputs, padding_mask
 from test_heads import HEADS, KV_HEADS, parameters_of
 from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
 
-THREADS, ROUNDS = 4, 3
+THREADS, ROUNDS = 4, 2
 
 
 def in_threads(calls):
@@ -46,7 +47,7 @@ def calls_of(instance, is_causal, function):
     config = instance.config()
     tensors = inputs(2, HEADS, 75, 8, num_kv_heads=KV_HEADS, seed=5)
     parameters = parameters_of(config, tensors[2])
-    mask = padding_mask("right", 2, 75)
+    options = {"attention_mask": padding_mask("right", 2, 75), "is_causal": is_causal}
 
     def call(heads, seed, needs_grad):
         count = HEADS if heads is None else 2
@@ -55,46 +56,31 @@ def calls_of(instance, is_causal, function):
         query = tensors[0][:, first : first + count]
         key, value = (x[:, first // 2 : (first + count) // 2] for x in tensors[1:])
         leaves = [x.clone().requires_grad_(needs_grad) for x in (query, key, value)]
-        options = {"attention_mask": mask, "is_causal": is_causal, "seed": seed, "parameters": own, "heads": heads}
-        out = function(config, *leaves, **options)
+        out = function(config, *leaves, **options, seed=seed, parameters=own, heads=heads)
         return (out, *torch.autograd.grad(out.square().sum(), leaves)) if needs_grad else (out,)
 
-    slices = (None, HeadSlice(0, HEADS), HeadSlice(2, HEADS))
-    return [lambda h=h, s=s, g=g: call(h, s, g) for h in slices for s in (7, torch.tensor(8)) for g in (False, True)]
+    chosen = ((None, 7, True), (None, torch.tensor(8), False), (HeadSlice(2, HEADS), 7, False))
+    return [functools.partial(call, *arguments) for arguments in chosen]
 
 
-@each_form
+@each_first_form
 def test_calls(instance, is_causal):
     tokens_ops._results.clear()  # so that threads make them at the same time
     check(calls_of(instance, is_causal, hea.attention))
 
 
-# The others of the compiled cases take minutes.
-COMPILED = ("kdeformer", "nearfar", "linear", "thinformer")
-
-
-def compiled_case(instance, is_causal, of_slice):
-    quick = instance.method in COMPILED and not is_causal and not of_slice
-    return pytest.param(instance, is_causal, of_slice, marks=[] if quick else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize(
-    ("instance", "is_causal", "of_slice"),
-    [compiled_case(i, c, s) for i in FIRST.values() for c in i.forms for s in (False, True)],
-)
-def test_compiled_calls(instance, is_causal, of_slice):
+@pytest.mark.parametrize("method", ["linear", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in METHODS)])
+def test_compiled_calls(method):
     """All calls have the same shapes, so that each has a graph of its own: another graph may round differently."""
     torch.compiler.reset()
     compiled = torch.compile(hea.attention, fullgraph=True, dynamic=False, backend="aot_eager")
-    calls = calls_of(instance, is_causal, compiled)
-    check(calls[4:6] if of_slice else calls[:2])
+    check(calls_of(FIRST[method], False, compiled)[1:2])
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
-@pytest.mark.parametrize("method", METHODS)
-def test_models(method, mode):
+def test_models(mode):
     """One model in four threads. In training all threads draw from one generator, so that only finiteness counts."""
-    model, batch = tiny_model("bert", method), tiny_batch("bert")
+    model, batch = tiny_model("bert", "kdeformer"), tiny_batch("bert")
     getattr(model, mode)()
 
     def call():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import hf_efficient_attn as hea
 from each import each_first_form, each_form
@@ -135,19 +135,6 @@ def test_models(method):
         check({name: x[i] for name, x in each.items()}, expected(row))
 
 
-@pytest.mark.parametrize("method", ["kdeformer", "flurka_linear", "linformer"])
-def test_ensembles(method):
-    """Several models in one call, each with learned parameters of its own."""
-    models, batch = [tiny_model("bert", method).eval() for _ in range(2)], tiny_batch("bert")
-    for i, model in enumerate(models):
-        for parameter in model.parameters():
-            parameter.data.mul_(1.0 + 0.1 * i)
-    state = stack_module_state(models)
-    out = vmap(lambda p, b: functional_call(models[0], (p, b), (), batch).last_hidden_state)(*state)
-    expected = torch.stack([model(**batch).last_hidden_state for model in models])
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_nothing_is_kept_that_a_transform_has_wrapped():
     def draws(x):
         return x * normal((3,), 987_654, 0, x.device) + tokens_ops.integers(91, x.device)[:3]
@@ -169,13 +156,3 @@ def test_traces_are_refused(method):
     model.config.return_dict = False
     with pytest.raises(hea.UnsupportedAttentionError, match=f"{method}: torch.jit.trace .* torch.onnx.export"):
         torch.jit.trace(model, (batch["input_ids"],))
-
-
-@pytest.mark.parametrize("shape", [(0, LENGTH), (2, 0)], ids=["no sequences", "no tokens"])
-@pytest.mark.parametrize("method", METHODS)
-def test_empty_batches_have_gradients(method, shape):
-    batch, length = shape
-    leaves = [x.requires_grad_() for x in inputs(batch, 2, length, 8, dtype=torch.float64)]
-    out = hea.attention(method, *leaves)
-    out.sum().backward()
-    assert all(x.grad is not None and x.grad.shape == x.shape for x in leaves)

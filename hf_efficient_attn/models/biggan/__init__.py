@@ -1,9 +1,8 @@
 """BigGAN-deep (Brock, Donahue and Simonyan 2019), a class-conditional image generator with one attention layer."""
 
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
-from hf_efficient_attn.models.biggan.modeling_biggan import BigGANModel, BigGANOutput
-from hf_efficient_attn.models.biggan.package import convert_state_dict, revert_state_dict
-from hf_efficient_attn.models.biggan.truncation import truncated_noise
+from hf_efficient_attn.models.biggan.layers import truncated_noise
+from hf_efficient_attn.models.biggan.modeling_biggan import BigGANModel, BigGANOutput, convert_state_dict
 from hf_efficient_attn.models.imagenet import class_index, class_indices, class_names
 
 __all__ = [
@@ -14,6 +13,5 @@ __all__ = [
     "class_indices",
     "class_names",
     "convert_state_dict",
-    "revert_state_dict",
     "truncated_noise",
 ]

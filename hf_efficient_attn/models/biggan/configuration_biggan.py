@@ -103,13 +103,9 @@ class BigGANConfig(PreTrainedConfig):
                     f"{name} must be [doubles the resolution, input channels, output channels], not {layer!r}"
                 )
             up, c_in, c_out = layer
-            if c_in != channels:
-                raise ValueError(f"{name} takes {c_in} channels, but its input has {channels}")
             # A block with fewer output channels drops the upper half of the channels of its skip connection.
-            if c_out != c_in and 2 * c_out != c_in:
-                raise ValueError(f"{name} must keep its {c_in} channels or halve them, not {c_out}")
-            if c_in * self.channel_width < REDUCTION:
-                raise ValueError(f"{name} has {c_in * self.channel_width} channels and needs {REDUCTION}")
+            if c_in != channels or c_out not in (c_in, c_in / 2):
+                raise ValueError(f"{name} must take {channels} channels and keep or halve them, not {layer!r}")
             layer[0], channels = bool(up), c_out
         if channels != 1:
             raise ValueError(f"the last of layers must end with 1 times channel_width, not {channels}")

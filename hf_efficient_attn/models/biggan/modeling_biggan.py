@@ -5,7 +5,7 @@ Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Na
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils import ModelOutput
+from transformers.utils.generic import can_return_tuple
 
 from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
-from hf_efficient_attn.models.biggan.spectral_norm import checkpoint_names, conv, leading_vectors, linear
-from hf_efficient_attn.models.biggan.truncation import (
+from hf_efficient_attn.models.biggan.layers import (
+    TRIPLE,
     BigGANBatchNorm,
     Lookup,
     check_truncation,
+    checkpoint_names,
+    conv,
+    divided,
+    leading_vectors,
+    linear,
     look_up,
+    renamed,
     rows_to_fill,
     truncated_noise,
 )
@@ -45,24 +52,6 @@ class BigGANOutput(ModelOutput):
     """Images (B, 3, height, width), in [-1, 1]."""
 
     images: torch.Tensor | None = None
-
-
-def pixel_attention(x: Tensor, projections: Sequence[nn.Module], attend: Callable[..., Tensor]) -> Tensor:
-    """Compute attention of all pixels to a quarter of them, for `BigGANAttention` and the package's own module.
-
-    Args:
-        x: (B, C, height, width).
-        projections: 1 x 1 convolutions theta and phi (C to C/8 channels), g (C to C/2) and o (C/2 to C).
-        attend: of query (B, 1, Nq, C/8), key (B, 1, Nk, C/8) and value (B, 1, Nk, C/2); returns (B, Nq, 1, C/2).
-
-    Returns:
-        (B, C, height, width), not yet scaled by gamma and added to `x`.
-    """
-    theta, phi, g, o = projections
-    # Pooling leaves a quarter of the keys (section B of the paper, as in Zhang et al. 2019).
-    parts = theta(x), functional.max_pool2d(phi(x), 2), functional.max_pool2d(g(x), 2)
-    out = attend(*(part.flatten(2).transpose(1, 2)[:, None] for part in parts))
-    return o(out[:, :, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
 
 
 class BigGANAttention(nn.Module):
@@ -86,12 +75,12 @@ class BigGANAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, height, width) -> (B, C, height, width)."""
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-
-        def attend(*tokens: Tensor) -> Tensor:
-            return function(self, *tokens, None, scaling=self.scaling, dropout=0.0)[0]
-
-        return x + self.gamma * pixel_attention(x, (self.theta, self.phi, self.g, self.o), attend)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        # Pooling leaves a quarter of the keys (section B of the paper, as in Zhang et al. 2019).
+        parts = self.theta(x), functional.max_pool2d(self.phi(x), 2), functional.max_pool2d(self.g(x), 2)
+        tokens = (part.flatten(2).transpose(1, 2)[:, None] for part in parts)  # (B, 1, Nq or Nk, C / 8 or C / 2)
+        out, _ = attend(self, *tokens, None, scaling=self.scaling, dropout=0.0)
+        return x + self.gamma * self.o(out[:, :, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
 
 
 class BigGANBlock(GradientCheckpointingLayer):
@@ -168,13 +157,10 @@ class BigGANModel(PreTrainedModel):
         self.generator = BigGANGenerator(config)
         self.post_init()
 
+    @can_return_tuple
     def forward(
-        self,
-        z: Tensor,
-        class_label: Tensor | Sequence[int] | int,
-        truncation: float = 1.0,
-        return_dict: bool | None = None,
-    ) -> BigGANOutput | tuple[Tensor]:
+        self, z: Tensor, class_label: Tensor | Sequence[int] | int, truncation: float = 1.0, **kwargs: Any
+    ) -> BigGANOutput:
         """Generate images.
 
         Args:
@@ -183,7 +169,7 @@ class BigGANModel(PreTrainedModel):
                 class index for all images.
             truncation: in (0, 1]; selects the statistics of batch normalization. It has no effect in training mode,
                 which uses the statistics of the batch.
-            return_dict: False returns a tuple.
+            **kwargs: return_dict=False returns a tuple.
 
         Returns:
             images (B, 3, height, width), in [-1, 1].
@@ -196,9 +182,7 @@ class BigGANModel(PreTrainedModel):
             raise ValueError(f"z must be (batch, {self.config.z_dim}), not {tuple(z.shape)}")
         z = z.to(self.embeddings.weight.dtype)
         condition = torch.cat((z, self._embed(class_label, z)), dim=1)
-        images = self.generator(condition, look_up(truncation, self.config.n_stats, z))
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        return BigGANOutput(images=images) if return_dict else (images,)
+        return BigGANOutput(images=self.generator(condition, look_up(truncation, self.config.n_stats, z)))
 
     def _embed(self, class_label: Tensor | Sequence[int] | int, z: Tensor) -> Tensor:
         """Class embeddings (B, z_dim), in the dtype of z (B, z_dim)."""
@@ -221,7 +205,6 @@ class BigGANModel(PreTrainedModel):
         self,
         truncations: Sequence[float] | None = None,
         *,
-        class_label: Tensor | None = None,
         num_samples: int = 10_000,
         batch_size: int = 50,
         seed: int = 0,
@@ -235,54 +218,47 @@ class BigGANModel(PreTrainedModel):
         Args:
             truncations: the truncations to measure. Each replaces the rows of the tables that the forward uses at this
                 truncation; other rows stay unchanged. None measures all rows, which takes `n_stats` times as long.
-            class_label: (K, num_classes) or (K,), to draw labels from. None draws from all classes uniformly.
             num_samples: number of images for each truncation.
             batch_size: number of images in a batch.
             seed: seed of noise and labels; global generators stay untouched.
             progress: show a progress bar.
 
         Raises:
-            ValueError: a truncation is outside (0, 1], two use the same row, a count is below 1, or `class_label` has
-                the wrong shape.
+            ValueError: a truncation is outside (0, 1], two use the same row, or a count is below 1.
         """
-        for name, count in {"num_samples": num_samples, "batch_size": batch_size}.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, not {count!r}")
-        choices = torch.arange(self.config.num_classes) if class_label is None else torch.as_tensor(class_label)
-        if choices.ndim not in (1, 2) or len(choices) == 0:
-            raise ValueError(f"class_label must be (K,) or (K, num_classes), not {tuple(choices.shape)}")
+        if min(num_samples, batch_size) < 1:
+            raise ValueError(f"num_samples={num_samples} and batch_size={batch_size} must be at least 1")
         fillings = rows_to_fill(truncations, self.config.n_stats)
         norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
         modes = {module: module.training for module in self.modules()}
-        batches = [len(part) for part in torch.arange(num_samples).split(batch_size)]
-        moments: dict[nn.Module, Tensor] = {}  # means of the input and of its square, (2, C), float64
+        sizes = [len(part) for part in torch.arange(num_samples).split(batch_size)]
+        moments: dict[BigGANBatchNorm, Tensor] = {}  # means of the input and of its square, (2, C), float64
 
-        def add(norm: nn.Module, args: tuple[Any, ...]) -> None:
+        def add(norm: BigGANBatchNorm, args: tuple[Any, ...]) -> None:
             x = args[0].double()
             means = torch.stack((x.mean((0, 2, 3)), x.square().mean((0, 2, 3))))
             moments[norm] = moments.get(norm, 0) + means * (len(x) / num_samples)
 
-        bar = tqdm(total=len(fillings) * num_samples, unit="img", desc="statistics", disable=None if progress else True)
         # Only the normalizations are in training mode, so that dropout and power iterations stay as they are.
         self.eval()
         hooks = [norm.train().register_forward_pre_hook(add) for norm in norms]
+        total = len(fillings) * num_samples
         try:
-            for truncation, rows in fillings.items():
-                moments.clear()
-                generator = torch.Generator().manual_seed(seed)
-                noise_seeds = torch.randint(2**31 - 1, (len(batches),), generator=generator).tolist()
-                for size, noise_seed in zip(batches, noise_seeds, strict=True):
-                    # At truncation 0 all noise is 0.
-                    z = truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
-                    labels = choices[torch.randint(len(choices), (size,), generator=generator)]
-                    self(z.to(self.device), labels.to(self.device), truncation or 1.0)
-                    bar.update(size)
-                for norm in norms:
-                    mean, square = moments[norm]
-                    norm.running_means[rows] = mean.to(norm.running_means)
-                    norm.running_vars[rows] = (square - mean.square()).clamp(min=0.0).to(norm.running_vars)
+            with tqdm(total=total, unit="img", desc="statistics", disable=None if progress else True) as bar:
+                for truncation, rows in fillings.items():
+                    moments.clear()
+                    generator = torch.Generator().manual_seed(seed)
+                    for size in sizes:
+                        noise_seed = int(torch.randint(2**31 - 1, (), generator=generator))
+                        # At truncation 0 all noise is 0.
+                        z = truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
+                        labels = torch.randint(self.config.num_classes, (size,), generator=generator)
+                        self(z.to(self.device), labels.to(self.device), truncation or 1.0)
+                        bar.update(size)
+                    for norm, (mean, square) in moments.items():
+                        norm.running_means[rows] = mean.to(norm.running_means)
+                        norm.running_vars[rows] = (square - mean.square()).clamp(min=0.0).to(norm.running_vars)
         finally:
-            bar.close()
             for hook in hooks:
                 hook.remove()
             for module, mode in modes.items():
@@ -353,5 +329,32 @@ class BigGANModel(PreTrainedModel):
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """Save the model as in Transformers, under the names of this class whatever names it was loaded from."""
         if save_original_format:
-            raise ValueError("a BigGANModel is saved under its own names; `revert_state_dict` gives the package's")
+            raise ValueError("a BigGANModel is always saved under its own names: leave save_original_format out")
         super().save_pretrained(*args, **{**kwargs, "save_original_format": False})
+
+
+def convert_state_dict(state_dict: dict[str, Tensor], config: BigGANConfig) -> dict[str, Tensor]:
+    """Convert a state dict of the PyPI package pytorch-pretrained-biggan for `BigGANModel(config).load_state_dict`.
+
+    Args:
+        state_dict: with or without spectral norm.
+        config: configuration of the model. `spectral_norm=True` requires a state dict with spectral norm.
+
+    Returns:
+        A new dictionary. Tensors that are not divided are shared with `state_dict`.
+
+    Raises:
+        ValueError: names are missing, or the model does not have them.
+    """
+    names = checkpoint_names(config.spectral_norm)
+    converted = {renamed(name, names): tensor for name, tensor in state_dict.items()}
+    for name in list(converted):
+        stem, _, last = name.rpartition(".")
+        if last == TRIPLE[0] and all(f"{stem}.{part}" in converted for part in TRIPLE):
+            converted[f"{stem}.weight"] = divided(*(converted.pop(f"{stem}.{part}") for part in TRIPLE))
+    with torch.device("meta"):
+        expected = set(BigGANModel(config).state_dict())
+    missing, unknown = sorted(expected - set(converted)), sorted(set(converted) - expected)
+    if missing or unknown:
+        raise ValueError(f"the state dict does not match the config; missing: {missing}; not in the model: {unknown}")
+    return converted

@@ -59,26 +59,18 @@ def convert_state_dict(
         ValueError: names are unknown or missing, or shapes differ from those that the configuration requires.
     """
     config = config_of(official) if config is None else config
-    with torch.device("meta"):
-        expected = T2TViTForImageClassification(config).state_dict()
     converted: dict[str, Tensor] = {}
-    unknown = []
     for name, tensor in official.items():
-        renamed = _renamed(name.removeprefix("module."), tensor)
-        if not renamed.keys() <= expected.keys():
-            unknown.append(name)
-        converted |= renamed
-    missing = [name for name in expected if name not in converted]
-    if unknown or missing:
-        parts = [f"unknown names: {_some(unknown)}"] * bool(unknown) + [f"missing: {_some(missing)}"] * bool(missing)
+        converted |= _renamed(name.removeprefix("module."), tensor)
+    with torch.device("meta"):
+        model = T2TViTForImageClassification(config)
+    try:
+        model.load_state_dict(converted, assign=True)
+    except RuntimeError as error:
         raise ValueError(
             f"these are not the weights of a T2T-ViT with {config.num_hidden_layers} layers and {config.tokens_type} "
-            f"stages; {'; '.join(parts)}"
-        )
-    for name, tensor in expected.items():
-        given, required = tuple(converted[name].shape), tuple(tensor.shape)
-        if given != required:
-            raise ValueError(f"{name} has shape {given} in the checkpoint, and the config requires {required}")
+            f"stages: {' '.join(str(error).split())}"
+        ) from error
     return converted, config
 
 
@@ -225,7 +217,3 @@ def _renamed(name: str, tensor: Tensor) -> dict[str, Tensor]:
         raise ValueError(f"{name} has {tensor.shape[0]} outputs, which are not those of three projections")
     chunks = zip(fused[1], tensor.chunk(3), strict=True)
     return {ours.replace(fused[0], f".{letter}_proj."): chunk for letter, chunk in chunks}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -14,6 +14,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
@@ -22,10 +23,9 @@ from hf_efficient_attn.integration.learned import NAME as LEARNED
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
 from hf_efficient_attn.models.t2t_vit.parts import (
     FrozenParameters,
-    T2TViTDropPath,
-    T2TViTMLP,
     T2TViTTokenPerformer,
     interpolated,
+    mlp,
     sinusoids,
 )
 
@@ -34,7 +34,7 @@ class _SelfAttention(nn.Module):
     """Self-attention with `num_heads` heads, H, of size `head_dim`, D, through Transformers' attention interface.
 
     `layer` is its name in `config.efficient_attention["layers"]`, and `grid` the index of the tokens' grid in
-    `config.grids()`; the last one is that of the backbone.
+    `config.grids()`; the last one is that of the backbone. With `dropout` it has a skip connection from the value.
     """
 
     is_causal = False
@@ -47,6 +47,7 @@ class _SelfAttention(nn.Module):
         super().__init__()
         self.config, self.attention_layer, self.grid = config, layer, grid
         self.num_heads, self.head_dim = num_heads, head_dim
+        self.dropout: nn.Dropout | None = None
         inner, bias = num_heads * head_dim, grid == 2 and config.qkv_bias
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(in_dim, inner, bias=bias) for _ in range(3))
         self.o_proj = nn.Linear(inner, inner)
@@ -65,11 +66,8 @@ class _SelfAttention(nn.Module):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         options = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling, **kwargs}
         output, weights = attention(self, *heads, attention_mask, **options)
-        return self.add_skip(self.o_proj(output.reshape(query.shape).contiguous()), value), weights
-
-    def add_skip(self, output: Tensor, value: Tensor) -> Tensor:
-        """What the attention adds to its output by itself: nothing in the backbone."""
-        return output
+        output = self.o_proj(output.reshape(query.shape).contiguous())
+        return (output if self.dropout is None else value + self.dropout(output)), weights
 
 
 class T2TViTAttention(_SelfAttention):
@@ -94,10 +92,6 @@ class T2TViTTokenAttention(_SelfAttention):
         self.scaling = in_dim**-0.5
         self.dropout = nn.Dropout(config.token_dropout_prob or 0.0)
 
-    def add_skip(self, output: Tensor, value: Tensor) -> Tensor:
-        """The skip connection from the value, (B, N, token_dim)."""
-        return value + self.dropout(output)
-
 
 class T2TViTTokenStage(GradientCheckpointingLayer):
     """A token stage: attention or performer, then an MLP. Only the MLP has a skip connection from its input."""
@@ -111,7 +105,7 @@ class T2TViTTokenStage(GradientCheckpointingLayer):
         else:
             self.attention = T2TViTTokenAttention(config, in_dim, index)
         self.layernorm_after = nn.LayerNorm(dim, eps=config.layer_norm_eps)
-        self.mlp = T2TViTMLP(dim, dim, config.hidden_act, config.token_dropout_prob or 0.0)
+        self.mlp = mlp(dim, dim, config.hidden_act, config.token_dropout_prob or 0.0)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """(B, N, in_dim) -> (B, N, token_dim)."""
@@ -194,8 +188,8 @@ class T2TViTLayer(GradientCheckpointingLayer):
         self.attention = T2TViTAttention(config, index)
         self.dropout = nn.Dropout(dropout)
         self.layernorm_after = nn.LayerNorm(dim, eps=config.layer_norm_eps)
-        self.mlp = T2TViTMLP(dim, config.intermediate_size, config.hidden_act, dropout, inner_dropout=dropout)
-        self.drop_path = T2TViTDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
+        self.mlp = mlp(dim, config.intermediate_size, config.hidden_act, dropout, inner_dropout=dropout)
+        self.drop_path = BeitDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """(B, 1 + N, hidden_size) -> (B, 1 + N, hidden_size)."""

@@ -1,6 +1,7 @@
-"""Building blocks of T2T-ViT: MLP, stochastic depth, performer, position table, frozen parameters."""
+"""Building blocks of T2T-ViT: MLP, performer, position table, frozen parameters."""
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -17,37 +18,18 @@ EPSILON = 1e-8
 LARGEST_EXPONENT = 80.0
 
 
-class T2TViTMLP(nn.Module):
-    """Two linear layers with an activation between them; dropout follows each of them."""
-
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, activation: str, dropout: float, inner_dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.activation_fn = ACT2FN[activation]
-        self.fc2 = nn.Linear(intermediate_size, hidden_size)
-        self.inner_dropout, self.dropout = nn.Dropout(inner_dropout), nn.Dropout(dropout)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """(B, N, hidden_size) -> (B, N, hidden_size)."""
-        hidden_states = self.inner_dropout(self.activation_fn(self.fc1(hidden_states)))
-        return self.dropout(self.fc2(hidden_states))
-
-
-class T2TViTDropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training, drops a residual branch for whole samples of the batch."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """(B, N, hidden_size) -> (B, N, hidden_size)."""
-        if not self.training or self.probability == 0:
-            return branch
-        kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.probability
-        return branch * kept / (1 - self.probability)
+def mlp(
+    hidden_size: int, intermediate_size: int, activation: str, dropout: float, inner_dropout: float = 0.0
+) -> nn.Sequential:
+    """Return two linear layers with an activation between them; dropout follows each of them."""
+    parts = OrderedDict(
+        fc1=nn.Linear(hidden_size, intermediate_size),
+        activation_fn=ACT2FN[activation],
+        inner_dropout=nn.Dropout(inner_dropout),
+        fc2=nn.Linear(intermediate_size, hidden_size),
+        dropout=nn.Dropout(dropout),
+    )
+    return nn.Sequential(parts)
 
 
 class FrozenParameters(nn.Module):
@@ -82,7 +64,6 @@ class T2TViTTokenPerformer(FrozenParameters):
         self.o_proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(config.token_dropout_prob or 0.0)
         self.w = nn.Parameter(torch.empty(int(dim * config.kernel_ratio), dim))
-        self.reset_features()
 
     @torch.no_grad()
     def reset_features(self) -> None:
