@@ -1,71 +1,26 @@
-"""The batches of a distillation: their order, and batches of a text or of pictures, some of which are held out."""
+"""Batches of a text or of pictures for a distillation, some of which are held out."""
 
 import hashlib
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import Batch, takes_pictures
+from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.data import ModelData, max_positions
 from hf_efficient_attn.evaluation.speech import takes_speech
+from hf_efficient_attn.training.batches import shuffled
 from hf_efficient_attn.training.steps import process_rank, world_size
-
-ItemT = TypeVar("ItemT")
 
 # The default number of tokens, if the model takes as many.
 _DEFAULT_LENGTH = 2048
 # One of this many batches is held out, but not more than a number that measures the error well.
 _HELD_OUT_INTERVAL, _MOST_HELD_OUT = 20, 8
-
-
-def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
-    """Batches without end, the same in every call with the same arguments.
-
-    Raises:
-        UnsupportedAttentionError: there are no batches, or only one.
-    """
-    if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
-        raise UnsupportedAttentionError(
-            f"batches must be an iterable of batches, such as a list or a DataLoader, not {type(batches).__name__}: "
-            "split the data into batches"
-        )
-    if iter(batches) is batches:
-        batches = list(islice(batches, num_steps))
-    if isinstance(batches, Sized):
-        _check_count(len(batches))
-    return shuffled(batches, seed) if isinstance(batches, Sequence) else _repeated(batches)
-
-
-def shuffled(items: Sequence[ItemT], seed: int) -> Iterator[ItemT]:
-    """The items of a sequence in a random order, and without end: in each epoch in another order."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        for index in torch.randperm(len(items), generator=generator).tolist():
-            yield items[index]
-
-
-def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
-    while True:
-        count = 0
-        for count, batch in enumerate(batches, start=1):  # noqa: B007 (the number of the last one)
-            yield batch
-        _check_count(count)
-
-
-def _check_count(count: int) -> None:
-    if count == 0:
-        raise UnsupportedAttentionError("there is no text or picture to learn from: batches is empty")
-    if count == 1:
-        raise UnsupportedAttentionError(
-            "there is a single batch, which the learned parameters would fit without generalising: give at least two, "
-            "better twenty or more, of the kind of data that the model is used on"
-        )
 
 
 class TrainingData:

@@ -28,7 +28,7 @@ from hf_efficient_attn.integration.models import attention_modules, configs_of, 
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 from hf_efficient_attn.training.attention_loss import backward, check_loss, relative_error
-from hf_efficient_attn.training.data import batch_stream
+from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
 from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Reduce, Training, check_positive
 

@@ -28,7 +28,7 @@ from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.training.data import batch_stream
+from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.stage import Stage
 from hf_efficient_attn.training.steps import WINDOW, over_processes

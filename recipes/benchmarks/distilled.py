@@ -43,7 +43,7 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
-from hf_efficient_attn.training.data import batch_stream
+from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.steps import learned_parameters
 from recipes.benchmarks.tasks import top_one

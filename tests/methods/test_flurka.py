@@ -14,7 +14,7 @@ from hf_efficient_attn.methods import AttentionOptions, get_method
 from hf_efficient_attn.methods.eva import naive
 from hf_efficient_attn.ops.features import orthogonal_features
 from hf_efficient_attn.ops.projections import contraction
-from instances import inputs, numbers, padding_mask
+from instances import inputs, numbers, padding_mask, relative_error
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
 NUM_HEADS, HEAD_DIM, FEATURES, WINDOW, CHUNKS = 3, 8, 24, 3, 5

@@ -198,7 +198,7 @@ def test_something_else_instead_of_a_model(work):
 
 def test_wrong_constructions_of_a_cache():
     model = hea.convert(tiny_model("gpt2", head=True), "nearfar")
-    refused(lambda: hea.NearFarCache(model), "takes the config of a model, not the model", "model.config")
+    refused(lambda: hea.NearFarCache(model), "takes the config of a model, not <GPT2LMHeadModel>", "model.config")
     for value in ("gpt2", 256, hea.NearFarConfig(), GPT2Config, None, {"method": "nearfar"}):
         refused(lambda: hea.NearFarCache(value), "takes the config of a model, not ", "model.config")  # noqa: B023
     assert hea.NearFarCache(model.config, 64).layers

@@ -19,7 +19,8 @@ pytest.importorskip("matplotlib")
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.training import DistillationOptions
-from hf_efficient_attn.training.data import TrainingData, shuffled
+from hf_efficient_attn.training.batches import shuffled
+from hf_efficient_attn.training.data import TrainingData
 from hf_efficient_attn.training.distillation import Distillation
 from recipes import distill as recipe
 

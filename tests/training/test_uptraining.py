@@ -192,13 +192,12 @@ def test_learned_parameters_of_the_base_are_carried_over(family):
     ("share", "after"),
     [
         ("kv", stage("flurka_linear", projection_dim=8, share="none")),
-        ("layers", stage("linformer", projection_dim=8, share="kv")),
         # Of another size: nothing is carried over.
         ("none", stage("flurka_linear", projection_dim=16)),
     ],
 )
 def test_a_shared_projection_becomes_several(share, after):
-    """Keys and values, or all layers, share it. The first keeps the parameter, and the others start from a copy."""
+    """Keys and values share it. The first keeps the parameter, and the others start from a copy."""
     model = hea.convert(tiny_model("bert"), "linformer", projection_dim=8, share=share)
     fresh = learned_parameters(hea.convert(tiny_model("bert"), after.settings))
     before = list(learned_parameters(model).values())
