@@ -8,8 +8,11 @@ import pytest
 import hf_efficient_attn as hea
 
 ROOT = Path(hea.__file__).parent
-# These numbers may only fall.
-BUDGETS = {"ops": 9000, "methods": 4000}
+# Lines of Python by folder. These numbers may only fall.
+BUDGETS = {
+    "ops": 8500, "methods": 3900, "integration": 3770, "evaluation": 3680, "training": 2820, "models": 1830,
+    "cli": 1820, "kernel": 550, "conversion+checkpoint+io+hub": 3100, "../recipes": 10860, "../tests": 31200,
+}  # fmt: skip
 OPS_FILES = 25
 # What reads the kind of a device, and which files may.
 DEVICE = re.compile(r"\bbackend\(|\bdevice\.type\b|\.is_cuda\b")
@@ -23,18 +26,21 @@ def texts(*folders: str) -> dict[Path, str]:
     return {path: path.read_text(encoding="utf-8") for name in folders for path in (ROOT / name).rglob("*.py")}
 
 
+def count(text: str) -> int:
+    return len(text.splitlines())
+
+
 @pytest.mark.parametrize("folder", BUDGETS)
 def test_lines_of_a_folder(folder):
-    assert sum(len(text.splitlines()) for text in texts(folder).values()) <= BUDGETS[folder]
+    assert sum(map(count, texts(*folder.split("+")).values())) <= BUDGETS[folder]
 
 
 def test_lines_of_a_file():
     long = {}
-    for path, text in texts("ops", "methods").items():
-        limit = 200 if path.parent.name == "methods" else 400
-        if len(text.splitlines()) > limit:
-            long[path.name] = len(text.splitlines())
-    assert not long, "a file of methods/ has at most 200 lines, other files of ops/ and methods/ at most 400"
+    for path, text in texts(".").items():
+        if count(text) > (200 if path.parent.name == "methods" else 400):
+            long[path.name] = count(text)
+    assert not long, "a file of methods/ has at most 200 lines, other files at most 400"
 
 
 def test_number_of_files():
