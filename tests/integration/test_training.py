@@ -66,7 +66,8 @@ def test_compiling_to_one_graph(family, padding, method):
         torch.testing.assert_close(compiled_gradients[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("family", [pytest.param("bert", marks=pytest.mark.exhaustive), "llama"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["bert", "llama"])
 def test_compiling_with_layers_that_stay_exact(family):
     model = hea.convert(tiny_model(family), "linear", layers=[1])
     (out, _), (compiled, _) = eager_and_compiled(family, model, tiny_batch(family, padding="left"))

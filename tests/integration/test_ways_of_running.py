@@ -83,12 +83,9 @@ def test_an_exported_graph_of_dynamic_shapes(family, method):
             torch.testing.assert_close(loaded(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "method", ["longformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in EXPORTABLE if x != "longformer")]
-)
-@pytest.mark.parametrize(
-    "family", ["bert", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MODELS if x != "bert")]
-)
+@pytest.mark.exhaustive  # tests/methods/test_onnx.py has one graph in the core suite
+@pytest.mark.parametrize("method", EXPORTABLE)
+@pytest.mark.parametrize("family", MODELS)
 def test_a_model_in_onnx(family, method, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime computes the exported graph")

@@ -91,7 +91,9 @@ def test_finds_what_the_package_breaks(name, monkeypatch):
     assert failing_case(name, ROWS["linear"], 8) is not None
 
 
-@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize(
+    "method", ["auto", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ROWS if x != "auto")]
+)
 def test_dozens_of_cases_with_random_hyperparameters(method):
     """The matrix of `test_promises.py` has chosen hyperparameters."""
     names = [name for name in PROMISES if name not in ("compiles", "largest_tensor")]

@@ -1,18 +1,13 @@
 """The picture of time and error against length, and the search in whole articles that the guides quote."""
 
-import csv
-import gzip
 import importlib.util
 import itertools
 import json
 
 import pytest
-import transformers
 
 from hf_efficient_attn import cli
-from hf_efficient_attn.evaluation.demo import minilm_folder
-from recipes.benchmarks import length, tasks
-from recipes.common import retrieval
+from recipes.benchmarks import length
 
 Text = pytest.importorskip("matplotlib.text", reason="needs matplotlib (extra plots)").Text
 needs_minilm = pytest.mark.skipif(
@@ -72,66 +67,3 @@ def test_the_command_measures_writes_and_draws_again(tmp_path, capsys):
     assert cli.run(length.app, ["--redraw", "--output", str(picture)], "length") == 0
     assert picture.stat().st_size > 10_000
     assert capsys.readouterr().out == printed
-
-
-@needs_minilm
-def test_search_in_articles(tmp_path):
-    """Each question is asked for the article of its paragraph, whose end is not cut off at 512 tokens."""
-    themes = {"volcano": "eruption of the volcano and its lava", "violin": "strings and the bow of the violin"}
-    articles = [
-        {"paragraphs": [
-            {"context": f"This part is about the {themes[other]}. " * 10, "qas": []},
-            {"context": f"This part is about the {themes[own]}. " * 55, "qas": [{"question": f"What is a {own}?"}]},
-        ]}
-        for own, other in (("volcano", "violin"), ("violin", "volcano"))
-    ]  # fmt: skip
-    (tmp_path / "squad").mkdir()
-    with gzip.open(tmp_path / "squad" / "xquad.en.json.gz", "wt", encoding="utf-8") as file:
-        json.dump({"data": articles}, file)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
-    texts, questions, own = retrieval.xquad(tmp_path, tokenizer, "article")
-    assert len(texts) == len(questions) == 2 and own.tolist() == [0, 1]
-    recalls = []
-    for tokens in (64, 768):
-        arguments = ["search", "--data", str(tmp_path), "--unit", "article", "--tokens", str(tokens)]
-        arguments += ["--method", "kdeformer", "--budget", "256", "--csv", str(tmp_path / "found.csv")]
-        assert cli.run(tasks.app, arguments, "tasks") == 0
-        with (tmp_path / "found.csv").open(newline="") as file:
-            recalls.append([float(row["recall@1"]) for row in csv.DictReader(file)])
-    assert recalls == [[0.0, 0.0], [1.0, 1.0]]
-    assert cli.run(tasks.app, ["search", "--data", str(tmp_path), "--unit", "chapter"], "tasks") == 2
-    assert cli.run(tasks.app, ["search", "--data", str(tmp_path), "--chunks", "513"], "tasks") == 2
-
-
-@needs_minilm
-def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, capsys):
-    """Passages from the ends of documents, which the models that cut them do not read."""
-    monkeypatch.setattr(retrieval, "DOCUMENT_TOKENS", 330)
-    (tmp_path / "text" / "books").mkdir(parents=True)
-    with gzip.open(tmp_path / "text" / "books" / "one.txt.gz", "wt", encoding="utf-8") as file:
-        # Of the 660 tokens after the front matter, the documents have 330 each.
-        file.write(" " * 9000 + "the lava of a volcano " * 66 + "the bow of a violin " * 200)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
-    corpus = retrieval.books(tmp_path, tokenizer)
-    assert [len(text) for text in corpus.texts] == [330] * 2 and {len(one) for one in corpus.questions} == {100}
-    assert corpus.own.tolist() == [0] * 8 + [1] * 8
-    pieces, own = retrieval.chunks(tokenizer, corpus.texts, 66)
-    assert [len(piece) for piece in pieces] == ([64] * 5 + [10]) * 2 and own.tolist() == [0] * 6 + [1] * 6
-    arguments = ["search", "--data", str(tmp_path), "--chunks", "66", "--tokens", "520", "--threads", "1"]
-    assert (
-        cli.run(tasks.app, [*arguments, "--method", "longformer", "--csv", str(tmp_path / "found.csv")], "tasks") == 0
-    )
-    with (tmp_path / "found.csv").open(newline="") as file:
-        rows = {row["attention"]: row for row in csv.DictReader(file)}
-    assert list(rows) == [
-        "sdpa",
-        "longformer",
-        "sdpa, cut at 512",
-        "sdpa, mean of chunks of 66",
-        "sdpa, best of chunks of 66",
-    ]
-    assert all(float(row["recall@1"]) == 1.0 and float(row["CPU s"]) > 0 for row in rows.values())
-    assert "| sdpa, best of chunks of 66 |" in capsys.readouterr().out
-    (tmp_path / "text" / "books" / "one.txt.gz").write_bytes(gzip.compress(b"short"))
-    assert cli.run(tasks.app, arguments, "tasks") == 2
-    assert "has fewer than 660 tokens" in capsys.readouterr().err

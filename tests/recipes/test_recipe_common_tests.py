@@ -53,10 +53,8 @@ CHECKOUT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("method", "counts"),
-    [pytest.param("sdpa", ["3", "0", "1"], marks=pytest.mark.exhaustive), ("linear", ["1", "1", "2"])],
-)
+@pytest.mark.exhaustive  # a process of pytest in a process
+@pytest.mark.parametrize(("method", "counts"), [("sdpa", ["3", "0", "1"]), ("linear", ["1", "1", "2"])])
 def test_common_tests_are_counted_with_a_default_method(method, counts, tmp_path):
     """In a process, since the tests of the checkout are a package with the name `tests`."""
     for path, text in CHECKOUT.items():

@@ -51,6 +51,7 @@ def checkout(tmp_path):
     return tmp_path / "checkout"
 
 
+@pytest.mark.exhaustive
 def test_run_writes_a_table(checkout, tmp_path):
     """Of a model that works, and of a file that cannot be run. The tests of a model without attention are not run."""
     for path in ("src/transformers/models/bad/modeling_bad.py", "tests/models/bad/test_modeling_bad.py"):

@@ -381,6 +381,7 @@ def losses(out) -> list[float]:
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
+@pytest.mark.exhaustive
 def test_runs_are_reproducible_and_can_be_resumed(made, tmp_path):
     source, outs = made("listops"), [tmp_path / name for name in "abc"]
     more = ["--attention", "performer", "--save_steps", "2"]

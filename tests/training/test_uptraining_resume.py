@@ -171,8 +171,8 @@ def more(case: str, *kills: str, at: int | None = None, also: tuple[str, ...] = 
 
 KILLS = [
     # Around a switch at a checkpoint: learned parameters of the first stage continue in the second.
-    *(("learned", [kill], None, ()) for kill in ("begin@4", "torn:model.safetensors@4", "torn:rng_state.pth@8")),
-    *(more("learned", kill) for kill in ("forward@3", "backward@4", "end@4")),
+    *(("learned", [kill], None, ()) for kill in ("begin@4", "torn:model.safetensors@4")),
+    *(more("learned", kill) for kill in ("torn:rng_state.pth@8", "forward@3", "backward@4", "end@4")),
     # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise.
     ("distilled", ["begin@4"], None, ()),
     *(more("distilled", kill) for kill in ("forward@3", "torn:model.safetensors@4", "forward@5")),
