@@ -193,9 +193,10 @@ def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
     log_weight, largest = (x.unflatten(1, (-1, size)) for x in (log_weight, all_largest))  # (BH, C, S)
     ends = largest[:, :, -1]  # (BH, C)
     before = torch.cat((start, ends), 1)  # (BH, C + 1)
-    # Later keys do not count, and could overflow. A clamp at 0 has no defined gradient for the largest key itself.
-    later = torch.ones(size, size, dtype=torch.bool, device=log_weight.device).triu_(1)  # (S, S)
-    pairs = (log_weight.unsqueeze(2) - largest.unsqueeze(3)).masked_fill_(later, -torch.inf)
+    pairs = log_weight.unsqueeze(2) - largest.unsqueeze(3)
+    # min(pairs, 0), because later keys, which do not count, could overflow. The gradient at 0, for the largest key, is 1;
+    # with a clamp it depends on the version of PyTorch.
+    pairs = pairs - pairs.relu()
     return _Factors(
         torch.exp2(log_weight - ends.unsqueeze(2)).flatten(0, 1).unsqueeze(2),
         torch.exp2(before[:, :-1, None] - largest).flatten(0, 1).unsqueeze(2),
