@@ -194,8 +194,8 @@ def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
     ends = largest[:, :, -1]  # (BH, C)
     before = torch.cat((start, ends), 1)  # (BH, C + 1)
     pairs = log_weight.unsqueeze(2) - largest.unsqueeze(3)
-    # min(pairs, 0), because later keys, which do not count, could overflow. The gradient at 0, for the largest key, is 1;
-    # with a clamp it depends on the version of PyTorch.
+    # min(pairs, 0): later keys, which do not count, could overflow. The gradient at 0, where the key itself is the
+    # largest one, is 1; with a clamp it depends on the version of PyTorch.
     pairs = pairs - pairs.relu()
     return _Factors(
         torch.exp2(log_weight - ends.unsqueeze(2)).flatten(0, 1).unsqueeze(2),
