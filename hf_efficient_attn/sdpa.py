@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.methods import MethodConfig, attention, crossover, learns, make_config
 from hf_efficient_attn.ops import tracing
 
@@ -74,7 +74,8 @@ class SDPAReplacement:
             if module is model or next(module.children(), None) is not None:
                 hooks = _Hooks(self, name or type(model).__name__)
                 self._handles.append(module.register_forward_pre_hook(hooks.enter))
-                self._handles.append(module.register_forward_hook(hooks.leave, always_call=True))
+                # Of several replacements the last one to enter is the first to leave.
+                self._handles.append(module.register_forward_hook(hooks.leave, prepend=True, always_call=True))
 
     def report(self) -> str:
         """One line for each module, shape and outcome, with the number of calls."""
@@ -106,19 +107,19 @@ def replace_sdpa(
         model: is changed in place: its modules get forward hooks.
         method_or_config: a name from `available_methods()`, or a config.
         min_length: calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is
-            faster on this machine (`hf-efficient-attn crossover`); 0 for `auto`, which decides itself.
+            faster on this machine (`hf-efficient-attn crossover`).
 
     Raises:
-        UnsupportedAttentionError: the method is unknown, or has learned parameters.
+        UnsupportedAttentionError: `model` is no module; the method is unknown, or has learned parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedAttentionError(f"replace_sdpa: give a torch.nn.Module, not {shown(model)}")
     config = make_config(method_or_config)
     if learns(config):
         raise UnsupportedAttentionError(
             f"replace_sdpa: {config.method} has learned parameters, which this model does not contain: use a method "
             "without them, such as nearfar, or convert and distill a model of Transformers"
         )
-    if min_length is None and config.method == "auto":
-        min_length = 0
     return SDPAReplacement(model, config, min_length)
 
 
@@ -135,6 +136,9 @@ class _Hooks:
         _running.modules.append(_Forward(self.replacement, self.name, None if module.training else self.seed))
 
     def leave(self, *_: object) -> None:
+        # PyTorch calls this after every failure, also if another hook has failed before `enter`.
+        if not _running.modules or _running.modules[-1][:2] != (self.replacement, self.name):
+            return
         _running.modules.pop()
         if not any(x.replacement is self.replacement for x in _running.modules):
             self.replacement.mode.__exit__(None, None, None)
@@ -149,6 +153,9 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # If several replacements are active, the innermost one decides, and the others do not see what it calls.
+        if _running.modules[-1].replacement is not self.replacement:
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attend(self.replacement, *args, **kwargs)
         if func is F.multi_head_attention_forward:

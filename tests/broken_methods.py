@@ -145,7 +145,7 @@ METHODS: dict[str, Callable[[Call], Tensor]] = {
     "ignores_causality": lambda c: c.dense(is_causal=False),
     "depends_on_the_length": lambda c: c.dense() * (1 + 1 / c.query.shape[2]),
     "mixes_the_batch": lambda c: c.dense(key=c.key - c.key.mean(0, keepdim=True)),
-    # Each sequence of a batch has its own random directions, so a sequence alone gets those of the first.
+    # Each sequence of a batch has its own random directions. A sequence alone gets the directions of the first one.
     "draws_by_batch_index": lambda c: c.turned(
         torch.Generator().manual_seed(int(c.seed)), c.query.shape[0], 1, 1, c.query.shape[3]
     ),

@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.methods import learns
+from hf_efficient_attn.sdpa import _Hooks, _running
 from instances import relative_error
+from tiny_models import FIRST, METHODS
 
 LENGTH = 96
 SMALL = hea.NearFarConfig(block_size=16, num_samples=16)
@@ -47,6 +50,12 @@ class Model(nn.Module):
 def model(**options):
     torch.manual_seed(0)
     return Model(Attention(**options), Attention(**options)).eval()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert not _running.modules and torch._C._len_torch_function_stack() == 0
 
 
 @pytest.fixture
@@ -124,6 +133,54 @@ def test_multi_head_attention(mask, x):
     torch.testing.assert_close(out[0][valid], exact[0][valid], rtol=1e-4, atol=1e-5)
     assert (out[1] is None) == (exact[1] is None)
     assert ("replaced" in replacement.report()) == (mask not in ("pairs", "weights"))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("method", [name for name in METHODS if not learns(FIRST[name].config())])
+def test_every_method_gives_its_own_output(method, is_causal, x):
+    """Within one call of `scaled_dot_product_attention`, the output is that of `hea.attention`."""
+    config, plain = FIRST[method].config(), Attention(is_causal=is_causal).eval()
+    replacement = hea.replace_sdpa(plain, config, min_length=0)
+    out = plain(x)
+    query, key, value = plain.qkv(x).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+    replaced = config.causal or not is_causal
+    assert ("replaced" in replacement.report()) == replaced
+    if replaced:
+        seed = _Hooks(replacement, "Attention").seed
+        expected = hea.attention(config, query, key, value, is_causal=is_causal, seed=seed)
+    else:
+        expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    torch.testing.assert_close(out, expected.transpose(1, 2).flatten(2))
+
+
+def test_of_two_replacements_the_last_one_decides(x):
+    plain = model()
+    hea.replace_sdpa(plain, SMALL, min_length=0)
+    out = plain(x)
+    with hea.replace_sdpa(plain.layers[0], "longformer", min_length=0) as inner:
+        assert not torch.equal(plain(x), out)
+    assert torch.equal(plain(x), out)
+    assert list(inner.counts.values()) == [1]
+    first = hea.replace_sdpa(plain, "longformer", min_length=0)
+    with hea.replace_sdpa(plain, SMALL, min_length=0):
+        assert torch.equal(plain(x), out)
+    assert not first.counts
+
+
+def test_a_hook_that_fails_leaves_nothing_behind(x):
+    plain = model()
+
+    def fail(*_):
+        raise RuntimeError("another hook")
+
+    handle = plain.layers[1].register_forward_pre_hook(fail)  # before those of the replacement
+    hea.replace_sdpa(plain, SMALL, min_length=0)
+    with pytest.raises(RuntimeError, match="another hook"):
+        plain(x)
+    handle.remove()
+    assert torch.equal(plain(x), plain(x)) and not _running.modules
+    with pytest.raises(hea.UnsupportedAttentionError, match="give a torch"):
+        hea.replace_sdpa("bert", "nearfar")
 
 
 def test_cross_attention_of_other_sizes(x):

@@ -250,7 +250,7 @@ def _without_code(value: Any, removed: set[str]) -> Any:
             raise UnsupportedAttentionError(
                 f"config.json: {unknown_method(text, [*available_methods(), 'sdpa', 'eager'])}"
             )
-    # Whoever loads the model chooses an exact implementation; the one that is named may not be installed.
+    # An exact implementation is not kept: the user who loads the model may not have it, and chooses one.
     methods = {part: name for part, name in by_part.items() if name in available_methods()}
     kept = {key: _without_code(part, removed) for key, part in kept.items()}
     if methods:

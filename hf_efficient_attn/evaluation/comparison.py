@@ -115,7 +115,7 @@ class Procedure(NamedTuple):
     memory: bool = True  # whether to measure memory
     rows: int | None = None  # inputs for the agreement; None for 4 texts or excerpts of recordings, or 32 pictures
     device: "torch.device | str" = "cpu"  # where PyTorch computes
-    dtype: "torch.dtype | None" = None  # of the model; None for that of the checkpoint
+    dtype: "torch.dtype | None" = None  # of the model; None for the dtype of the checkpoint
     new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
 
 

@@ -188,7 +188,7 @@ def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
 
 
 def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
-    """The largest number of keys: the method's own, that of the module, of positions, or of patches in an image."""
+    """The largest number of keys: of the method, else of the module, else the number of positions or of patches."""
     length = getattr(method, "max_length", 0) or first_number(module, "max_tokens")
     length = length or first_number(config, "max_position_embeddings", "n_positions", "max_source_positions")
     sizes: Any = getattr(config, "image_size", None), getattr(config, "patch_size", None)

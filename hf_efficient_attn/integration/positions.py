@@ -106,7 +106,7 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
         if isinstance(position_ids, Tensor):
             used = _largest(position_ids + 1 - (0 if has_offset else position_offset(embedding)))
         elif embedding.padding_idx is not None and isinstance(ids, Tensor):
-            # Positions are counted without padding. Those of the cache are not known here, but precede the others.
+            # Padding has no position. Which cached tokens are padding is unknown here, so all of them count.
             used = _largest((ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1])
         elif isinstance(mask, Tensor) and "attention_mask" in inspect.signature(embedding.forward).parameters:
             used = _largest(mask.sum(-1))

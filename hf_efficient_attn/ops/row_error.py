@@ -69,8 +69,8 @@ _SHARED = 0.8
 COST_POWER, _COLUMNS_POWER, _FAR_COST, _NEAR_COST = 1.2, 0.7, 0.65, 1.2
 # An approximation must cost at most this share of exact attention. Otherwise exact heads leave little to gain.
 _LARGEST_COST = 0.85
-# The share of exact attention that may be lost, and the cost of the first attempts in a sequence. All of these may be
-# in vain, because the heads of a sequence are alike.
+# The share of exact attention that may be lost, and the cost of the first attempts in a sequence. The heads of
+# a sequence are alike, so if one attempt fails, all of them may fail.
 _LOSS, _FIRST_COST = 0.02, 0.65
 # A head has at most this many columns, unless it begins with more.
 _MAX_COLUMNS = 1024

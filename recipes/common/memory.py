@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Case(NamedTuple):
-    """What is measured: self-attention on random inputs, or on those of the layers of a model (`source`)."""
+    """What is measured: self-attention on random inputs, or on the inputs of a model's layers (`source`)."""
 
     length: int
     batch: int = 1

@@ -196,7 +196,7 @@ def final_table(result: Result) -> str:
 
 
 def verdict_table(result: Result) -> str:
-    """Final loss of each up-trained line minus that of the variant and of the base, with the same seed."""
+    """Compare the final loss of each up-trained line with the variant and with the base, seed by seed."""
     rows = []
     for line in result.trained_up():
         runs, cells = {run.seed: run for run in result.of(line)}, []
