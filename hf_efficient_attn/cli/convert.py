@@ -158,6 +158,6 @@ def describe_conversion(done: dict[str, Any]) -> list[str]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         lines += [f"  {kind}: {', '.join(names[:3])}{more}"] if names else []
     lines += ["", table(("file", "bytes"), [(entry["name"], f"{entry['bytes']:,}") for entry in done["files"]])]
-    lines += [f"left out: {name} ({why})" for name, why in done["left_out"].items()]
+    lines += [f"left out: {name}" for name in done["left_out"]]
     lines += [f"note: {note}" for note in done["notes"]]
     return [*lines, "", "To load it:", *("    " + line for line in done["load"].splitlines())]

@@ -1,7 +1,6 @@
 """`hf-efficient-attn push`."""
 
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,19 +35,14 @@ def push(
         bool,
         typer.Option("--show-card", help="Print the card as it would be sent, instead of the list of files."),
     ] = False,
-    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commits.")] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commit.")] = None,
     as_json: Json = False,
 ) -> None:
     """Push a converted checkpoint to the Hugging Face Hub. Without --yes, only list what would be sent."""
-    from huggingface_hub.utils import logging
-
     from hf_efficient_attn import hub
-    from hf_efficient_attn.checkpoint.source import progress_of_hub
 
-    if yes and dry_run:
-        raise UnsupportedAttentionError("--dry-run sends nothing, and --yes sends the files: give one of them")
-    if yes and show_card:
-        raise UnsupportedAttentionError("--show-card sends nothing: look at the card first, and then give --yes alone")
+    if yes and (dry_run or show_card):
+        raise UnsupportedAttentionError("--dry-run and --show-card send nothing: leave them out, or leave out --yes")
     if not yes:
         plan = hub.plan_push(folder, repository, private=private, install=install)
         if as_json:
@@ -59,19 +53,16 @@ def push(
         for reason in plan.refusals:
             typer.echo(f"--yes would refuse: {reason}", err=True)
         return None
-    if not sys.stderr.isatty():
-        logging.set_verbosity_error()
-    with progress_of_hub():
-        report = hub.push(folder, repository, private=private, install=install, message=message)
+    report = hub.push(folder, repository, private=private, install=install, message=message)
     if as_json:
-        done = {"url": report.url, "commits": list(report.commits), "warnings": list(report.warnings)}
+        done = {"url": report.url, "commit": report.commit, "warnings": list(report.warnings)}
         return print_json({**_to_dict(report.plan), "sent": True, **done})
-    size = sum(size for _, size in report.plan.files)
-    typer.echo(f"{len(report.plan.files)} files, {_format_bytes(size)}: {report.url}")
-    for line in [f"Card: {problem}" for problem in report.plan.problems] + [
-        f"The hub says: {x}" for x in report.warnings
-    ]:
-        typer.echo(line)
+    typer.echo(f"{_total(report.plan)}: {report.url}")
+    for problem in report.plan.problems:
+        typer.echo(f"Card: {problem}")
+    for warning in report.warnings:
+        typer.echo(f"The hub says: {warning}")
+    return None
 
 
 def _to_dict(plan: "PushPlan") -> dict[str, Any]:
@@ -80,7 +71,6 @@ def _to_dict(plan: "PushPlan") -> dict[str, Any]:
         "repository": plan.repo_id,
         "private": plan.private,
         "files": [{"path": path, "bytes": size} for path, size in plan.files],
-        "stays": list(plan.stays),
         "card_problems": list(plan.problems),
         "refusals": list(plan.refusals),
         "install": plan.install,
@@ -90,14 +80,11 @@ def _to_dict(plan: "PushPlan") -> dict[str, Any]:
 
 def _show_plan(plan: "PushPlan") -> None:
     visibility = "private" if plan.private else "public, if it is new"
-    typer.echo(f"Files that would be sent to {plan.repo_id} ({visibility}), in this order:\n")
-    print_table(("file", "size"), [(path, _format_bytes(size)) for path, size in plan.files])
-    size = sum(size for _, size in plan.files)
+    typer.echo(f"Files that would be sent to {plan.repo_id} ({visibility}):\n")
+    print_table(("file", "MB"), [(path, f"{size / 1e6:.3f}") for path, size in plan.files])
     lines = [
-        f"\n{len(plan.files)} files, {_format_bytes(size)}. The model card is sent last, in a commit of its own; "
-        "--show-card prints it.",
+        f"\n{_total(plan)}. --show-card prints the model card.",
         "Weights of an earlier push that are not in the folder would be deleted from the repository.",
-        *(f"Not sent: {name}" for name in plan.stays),
         *([] if plan.install is None else [f"Card: tells its readers to 'pip install {plan.install}'"]),
         *(f"Card: {problem}" for problem in plan.problems),
         *(f"--yes would refuse: {reason}" for reason in plan.refusals),
@@ -106,8 +93,5 @@ def _show_plan(plan: "PushPlan") -> None:
     typer.echo("\n".join(lines))
 
 
-def _format_bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+def _total(plan: "PushPlan") -> str:
+    return f"{len(plan.files)} files, {sum(size for _, size in plan.files) / 1e6:.1f} MB"
