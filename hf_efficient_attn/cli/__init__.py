@@ -12,25 +12,8 @@ from typing import Annotated
 import typer
 
 from hf_efficient_attn.cli import analyze, benchmark, convert, crossover, demo, distill, methods, push
-from hf_efficient_attn.cli.common import (
-    Device,
-    Json,
-    LiveTable,
-    Minutes,
-    Settings,
-    app,
-    main_of,
-    parse_device,
-    parse_dtype,
-    parse_layers,
-    parse_lengths,
-    parse_methods,
-    print_table,
-    run,
-    split_list,
-    table,
-    until_interrupted,
-)
+from hf_efficient_attn.cli.common import *  # noqa: F403 (what recipes share with the commands)
+from hf_efficient_attn.cli.common import app, main_of
 from hf_efficient_attn.version import __version__
 
 
