@@ -194,6 +194,8 @@ def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> 
     kept = {key: part for key, part in value.items() if key not in _REMOVED and not key.startswith("_")}
     removed |= value.keys() - kept.keys()
     chosen = kept.pop("attn_implementation", None)
+    if isinstance(chosen, str) and "/" in chosen:  # a kernel repository with a method of this package
+        chosen = chosen.rpartition(":")[2]
     by_part = chosen if isinstance(chosen, dict) else {"": chosen}
     for name in by_part.values():
         if name is not None and name not in (*available_methods(), *_IMPLEMENTATIONS):

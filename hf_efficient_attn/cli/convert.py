@@ -17,6 +17,13 @@ _max_length = (
     "Let the result take N tokens: repeat a shorter position table, and raise the limits of the tokenizer and of "
     "sentence-transformers."
 )
+_kernel = (
+    "Let the result load without this package: by a repository of Hugging Face's kernels library, which "
+    "`export-kernel` has written for the method."
+)
+_remote_code = (
+    "Let the result load without this package, by trust_remote_code=True: add a file with the code of the attention."
+)
 
 
 @common.command(
@@ -34,6 +41,8 @@ def convert(
     layers: common.Layers = None,
     max_length: Annotated[int | None, typer.Option(metavar="N", min=1, help=_max_length)] = None,
     base_model: common.BaseModel = None,
+    kernel: Annotated[str | None, typer.Option(metavar="ORG/NAME", help=_kernel)] = None,
+    remote_code: Annotated[bool, typer.Option("--remote-code", help=_remote_code)] = False,
     force: common.ForceFolder = False,
     allow_pickle: common.AllowPickle = False,
     as_json: common.Json = False,
@@ -54,7 +63,7 @@ def convert(
     chosen_layers = None if layers is None else common.parse_layers(layers)
     done = convert_checkpoint(
         source, output, chosen, hyperparameters=hyperparameters, layers=chosen_layers, max_length=max_length,
-        base_model=base_model, force=force, allow_pickle=allow_pickle,
+        base_model=base_model, kernel=kernel, has_code=remote_code, force=force, allow_pickle=allow_pickle,
     )  # fmt: skip
     if as_json:
         return common.print_json(done)

@@ -1,26 +1,27 @@
 """`hf-efficient-attn export-kernel`."""
 
-import pathlib
 from typing import Annotated
 
 import typer
 
-from hf_efficient_attn.cli.common import Json, command, complete_methods, print_json
+from hf_efficient_attn.cli import common
 
 
-@command("export-kernel nearfar --repo my-org/nearfar -o nearfar-kernel")
+@common.command("export-kernel nearfar --repo my-org/nearfar -o nearfar-kernel")
 def export_kernel(
     method: Annotated[
         str,
-        typer.Argument(metavar="METHOD", help="A method without learned parameters.", autocompletion=complete_methods),
+        typer.Argument(
+            metavar="METHOD", help="A method without learned parameters.", autocompletion=common.complete_methods
+        ),
     ],
-    output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder.")],
+    output: common.Output,
     repo: Annotated[
         str | None,
         typer.Option(metavar="ORG/NAME", help="Hub id of the repository. [default: ORG and the name of the folder]"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
-    as_json: Json = False,
+    force: common.ForceFolder = False,
+    as_json: common.Json = False,
 ) -> None:
     """Write a repository for Hugging Face's kernels library, so that models with the method load without this package.
 
@@ -34,7 +35,7 @@ def export_kernel(
 
     done = export_kernel(method, output, repo_id=repo, force=force)
     if as_json:
-        return print_json(done)
+        return common.print_json(done)
     typer.echo(
         f"{done['method']} -> {done['output']}: {done['modules']} modules, {done['lines']:,} lines, for "
         f"{', '.join(done['backends'])}\n\nTo use it, after an upload (the command is in its README.md):\n"

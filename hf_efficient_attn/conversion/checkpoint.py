@@ -24,6 +24,7 @@ from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
 from hf_efficient_attn.conversion.positions import extend_positions, position_tables
 from hf_efficient_attn.conversion.report import describe, exact_lengths, loading_lines, notes_of, num_positions
+from hf_efficient_attn.conversion.standalone import kernel_implementation, make_standalone
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import write_card
@@ -42,6 +43,8 @@ def convert_checkpoint(
     layers: Sequence[Layer] | None = None,
     max_length: int | None = None,
     base_model: str | None = None,
+    kernel: str | None = None,
+    has_code: bool = False,
     force: bool = False,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
@@ -61,6 +64,10 @@ def convert_checkpoint(
         max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
             (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
         base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
+        kernel: Hub id of a repository that `hub.kernel.export_kernel` wrote for the method. The result names it as its
+            attention, so that it loads without this package.
+        has_code: Write a file with the code of the attention, with which the result loads without this package by
+            `trust_remote_code=True`. Methods with learned parameters are possible, too.
         force: Replace an existing output folder when everything is written.
         allow_pickle: As for `open_checkpoint`.
 
@@ -81,7 +88,7 @@ def convert_checkpoint(
         source, output, max_length=max_length, base_model=base_model, force=force, allow_pickle=allow_pickle
     )
     conversion.switch(method, hyperparameters or {}, layers)
-    return conversion.write()
+    return conversion.write(kernel=kernel, has_code=has_code)
 
 
 class Conversion:
@@ -162,16 +169,26 @@ class Conversion:
                 _check_size(model, entry.config)
             convert(model, chosen or method)
 
-    def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
+    def write(
+        self,
+        *,
+        kernel: str | None = None,
+        has_code: bool = False,
+        add_files: Callable[[pathlib.Path], None] | None = None,
+    ) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
 
         Args:
+            kernel: As for `convert_checkpoint`.
+            has_code: As for `convert_checkpoint`.
             add_files: Adds files to the folder that it is given, before the model card is made from them.
 
         Returns:
             The report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
+        if kernel is not None:
+            kernel_implementation(model.config, kernel)  # before the work
         with staged(self.place) as draft:
             changes = find_changes(model, checked.weights, self._loaded.missing, draft)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
@@ -185,6 +202,7 @@ class Conversion:
             notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
             _check_result(draft, changes, self._loaded.unused)
+            make_standalone(draft, model.config, kernel, has_code)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
@@ -214,7 +232,13 @@ class Conversion:
             "files": sizes,
             "left_out": list(checked.left_out),
             "notes": notes,
-            "load": loading_lines(model, self._output, embeds_sentences="modules.json" in checked.companions),
+            "load": loading_lines(
+                model,
+                self._output,
+                embeds_sentences="modules.json" in checked.companions,
+                kernel=kernel,
+                has_code=has_code,
+            ),
         }
 
 

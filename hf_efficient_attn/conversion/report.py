@@ -9,6 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.checkpoint.limits import sentence_limit
 from hf_efficient_attn.checkpoint.provenance import INSTALL, TRAINED
 from hf_efficient_attn.hub.facts import own_files_of
+from hf_efficient_attn.hub.remote_code import auto_classes
 from hf_efficient_attn.integration.attention import method_at
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -103,15 +104,21 @@ def notes_of(
     return notes
 
 
-def loading_lines(model: PreTrainedModel, output: str, *, embeds_sentences: bool) -> str:
+def loading_lines(
+    model: PreTrainedModel, output: str, *, embeds_sentences: bool, kernel: str | None = None, has_code: bool = False
+) -> str:
     """The Python lines that load the result, with sentence-transformers if the files are those of such a model."""
-    own_class = auto_class(type(model).__name__)
-    stored = model.config.efficient_attention
-    lines = ["import hf_efficient_attn"] if own_class or stored else []
-    classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
-    lines += [file.line for file in own_files_of(classes)]
-    name = own_class or type(model).__name__
+    architecture, stored, option = type(model).__name__, model.config.efficient_attention, ""
+    name, lines = auto_class(architecture) or architecture, list[str]()
+    if has_code:
+        autos = [auto for auto, found in auto_classes(model.config).items() if found == architecture]
+        name, option = next(reversed(autos), name), ", trust_remote_code=True"
+    elif kernel is not None:
+        option = ', model_kwargs={"allow_all_kernels": True}' if embeds_sentences else ", allow_all_kernels=True"
+    elif stored or auto_class(architecture):
+        classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
+        lines = ["import hf_efficient_attn", *(file.line for file in own_files_of(classes))]
     library, call = "transformers", f"{name}.from_pretrained"
     if embeds_sentences:
         library, name, call = "sentence_transformers", "SentenceTransformer", "SentenceTransformer"
-    return "\n".join([*lines, f"from {library} import {name}", f"model = {call}({output!r})"])
+    return "\n".join([*lines, f"from {library} import {name}", f"model = {call}({output!r}{option})"])

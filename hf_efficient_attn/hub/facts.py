@@ -66,6 +66,9 @@ class Facts:
         windowed: The layers that have a sliding window of the model's own.
         choices: Pairs of the name of a part of a composite model ("" for the model itself) and its methods.
         origin: The contents of `efficient_attention.json`, with None for keys that it does not have.
+        kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
+        code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
+            there is no such code.
         learned: The names of the parameters that the methods learn, without those of the layers.
         benchmark: The contents of `benchmark.json`, with the measurements sorted by length; None without the file. A
             measurement is `own` if it was made with the methods, hyperparameters and layers of the checkpoint.
@@ -78,6 +81,8 @@ class Facts:
     windowed: tuple[int, ...]
     choices: tuple[tuple[str, EfficientAttentionConfig], ...]
     origin: dict[str, Any]
+    kernel: str | None
+    code: str | None
     learned: tuple[str, ...]
     benchmark: dict[str, Any] | None
     distillation: dict[str, Any] | None
@@ -122,7 +127,7 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
     """
     folder = pathlib.Path(folder)
     config, origin = read_json_object(folder / "config.json"), read_origin(folder / FILE, folder)
-    choices = tuple(_choices(config))
+    choices, implementation = tuple(_choices(config)), config.get("attn_implementation")
     if not choices and not (may_be_exact and (folder / FILE).exists()):
         raise UnsupportedAttentionError(
             f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
@@ -140,6 +145,8 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         windowed=windowed,
         choices=choices,
         origin=origin,
+        kernel=implementation if isinstance(implementation, str) and "/" in implementation else None,
+        code=_auto_class(config.get("auto_map"), name),
         learned=_learned_names(folder),
         benchmark=_benchmark(folder, choices[0][1] if len(choices) == 1 else None),
         distillation=_read(folder / "distillation.json"),
@@ -162,6 +169,8 @@ def _choices(
         method = method.get("")
     elif depth and method is None and isinstance(stored, dict):  # a part of a composite model
         method = stored.get("method")
+    if isinstance(method, str):
+        method = method.rpartition(":")[2]  # of a kernel repository, ORG/NAME:METHOD
     if isinstance(method, str) and method in available_methods():
         choice = EfficientAttentionConfig.from_dict(stored or {}, method)
         yield part, choice if choice.method == method else EfficientAttentionConfig(method)
@@ -169,6 +178,13 @@ def _choices(
         for key, value in config.items():
             if isinstance(value, dict) and key not in ("efficient_attention", "attn_implementation"):
                 yield from _choices(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
+
+
+def _auto_class(auto_map: Any, architecture: object) -> str | None:
+    """The key of a config's `auto_map` whose class has the name of the model's class."""
+    entries = auto_map.items() if isinstance(auto_map, dict) else ()
+    names = [key for key, value in entries if str(value).rpartition(".")[2] == architecture and key.isidentifier()]
+    return names[-1] if names else None
 
 
 def _windowed(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -90,7 +90,13 @@ def export_kernel(
     check_hub_id(repo_id, "the kernel repository")
     name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
     files, module = kernel_files(method), name.replace("-", "_")
-    values = {"name": name, "module": module, "method": method, "title": info.title, "paper": info.paper}
+    values: dict[str, Any] = {
+        "name": name,
+        "module": module,
+        "method": method,
+        "title": info.title,
+        "paper": info.paper,
+    }
     values |= {"url": info.paper_url, "repo_id": repo_id, "version": __version__, "summary": info.summary}
     values |= {"backends": json.dumps(BACKENDS), "causal": info.causal}
     with staged(place) as draft:

@@ -41,8 +41,8 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
     stored, classes = config.efficient_attention, auto_classes(config)
     methods = sorted({entry.config.method for entry in stored.settings.entries}) if stored else []
     others = [name for name in methods if name not in methods_of_package()]
-    if others or not classes:
-        problem = f"{', '.join(others)} is a method of your own" if others else "Transformers has no auto class for it"
+    if others or not classes or not type(config).__module__.startswith("transformers."):
+        problem = f"{', '.join(others)} is a method of your own" if others else "Transformers has no such model"
         raise UnsupportedAttentionError(
             f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
         )
