@@ -130,8 +130,9 @@ def kernel_methods() -> list[str]:
 def kernel_files(method: str) -> dict[str, str]:
     """The texts of a repository's modules, by their paths in the folder of a backend."""
     info = get_method(method).info
+    used = [name for name in (method, info.config_class.switches_to) if name]
     files = {"__init__.py": _INIT.format(title=info.title, method=method, version=__version__)}
-    for path, text in modules_of([_ENTRY, method_module(method)], without_imports=["integration"]).items():
+    for path, text in modules_of([_ENTRY, *map(method_module, used)], without_imports=["integration"]).items():
         dots = "." * (path.count("/") + 1)
         files[path] = _IMPORT.sub(rf"\1from {dots}\2 import ", text)
     return dict(sorted(files.items()))
