@@ -31,8 +31,8 @@ _ENTRY = "integration.kernel_function"
 _IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
 _INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
 
-from .integration.kernel_function import kernel_function
-from .methods import attention
+from ._modules.integration.kernel_function import kernel_function
+from ._modules.methods import attention
 
 {method} = kernel_function("{method}")
 # Transformers looks for this name.
@@ -131,10 +131,14 @@ def kernel_files(method: str) -> dict[str, str]:
     """The texts of a repository's modules, by their paths in the folder of a backend."""
     info = get_method(method).info
     used = [name for name in (method, info.config_class.switches_to) if name]
-    files = {"__init__.py": _INIT.format(title=info.title, method=method, version=__version__)}
+    # In a folder of their own, so that no repository can have the name of one of them.
+    files = {
+        "__init__.py": _INIT.format(title=info.title, method=method, version=__version__),
+        "_modules/__init__.py": f'"""Modules of hf_efficient_attn {__version__}."""\n',
+    }
     for path, text in modules_of([_ENTRY, *map(method_module, used)], without_imports=["integration"]).items():
         dots = "." * (path.count("/") + 1)
-        files[path] = _IMPORT.sub(rf"\1from {dots}\2 import ", text)
+        files[f"_modules/{path}"] = _IMPORT.sub(rf"\1from {dots}\2 import ", text)
     return dict(sorted(files.items()))
 
 

@@ -117,7 +117,8 @@ def plan_push(
     if install is not None and f"pip install {shlex.quote(install)}\n" not in text:
         text = update_card(text, dataclasses.replace(facts, origin={**facts.origin, INSTALL: install}))
         changes[NAME] = text.encode()
-    refusals = [_NO_INSTALL] if is_own and install is None else []
+    is_standalone = facts.kernel is not None or facts.code is not None
+    refusals = [_NO_INSTALL] if is_own and install is None and not is_standalone else []
     max_length = facts.origin["max_length"] or 0
     refusals += [
         f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims {max_length}: "

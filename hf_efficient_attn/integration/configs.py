@@ -67,7 +67,7 @@ def _set(config: PreTrainedConfig, value: Any) -> None:
         # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
         if not any(method_of(part) == settings.method for part in parts_of(config).values()):
             config._attn_implementation = str(settings.method)
-    elif named != settings.method:
+    elif str(named).rpartition(":")[2] != settings.method:  # a kernel repository, ORG/NAME:METHOD, reads it too
         logger.warning_once(
             f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
             "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"

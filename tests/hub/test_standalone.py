@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.utils.import_utils import is_kernels_available
 
 import converted
 import hf_efficient_attn as hea
@@ -49,7 +50,7 @@ def repository(tmp_path_factory):
 
     def get(method):
         if method not in made:
-            folder = tmp_path_factory.mktemp(method) / "a-kernel"
+            folder = tmp_path_factory.mktemp(method) / "ops"  # a name that modules have, too
             export_kernel(method, folder)
             made[method] = load(folder / "build" / "torch-cpu")
         return made[method]
@@ -76,6 +77,18 @@ def test_a_kernel_computes_what_the_package_does(method, repository):
         with torch.no_grad():
             expected, out = model(**inputs)[0], same_model(model, name)(**inputs)[0]
         assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(not is_kernels_available(), reason="pip install 'transformers[kernels]'")
+def test_transformers_loads_a_kernel(tmp_path, monkeypatch):
+    export_kernel("kdeformer", tmp_path / "kernel")
+    monkeypatch.setenv("LOCAL_KERNELS", f"org/kernel={tmp_path / 'kernel'}")
+    model, inputs = tiny_model("bert", "kdeformer"), tiny_batch("bert", padding="right")
+    model.save_pretrained(tmp_path / "model")
+    name = "org/kernel:kdeformer"
+    other = AutoModel.from_pretrained(tmp_path / "model", attn_implementation=name, allow_all_kernels=True)
+    assert other.config._attn_implementation == name
+    assert torch.equal(other(**inputs)[0], model(**inputs)[0])
 
 
 @pytest.mark.parametrize("method", ["nearfar", "longformer", "linear"])
@@ -144,7 +157,7 @@ def test_layout_of_a_repository(tmp_path, capsys):
             for path in written
         }
     assert len(names) == len(BACKENDS) and all(name.isidentifier() for name in names)
-    assert (folder / "torch-ext" / "my_wildcat" / "methods" / "wildcat.py").is_file()
+    assert (folder / "torch-ext" / "my_wildcat" / "_modules" / "methods" / "wildcat.py").is_file()
     assert 'attn_implementation="org/my_wildcat:wildcat"' in (folder / "README.md").read_text()
     # Early versions of the library import the inner folder.
     inner = folder / "build" / "torch-cpu" / "my_wildcat" / "__init__.py"
@@ -156,7 +169,7 @@ def test_layout_of_a_repository(tmp_path, capsys):
 
 @pytest.mark.parametrize("method", [m for m in hea.available_methods() if m not in kernel_methods()])
 def test_methods_that_learn_have_no_kernel(method, tmp_path):
-    with pytest.raises(UnsupportedAttentionError, match="without learned parameters: .*nearfar"):
+    with pytest.raises(UnsupportedAttentionError, match=r"without learned parameters: .*nearfar"):
         export_kernel(method, tmp_path / "kernel")
     assert not (tmp_path / "kernel").exists()
 
