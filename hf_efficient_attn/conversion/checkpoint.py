@@ -22,7 +22,7 @@ from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
-from hf_efficient_attn.conversion.positions import extend_positions, position_tables
+from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.conversion.report import describe, exact_lengths, loading_lines, notes_of, num_positions
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
@@ -40,10 +40,7 @@ def convert_checkpoint(
     *,
     hyperparameters: Mapping[str, Any] | None = None,
     layers: Sequence[Layer] | None = None,
-    max_length: int | None = None,
-    base_model: str | None = None,
-    force: bool = False,
-    allow_pickle: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write a checkpoint that `from_pretrained` loads with a method of this package once the package is imported.
 
@@ -52,17 +49,13 @@ def convert_checkpoint(
     written. The output folder appears only when everything is written.
 
     Args:
-        source: A folder or hub id, as for `open_checkpoint`.
-        output: The folder to write. It must not exist, or be empty, unless `force` is given.
+        source: As for `Conversion`.
+        output: As for `Conversion`.
         method: A name from `available_methods()`; "sdpa" for exact attention, which drops learned parameters; or the
             methods of all layers, for example the result of `hea.calibrate`.
         hyperparameters: Replace the defaults of the method, or those of a checkpoint that has the same method.
         layers: Indices of the layers to convert. All others become exact. None for all layers.
-        max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
-            (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
-        base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
-        force: Replace an existing output folder when everything is written.
-        allow_pickle: As for `open_checkpoint`.
+        **options: Those of `Conversion`.
 
     Returns:
         A report of plain values: source, output, architecture, method, settings, layers (indices of the converted
@@ -77,17 +70,24 @@ def convert_checkpoint(
             Nothing has been written.
         OSError: A file could not be read or written. Nothing of the output remains.
     """
-    conversion = Conversion(
-        source, output, max_length=max_length, base_model=base_model, force=force, allow_pickle=allow_pickle
-    )
+    conversion = Conversion(source, output, **options)
     conversion.switch(method, hyperparameters or {}, layers)
     return conversion.write()
 
 
 class Conversion:
-    """The conversion of one checkpoint, of which `convert_checkpoint`, with the same arguments, carries out all parts.
+    """The conversion of one checkpoint, of which `convert_checkpoint` carries out all parts.
 
     Between `switch` and `write` the learned parameters of the model can be trained, and its own parameters too.
+
+    Args:
+        source: A folder or hub id, as for `open_checkpoint`.
+        output: The folder to write. It must not exist, or be empty, unless `force` is given.
+        max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
+            (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
+        base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
+        force: Replace an existing output folder when everything is written.
+        allow_pickle: As for `open_checkpoint`.
 
     Attributes:
         checked: The source.
@@ -125,21 +125,13 @@ class Conversion:
         `switch` does this, too. The attention must have no learned tables of the present length.
 
         Raises:
-            UnsupportedAttentionError: The model has no position table, or a longer one; or the new one would be far
-                larger than the model: the number is then a mistake.
+            UnsupportedAttentionError: The model has no position table, or a longer one; or the new one is too large.
         """
         model, length = self.model, self._max_length
         positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
         if length is None or (is_rotary and positions is not None and length <= positions):  # these are computed
             return
         with refusing(f"--max-length {length}"):
-            width = sum(embedding.embedding_dim for _, embedding, _ in position_tables(model))
-            limit = max(8 * model.num_parameters(), 2**26) // width
-            if length > limit:
-                raise UnsupportedAttentionError(
-                    f"position tables of that length have {length * width:,} values, while the whole model has "
-                    f"{model.num_parameters():,} and was made for {positions:,} tokens; give at most {limit}"
-                )
             extend_positions(model, length)
 
     def switch(
@@ -206,9 +198,9 @@ class Conversion:
             "architecture": type(model).__name__,
             "method": self._method,
             "settings": dict(model.config.efficient_attention or {}),
-            "layers": in_order(layer for group in groups for layer in group.layers),
+            "layers": in_order(layer for group in groups for layer in group["layers"]),
             "positions": num_positions(model),
-            "exact_up_to": [group._asdict() for group in groups],
+            "exact_up_to": groups,
             "limits": limits or [],
             "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
             "files": sizes,

@@ -232,7 +232,7 @@ def test_damaged_checkpoints_are_refused(case, folder, capsys):
         ("../whole/model.safetensors", "plain name"),
         ("/etc/hostname", "plain name"),
         ("..\\model.safetensors", "plain name"),
-        ("pytorch_model.bin", "not a .safetensors file"),
+        ("pytorch_model.bin", "no safetensors file"),
         (3, "plain name"),
         ("model-00009-of-00009.safetensors", "cannot be read"),
     ],

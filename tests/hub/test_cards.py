@@ -47,8 +47,6 @@ def test_front_matter(tmp_path):
     assert ModelCard(text).data.to_dict() == {
         "library_name": "transformers",
         "base_model": "someone/tiny-bert",
-        "license": "other",
-        "license_name": "my-own-v2",
         "language": ["en"],
         "pipeline_tag": "fill-mask",
         "tags": ["efficient-attention", "hf_efficient_attn", "kdeformer", "exbert"],
@@ -224,16 +222,13 @@ def test_what_nobody_else_can_install_is_refused(text, tmp_path):
         write_card(tmp_path)
 
 
-def test_learned_parameters_are_read_from_the_weights(tmp_path):
+def test_learned_parameters_are_those_of_the_weights(tmp_path):
     model = converted.make(tmp_path, "bert", "linformer")
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if ".learned_parameters." in name}
     text = (tmp_path / "README.md").read_text()
     listed = re.search(r"new parameters that the attention learns \((.*?)\)", text)[1]
     assert {name.strip("`") for name in listed.split(" and ")} == names != set()
     assert "fine-tune the model before use" in text
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(UnsupportedAttentionError, match=r"model\.safetensors"):
-        write_card(tmp_path)
 
 
 def test_the_same_files_give_the_same_card(tmp_path):
@@ -361,7 +356,6 @@ BROKEN = {
     "tags": ({"origin": converted.origin(tags=[1])}, "tags cannot be [1]"),
     "two lines": ({"origin": converted.origin(license="a\n# b")}, "license cannot be 'a"),
     "version": ({"origin": converted.origin(hf_efficient_attn=1)}, "hf_efficient_attn cannot be 1"),
-    "task": ({"benchmark": converted.benchmark(task="chess")}, "task must be one of"),
     "measurements": ({"benchmark": converted.benchmark(measurements={})}, "benchmark.json"),
     "machine": ({"benchmark": converted.benchmark(machine="fast")}, "benchmark.json"),
     "row": ({"benchmark": converted.benchmark(measurements=["x"])}, "benchmark.json"),
@@ -393,7 +387,7 @@ def test_values_that_are_not_numbers_are_refused(seconds, tmp_path):
 def test_text_from_files_does_not_change_the_structure_of_the_card(signs, tmp_path):
     written, plain = _card_with(tmp_path, f"a {signs}"), _card_with(tmp_path, "a word")
     assert hub_server.card_errors(written) == []
-    assert ModelCard(written).data.to_dict().keys() == ModelCard(plain).data.to_dict().keys() | {"license_name"}
+    assert ModelCard(written).data.to_dict().keys() == ModelCard(plain).data.to_dict().keys()
     assert (written.splitlines().count(START), written.splitlines().count(END)) == (1, 1)
     body, expected = (OWN_PART.search(text)[1].splitlines() for text in (written, plain))
     assert len(body) == len(expected)
