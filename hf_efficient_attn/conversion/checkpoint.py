@@ -28,7 +28,7 @@ from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_we
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import MethodConfig, get_method
 
@@ -190,8 +190,6 @@ class Conversion:
         if self._loaded.unused:
             names = ", ".join(self._loaded.unused[:8])
             notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {names}")
-        if changes.dropped and self._method not in EXACT_IMPLEMENTATIONS:
-            notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
         return {
             "source": self._source,
             "output": str(self.place.path),

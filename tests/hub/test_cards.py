@@ -242,8 +242,8 @@ def test_the_same_files_give_the_same_card(tmp_path):
 
 def test_what_a_user_wrote_is_kept(tmp_path):
     card = ModelCard(card_of(tmp_path, benchmark=converted.benchmark()))
-    mine = {"type": "accuracy", "value": 0.5}
-    result = {"task": {"type": "fill-mask"}, "dataset": {"type": "glue", "name": "GLUE"}, "metrics": [mine]}
+    mine, ours = {"type": "accuracy", "value": 0.5}, {"type": "exact_attention_top1", "value": 0.9}
+    result = {"task": {"type": "fill-mask"}, "dataset": {"type": "glue", "name": "GLUE"}, "metrics": [mine, ours]}
     data = {**card.data.to_dict(), "thumbnail": "mine.png", "license": "mit"}
     data |= {"tags": [*data["tags"], "my-tag"], "model-index": [{"name": "x", "results": [result]}]}
     body = f"Before.\n{START}\nforged\n{END}\nAfter.\n"

@@ -390,4 +390,4 @@ def test_private_files_are_not_sent_to_a_public_repository(made, online):
     online.repositories[REPOSITORY].private = True
     report = hub.push(made, REPOSITORY, private=True, token=hub_server.TOKEN)
     assert report.url == f"{online.url}/{REPOSITORY}"
-    assert report.commit == online.repositories[REPOSITORY].sha and report.warnings == ()
+    assert report.commit == online.repositories[REPOSITORY].sha
