@@ -101,9 +101,9 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
     title = name or facts.folder.resolve().name or "Model"
     with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
         body = re.sub(r"\n{3,}", "\n\n", _template().render(_context(facts, title))).strip()
-    results = getattr(card.data, "eval_results", None) or []
+    assert isinstance(card.data, ModelCardData)
     # Earlier versions of this package wrote their measurements there.
-    others = [result for result in results if not str(result.metric_type).startswith("exact_attention_")]
+    others = [x for x in card.data.eval_results or () if not str(x.metric_type).startswith("exact_attention_")]
     card.data.eval_results = others or None
     old, new = card.data.to_dict(), front_matter(facts).to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]

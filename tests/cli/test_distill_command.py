@@ -169,8 +169,13 @@ def test_second_stage(target, lora, made, text, tmp_path, capsys):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("options", "number", "kind"),
-    [((), 4, Distillation), (SECOND, 2, Distillation), (SECOND, 3, Finetuning), (ADAPTERS, 2, Finetuning)],
-    ids=["layers", "both", "outputs", "lora"],
+    [
+        ((), 4, Distillation),
+        (ADAPTERS, 2, Finetuning),
+        pytest.param(SECOND, 2, Distillation, marks=pytest.mark.exhaustive),
+        pytest.param(SECOND, 3, Finetuning, marks=pytest.mark.exhaustive),
+    ],
+    ids=["layers", "lora", "both", "outputs"],
 )
 def test_a_continued_command_equals_an_uninterrupted_one(options, number, kind, base, tmp_path, capsys, monkeypatch):
     """Ctrl-C ends the first call, a limit of time the second after one step, and the third ends the training."""
@@ -354,7 +359,7 @@ def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
 
 
 def test_longer_texts_than_the_model_takes(made, text, tmp_path, capsys):  # noqa: F811
-    given = ["distill", made("bert"), "--data", text, *HEDGEHOG, "--batch-size", 1, "--steps", 3, "--length", 200]
+    given = ["distill", made("bert"), "--data", text, *HEDGEHOG, "--batch-size", 1, "--steps", 1, "--length", 200]
     done = run_json(capsys, *given, "--max-length", 256, "-o", tmp_path / "out")
     assert done["positions"] == 256 and done["distillation"]["tokens"] == 200
     model = transformers.BertModel.from_pretrained(tmp_path / "out").eval()
