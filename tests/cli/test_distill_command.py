@@ -86,20 +86,17 @@ def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys): 
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_held_out_inputs_are_not_learned_from(made, text):  # noqa: F811
-    model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, 30, 2, 100)
+def test_inputs(made, text):  # noqa: F811
+    """Held-out inputs are not learned from, a stream can skip batches, and no token is masked."""
+    source = made("bert", True)
+    model = transformers.BertForMaskedLM.from_pretrained(source).eval()
+    data = TrainingData(model, source, text, 30, 2, 100)
     numbers = [*data.train, *data.held_out]
     assert len(set(numbers)) == len(numbers) == 50 and len(data.held_out) == 2
     skipped, whole = (data.stream(seed=3, skip=skip) for skip in (5, 0))
     assert torch.equal(next(skipped)["input_ids"], [next(whole) for _ in range(6)][5]["input_ids"])
-    assert len(TrainingData(model, made("bert"), text, 30, 2, 4).train) == 4
-
-
-def test_no_token_is_masked(made, text):  # noqa: F811
-    source = made("bert", True)
-    model = transformers.BertForMaskedLM.from_pretrained(source).eval()
     data = TrainingData(model, source, text, 40, 2, 4)
+    assert len(data.train) == 4
     masked = ModelData(model, source, text, longest=40, rows=2).inputs(40, 0, 2)
     ids = data.batch(0)["input_ids"]
     assert (masked.values["input_ids"] == 4).any() and not (ids == 4).any()
@@ -150,7 +147,9 @@ def test_what_is_printed_and_the_card(base, tmp_path, capsys):
             write_card(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("target", "lora"), [("hidden_states", False), ("logits", True)])
+@pytest.mark.parametrize(
+    ("target", "lora"), [("logits", True), pytest.param("hidden_states", False, marks=pytest.mark.exhaustive)]
+)
 def test_second_stage(target, lora, made, text, tmp_path, capsys):  # noqa: F811
     source = made("bert", True)
     options = [*SMALL, "--finetune-target", target, *(ADAPTERS if lora else SECOND)]
@@ -226,10 +225,7 @@ def test_ctrl_c_twice_ends_at_once(base, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Distillation, "step", twice)
     assert command(*base, "-o", tmp_path / "out") == 130
-    assert "Stopped after 3 of 6 steps" in capsys.readouterr().err
-    monkeypatch.setattr(Distillation, "step", step)
-    assert command(*base, "-o", tmp_path / "out") == 0
-    assert "Continues after step 3." in capsys.readouterr().out, "the state of the last row"
+    assert "Stopped after 3 of 6 steps" in capsys.readouterr().err  # the state of the last row
 
 
 def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
@@ -246,20 +242,16 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
     save_file(tensors, different / "model.safetensors", metadata={"format": "pt"})
     for position, value, message in (
         (base.index("--steps") + 1, 7, "--steps 6"),
-        (base.index("--length") + 1, 41, "--length 40"),
         (base.index("num_features=16"), "num_features=8", "other settings"),
         (base.index("--data") + 1, other, "other data"),
         (1, different, "other source"),
     ):
-        capsys.readouterr()
-        assert command(*[value if i == position else x for i, x in enumerate(base)], "-o", tmp_path / "out") == 2
-        shown = capsys.readouterr().err
+        changed = [value if i == position else x for i, x in enumerate(base)]
+        shown = refused(capsys, *changed, "-o", tmp_path / "out")
         assert message in shown and "--restart discards it" in shown
     assert (tmp_path / "out.partial" / "state.pt").read_bytes() == state
-    with monkeypatch.context() as changed:
-        changed.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
-        assert command(*base, "-o", tmp_path / "out") == 2
-    assert "other version" in capsys.readouterr().err
+    monkeypatch.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
+    assert "other version" in refused(capsys, *base, "-o", tmp_path / "out")
     assert command(*base, "--seed", 1, "-o", tmp_path / "out") == 2
     assert command(*base, "--seed", 1, "--restart", "-o", tmp_path / "out") == 0
 
@@ -284,10 +276,6 @@ def test_divergence(base, tmp_path, capsys, monkeypatch):
     assert "--write-now makes a checkpoint of" in shown
     assert command(*base, "--write-now", "-o", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 3
-
-    calls = iter(range(8, 1000))
-    assert command(*base, "-o", tmp_path / "early") == 2
-    assert capsys.readouterr().err.strip().endswith("use a smaller --learning-rate than 0.02")
 
 
 def refused(capsys, *arguments):
@@ -335,17 +323,6 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     capsys.readouterr()
     assert command(*base, "--minutes", 0, "-o", tmp_path / "other") == 2
     assert "not a positive number of minutes" in capsys.readouterr().err
-
-
-def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
-    # Only a method that is exact up to some length and learns something; a user's own can be one.
-    def is_exact(self, call, method):
-        self.idle = f"sequences of {call.tokens} tokens are within the budget"
-        return True
-
-    monkeypatch.setattr(Distillation, "_is_exact", is_exact)
-    assert command(*base, "-o", tmp_path / "out") == 2
-    assert "sequences of 40 tokens are within the budget" in capsys.readouterr().err
 
 
 def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
