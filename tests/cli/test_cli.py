@@ -170,7 +170,6 @@ def test_parse_methods():
 
 def test_parse_lengths_and_layers():
     assert cli.parse_lengths(["512, 1024", "512", "2048"]) == [512, 1024, 2048]
-    assert cli.parse_layers("8, 0-3,2") == [0, 1, 2, 3, 8]
     assert cli.parse_layers("1-2,t2t.1, t2t.0") == ["t2t.0", "t2t.1", 1, 2]
     for text in ("", "a b", "t2t.0-t2t.1", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):
         with pytest.raises(UnsupportedAttentionError, match="0-5,8"):

@@ -131,21 +131,19 @@ def test_rotary_positions_need_no_extension_up_to_what_the_model_takes(tmp_path)
     source = sentence_model(tmp_path / "source", "llama", **{NAME: {"max_seq_length": 64}})
     done = convert_checkpoint(source, tmp_path / "out", "linear", max_length=128)
     assert read(tmp_path / "out", NAME) == {"max_seq_length": 128} and done["parameters"]["new"] == []
-    with pytest.raises(UnsupportedAttentionError, match="rotary positions"):
+    with pytest.raises(UnsupportedAttentionError, match=r"--max-length 129: .*raise max_position_embeddings"):
         convert_checkpoint(source, tmp_path / "no", "linear", max_length=129)
+    with pytest.raises(UnsupportedAttentionError, match=r"cannot be extended: .*interpolate_pos_encoding=True"):
+        hea.extend_positions(tiny_model("vit"), 300)
 
 
-def test_a_model_in_the_folder_of_a_module(tmp_path, capsys):
+def test_a_model_in_the_folder_of_a_module(tmp_path):
     """An old layout of sentence-transformers: the Transformer has a folder like every other module."""
-    whole, inner = tmp_path / "whole", tmp_path / "whole" / "0_Transformer"
-    sentence_model(inner, **{NAME: {"max_seq_length": 64}})
-    shutil.rmtree(inner / "1_Pooling")
-    (inner / "modules.json").rename(whole / "modules.json")
-    (whole / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}, {"path": "1_Pooling"}]))
-    assert convert(whole, "--method", "linear", "-o", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "no config.json" in error and "modules.json" in error
-    assert convert(inner, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 0
+    inner = sentence_model(tmp_path / "whole" / "0_Transformer", **{NAME: {"max_seq_length": 64}})
+    (tmp_path / "whole" / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}]))
+    with pytest.raises(UnsupportedAttentionError, match=r"no config\.json.*modules\.json"):
+        convert_checkpoint(tmp_path / "whole", tmp_path / "out", "linear")
+    convert_checkpoint(inner, tmp_path / "out", "linear", max_length=300)
     assert read(tmp_path / "out", NAME) == {"max_seq_length": 300}
 
 

@@ -73,19 +73,6 @@ def test_every_method_has_a_card(method, tmp_path):
     assert hub_server.card_errors(text) == []
 
 
-def test_the_hub_accepts_the_card(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    text = card_of(tmp_path, benchmark=converted.benchmark())
-    with hub_server.serve() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"), raising=False)
-        ModelCard(text).validate()
-        with pytest.raises(ValueError, match="identifier"):
-            ModelCard(text.replace("license: apache-2.0", "license: My Own")).validate()
-
-
 MIX = EfficientAttentionConfig(
     "longformer", None, [{"layers": [0], "method": "longformer"}, {"layers": [1, 2], "method": "linear"}]
 ).to_dict()
@@ -297,14 +284,11 @@ def test_a_checkpoint_converted_back_has_a_card(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "task"),
     [
-        ("BertForMaskedLM", "fill-mask"),
         ("WhisperForConditionalGeneration", "automatic-speech-recognition"),
         ("WhisperModel", None),
         ("GPT2LMHeadModel", "text-generation"),
-        ("LlamaForCausalLM", "text-generation"),
         ("BertModel", "feature-extraction"),
         ("ViTModel", "image-feature-extraction"),
-        ("ViTForImageClassification", "image-classification"),
         ("SomethingElse", None),
     ],
 )
@@ -322,16 +306,9 @@ def test_a_method_of_another_package_has_to_be_imported(tmp_path, monkeypatch):
     sentence = "The method `kdeformer` is not part of `hf_efficient_attn`. The file `mine/my_file.py` registers it"
     assert text.count(sentence) == 1 and text.index(sentence) < text.index("```python")
     # Each block that can be run alone imports the file: those of Transformers, a pipeline and sentence-transformers.
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "import hf_efficient_attn" in block]
-    assert len(blocks) == 3
-    for block in blocks:
-        lines = block.splitlines()
-        assert lines[0].startswith("import hf_efficient_attn")
-        assert lines[1] == "import mine.my_file  # registers kdeformer"
-        assert lines[2].startswith("from ")
-    assert re.search(
-        r"\nhf-efficient-attn convert someone/tiny-bert --method kdeformer .* --import mine/my_file.py\n", text
-    )
+    imports = r"```python\nimport hf_efficient_attn.*\nimport mine.my_file  # registers kdeformer\nfrom "
+    assert len(re.findall(imports, text)) == 3
+    assert re.search(r"\nhf-efficient-attn convert someone/tiny-bert .* --import mine/my_file.py\n", text)
     assert '`hf-efficient-attn benchmark "ORG/NAME" --import mine/my_file.py`' in text
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "__main__")
     text = card_of(tmp_path)
@@ -418,8 +395,7 @@ def test_escaped_text_is_one_line():
 
 def test_the_template_is_in_the_package_and_linked_from_model_cards():
     link = ROOT / "model_cards" / "card.md.jinja"
-    assert link.is_symlink()
-    assert not link.readlink().is_absolute()
+    assert link.is_symlink() and not link.readlink().is_absolute()
     assert link.resolve() == ROOT / "hf_efficient_attn" / "hub" / "card.md.jinja"
     assert "hf_efficient_attn.hub = *.jinja" in (ROOT / "setup.cfg").read_text()
 
