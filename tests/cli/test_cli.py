@@ -28,11 +28,9 @@ def status(*arguments):
 
 
 def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsys):
-    assert status("info", "kdeformer") == 0
-    assert "config: hf_efficient_attn.KDEformerConfig" in capsys.readouterr().out
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
     assert status("info", "kdeformer") == 0
-    assert "config: my_file.KDEformerConfig" in capsys.readouterr().out
+    assert "\nmodule: my_file\n" in capsys.readouterr().out
     assert status("info", "my_method") == 2
     assert (
         "If a file of your own registers it, import that file first (--import FILE of the commands)."
