@@ -12,13 +12,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.limits import set_limits
-from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
+from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
@@ -30,7 +27,6 @@ from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.methods import MethodConfig, get_method
 
 
 def convert_checkpoint(
@@ -150,8 +146,8 @@ class Conversion:
             if self._max_length is not None and stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
             self.extend()
-            for entry in chosen.entries if chosen else ():
-                _check_size(model, entry.config)
+            if chosen is not None:
+                check_learned(chosen, model.config, model.num_parameters())
             convert(model, chosen or method)
 
     def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
@@ -206,24 +202,6 @@ class Conversion:
             "notes": notes,
             "load": loading_lines(model, self._output, embeds_sentences="modules.json" in checked.companions),
         }
-
-
-def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
-    """Refuse hyperparameters, probably mistyped, with which a layer would learn more values than the whole model has.
-
-    The values are counted on the meta device, so no memory is used.
-    """
-    max_length = getattr(model.config, "max_position_embeddings", None) or 1
-    with torch.device("meta"):
-        made = get_method(method.method).initial_parameters(
-            method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length
-        )
-    learned, present = sum(tensor.numel() for tensor in made.values()), model.num_parameters()
-    if learned > max(2 * present, 2**24):
-        raise UnsupportedAttentionError(
-            f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
-            f"model has {present}"
-        )
 
 
 def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) -> None:
