@@ -12,7 +12,6 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.data import ModelData, task_of
 from hf_efficient_attn.evaluation.memory import check_memory
 from hf_efficient_attn.evaluation.speech import read_samples
-from hf_efficient_attn.hub.facts import TASKS
 from test_benchmark_command import _short, command  # noqa: F401 (a fixture)
 from test_encoder_decoder import tiny
 
@@ -83,7 +82,6 @@ def refused(capsys, message, *arguments):
 def test_tasks():
     model = tiny("whisper")
     assert task_of(model) == "speech-to-text" and task_of(model.model) == "embedding"
-    assert TASKS["speech-to-text"] == "automatic-speech-recognition"
     # An encoder of speech without a decoder is refused, as before.
     with pytest.raises(hea.UnsupportedAttentionError, match="takes input_features"):
         task_of(transformers.WhisperForAudioClassification(model.config))
