@@ -36,7 +36,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.hub.facts import check_install
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.version import __version__
@@ -164,7 +164,8 @@ class Conversion:
         model, stored = self.model, self.model.config.efficient_attention
         self._method = method if isinstance(method, str) else str(method.method)
         # The hyperparameters that the checkpoint's parameters were learned with.
-        present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
+        entries = as_settings(stored).entries if stored else ()
+        present = [entry.config for entry in entries if entry.config.method == method]
         chosen = choice_of(present[0] if len(present) == 1 else method, layers, hyperparameters)
         with quiet(), refusing(f"{self._method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
             if self._max_length is not None and stored and not present:

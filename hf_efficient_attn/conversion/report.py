@@ -19,7 +19,7 @@ from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.positions import find_tables
-from hf_efficient_attn.integration.settings import changed_hyperparameters
+from hf_efficient_attn.integration.settings import as_settings, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
 
@@ -201,7 +201,7 @@ def loading_lines(model: PreTrainedModel, output: str, *, embeds_sentences: bool
     own_class = auto_class(type(model).__name__)
     stored = model.config.efficient_attention
     lines = ["import hf_efficient_attn"] if own_class or stored else []
-    classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
+    classes = {type(entry.config) for entry in as_settings(stored).entries} if stored else set()
     lines += [file.line for file in own_files_of(classes)]
     name = own_class or type(model).__name__
     library, call = "transformers", f"{name}.from_pretrained"

@@ -12,8 +12,7 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `PreTrainedModel.get_correct_attn_implementation` suggests the method with the most similar name if a name is unknown,
   and refuses model classes that know only Transformers' own implementations.
 - `PreTrainedModel._initialize_weights` also initializes learned parameters (`learned.LearnedParameters`).
-- `GenerationMixin.init_continuous_batching` refuses models with a method of this package, and
-  `_prepare_cache_for_generation` texts that would become longer than their position table.
+- `GenerationMixin.init_continuous_batching` refuses models with a method of this package.
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`cache`).
 
 `switching.switch` changes no class. It numbers the attention modules and attaches the parameters that their method
@@ -37,10 +36,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_efficient_attn.integration.attention import make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
-from hf_efficient_attn.integration.extensions import extend_classes
 from hf_efficient_attn.integration.head_numbers import REGISTERED
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.switching import extend_classes
 from hf_efficient_attn.methods import on_register
 from hf_efficient_attn.ops.tracing import in_onnx_export
 

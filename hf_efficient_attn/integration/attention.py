@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import refusals
 from hf_efficient_attn.integration.cache import MethodLayer, NewKeys, cache_layer_of
 from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
@@ -15,13 +16,6 @@ from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import KeyMask, read_mask
 from hf_efficient_attn.integration.models import ModuleLocation, location_of, method_at
-from hf_efficient_attn.integration.refusals import (
-    refuse_arguments,
-    refuse_unchecked,
-    take_window,
-    warn_of_exact_cross_attention,
-    why_cross_attention_is_exact,
-)
 from hf_efficient_attn.integration.sequence_parallel import shard_attention, shards_of
 from hf_efficient_attn.integration.settings import warn_beyond_calibration
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
@@ -57,25 +51,31 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        location, shards = location_of(module), shards_of(module, kwargs)
+        location, shards, config = location_of(module), shards_of(module, kwargs), getattr(module, "config", None)
         refuse_context_parallel(name, module)
-        distance_bias = take_bias(kwargs, query.device)
-        mask = read_mask(name, attention_mask)
-        window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refuse_arguments(name, module, kwargs)
+        distance_bias, mask = take_bias(kwargs, query.device), read_mask(name, attention_mask)
+        window = refusals.take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+        refusals.refuse_arguments(name, location, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
-        method = _method_of(name, module, location, is_rectangular=not is_causal and query.shape[2] != key.shape[2])
-        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout if module.training else 0.0}
-        parameters: Mapping[str, Tensor] = {}
+        method = method_at(config, name, location)
+        if method is not None and (location.is_cross or (not is_causal and query.shape[2] != key.shape[2])):
+            reason = refusals.why_cross_attention_is_exact(method, config)
+            if reason is not None:
+                reason = f"{reason}: cross attention stays exact in"
+                refusals.warn_of_exact_layers(reason, [(module, location)])
+                method = None
         cached = _cached_layer(name, location, key, method if is_causal else None)
+        parameters: Mapping[str, Tensor] = {}
         if method is not None:
             if is_causal:
-                refuse_unchecked(method, module, location.name)
+                refusals.refuse_unchecked(method, module, location.name)
             parameters = required_tensors(module, method, location.name)
             keys = (key.shape[2], mask.keys) if shards is None else (shards.total, shards.key_mask)
-            warn_beyond_calibration(settings_of(getattr(module, "config", None), name), *keys)
+            warn_beyond_calibration(settings_of(config, name), *keys)
+        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout if module.training else 0.0}
+        seed = layer_seed(location.layer)
         if shards is not None:
-            options |= {"is_causal": is_causal, "seed": layer_seed(location.layer), "parameters": parameters}
+            options |= {"is_causal": is_causal, "seed": seed, "parameters": parameters}
             out = shard_attention(method, (query, key, value), shards, **options)
         elif method is None:
             options |= {"is_causal": is_causal, "distance_bias": distance_bias, "window": window}
@@ -83,11 +83,10 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         else:
             # In training the seed comes from the global generators, so that gradient checkpointing draws the same
             # again. Otherwise it depends on the layer alone.
-            options["seed"] = None if module.training else layer_seed(location.layer)
             heads = head_slice_of(name, module, query.shape[1])
             if heads is not None:
                 parameters = parameters_of_slice(method, parameters, heads, query.shape[1])
-            options["parameters"] = parameters
+            options |= {"seed": None if module.training else seed, "parameters": parameters}
             if distance_bias is not None:
                 options["distance_bias"] = distance_bias
             if cached is not None:
@@ -100,18 +99,6 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     setattr(forward, TAKES_DISTANCE_BIAS, True)
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward
-
-
-def _method_of(name: str, module: nn.Module, location: ModuleLocation, *, is_rectangular: bool) -> MethodConfig | None:
-    """The method that computes a call. Cross attention that it cannot compute stays exact, with a warning."""
-    config = getattr(module, "config", None)
-    method = method_at(config, name, location)
-    if method is not None and (location.is_cross or is_rectangular):
-        reason = why_cross_attention_is_exact(method, config)
-        if reason is not None:
-            warn_of_exact_cross_attention(module, reason, [location.name])
-            return None
-    return method
 
 
 def _cached_layer(name: str, location: ModuleLocation, key: Tensor, method: MethodConfig | None) -> MethodLayer | None:

@@ -2,12 +2,7 @@
 
 No attention class is patched: a model's attention module passes what `cache.update` returns straight to its attention
 function, so that the keys themselves can say which layer of which cache they come from. The attention function asks
-this layer for its output. A layer that is used so defines what it holds (`_content`) and four operations on it:
-
-- `_attention`: add new tokens, and compute their attention to all tokens;
-- `_add`: add tokens without attention, after `crop` has restored what was held before them;
-- `_forget`: remove the last tokens without such a record, or refuse to;
-- `_first_attention`, if it starts as an ordinary layer: attention to keys that `update` returned as they are.
+this layer for its output.
 
 `DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
 method has a recurrence (`extensions`). Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys
@@ -31,10 +26,6 @@ _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
 # The attribute of keys that refers to the layer that returned them. No output depends on it: keys that lose it are
 # computed with as any others, and `NewKeys` without it are refused.
 _LAYER = "_state_layer"
-RECORD = (
-    "start with a new cache, or call its activate_past_recording() before the tokens come, as assisted generation does "
-    "in newer versions of Transformers"
-)
 
 
 class NewKeys(Tensor):
@@ -70,20 +61,13 @@ class Tokens(NamedTuple):
     value: Tensor
     mask: Tensor | None
 
-    @property
-    def number(self) -> int:
-        """N."""
-        return self.key.shape[2]
-
-    def piece(self, own: slice) -> "Tokens":
-        """A slice of the tokens."""
-        return Tokens(self.key[:, :, own], self.value[:, :, own], None if self.mask is None else self.mask[:, own])
-
 
 class MethodLayer(DynamicLayer):
     """A cache layer that computes attention itself, by `method`, from what it holds instead of the keys of all tokens.
 
-    `update` returns keys that say which layer they come from, and the attention function calls `attention`.
+    `update` returns keys that say which layer they come from, and the attention function calls `attention`. A subclass
+    defines `_attention`, which adds new tokens and computes their attention to all tokens. If it starts as an ordinary
+    layer, it also defines `_first_attention`, the attention to keys that `update` returned as they are.
 
     Attributes:
         seen: number of tokens, padding included.
@@ -96,15 +80,13 @@ class MethodLayer(DynamicLayer):
     # For messages: what the layer holds, and what to do where two layers share keys.
     _holds: ClassVar[str]
     _unshared: ClassVar[str]
-    # See the module's docstring. The first two take query, tokens and the options of `attention`.
+    # Both take query, tokens and the options of `attention`.
     _first_attention: Callable[..., Tensor]
     _attention: Callable[..., Tensor]
-    _add: Callable[..., Any]
-    _forget: Callable[[int], None]
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__()
-        self.method, self.is_recording = method, False
+        self.method = method
         self.reset()
 
     def reset(self) -> None:
@@ -115,12 +97,6 @@ class MethodLayer(DynamicLayer):
         self.seen, self.is_initialized = 0, False
         # Whether the attention function has used the keys of the last `update`.
         self.was_used = True
-        self._drop_record()
-
-    def _drop_record(self) -> None:
-        """Forget what `crop` needs: the attributes before the first of the last tokens, and these tokens."""
-        self.before: dict[str, Any] = {}
-        self.recorded: list[Tokens] = []
 
     @property
     def keeps_keys(self) -> bool:
@@ -178,54 +154,36 @@ class MethodLayer(DynamicLayer):
         # Usually only the prompt has padding, and attention without a mask is faster.
         return None if mask is None or mask[:, earlier:].all() else mask[:, earlier:]
 
-    def _record(self, tokens: Tokens) -> None:
-        """Remember new tokens, and what the layer held before the first of them, for `crop`."""
-        if self.is_recording:
-            before = {name: getattr(self, name) for name in self._content}
-            self.before = self.before or {**before, "seen": self.seen - tokens.number}
-            self.recorded.append(tokens)
-
     def get_seq_length(self) -> int:
         """Number of tokens so far, padding included."""
         return super().get_seq_length() if self.keeps_keys else self.seen
 
-    def activate_past_recording(self) -> None:
-        """Keep new tokens until the next `crop`, for assisted generation."""
-        self.is_recording = True
-
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
-        """Whether `crop` can remove tokens: kept keys can always be removed, others if they are recorded."""
-        return self.is_recording or (self.keeps_keys and self.is_initialized)
+        """Whether `crop` can remove tokens, that is, whether keys are kept."""
+        return self.keeps_keys and self.is_initialized
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; `tokens_to_remove` is minus their number, in 5.12 also the length that remains.
 
         Raises:
-            UnsupportedAttentionError: they have changed what the layer holds, and were not recorded.
+            UnsupportedAttentionError: there is something to remove, and no keys are kept.
         """
-        if self.keeps_keys:
-            return super().crop(tokens_to_remove) if self.is_initialized else None
-        is_length = tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH)
-        number = max(0, self.seen - tokens_to_remove) if is_length else -tokens_to_remove
-        before, recorded, remaining = self.before, self.recorded, self.seen - number
-        self._drop_record()
-        if number and remaining <= 0:
-            self.reset()
-        elif number > sum(tokens.number for tokens in recorded):
-            self._forget(number)
-        elif number:
-            vars(self).update(before)
-            for tokens in recorded:
-                kept = tokens.piece(slice(0, max(0, remaining - self.seen)))
-                if kept.number:
-                    self.seen += kept.number
-                    self._add(kept)
-        return None
+        if self.is_croppable:
+            super().crop(tokens_to_remove)
+        elif tokens_to_remove < 0 or (_CROPS_TO_LENGTH and tokens_to_remove < self.seen):
+            self.activate_past_recording()
+
+    def activate_past_recording(self) -> None:
+        """Refuse to take tokens back, which assisted generation announces by this call."""
+        raise UnsupportedAttentionError(
+            f"{self.method.method}: tokens cannot be taken back (assistant_model, prompt_lookup_num_tokens, crop), "
+            f"because {self._holds} cannot forget tokens: leave these arguments out, or give a cache that keeps all "
+            "keys, past_key_values=DynamicCache()"
+        )
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:
         """Apply a selection of batch rows to all that the layer holds."""
-        self._drop_record()
         for name in self._content:
             setattr(self, name, tree_map_only(Tensor, select, getattr(self, name)))
 
@@ -240,16 +198,6 @@ class MethodLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these batch rows."""
         self._select(lambda x: x[indices.to(x.device)])
-
-    def offload(self) -> None:
-        """Move kept keys to the CPU. Other content stays, because it does not grow."""
-        if self.keeps_keys:
-            super().offload()
-
-    def prefetch(self) -> None:
-        """Move kept keys back."""
-        if self.keeps_keys:
-            super().prefetch()
 
 
 def cache_layer_of(key: Tensor) -> MethodLayer | None:
@@ -311,30 +259,24 @@ class StateLayer(MethodLayer):
         out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
         # The layer's own keys may be on another device by now: an offloading cache moves them after `update`.
         if self.options is None and self.keys is not None and self.keys.shape == key.shape:
-            tokens = tokens._replace(key=key.view_as(key))
-            self.options, self.seen, self.keys, self.values = options, key.shape[-2], None, None
-            self._record(tokens)
+            self.options, self.seen, self.keys, self.values = options, key.shape[2], None, None
+            self.is_initialized = False  # an offloading cache has nothing to move
+            self.pending = tokens._replace(key=key.view_as(key))
+            self._count(tokens)
             # With gradients the state is made when the next token comes, otherwise at once.
-            self._add(tokens, is_pending=torch.is_grad_enabled())
+            if not torch.is_grad_enabled():
+                self._update_pending()
         return out
 
     def _attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
         assert self.options is not None
         self.options = {**options, "scale": self.options["scale"], "seed": self.options["seed"]}
         self._update_pending()
-        self._record(tokens)
         out, self.state = attention_with_state(
             self.method, self.state, query, tokens.key, tokens.value, attention_mask=tokens.mask, **self.options
         )
         self._count(tokens)
         return out
-
-    def _add(self, new: Tokens, is_pending: bool = False) -> None:
-        self._update_pending()
-        self.pending = new
-        self._count(new)
-        if not is_pending:
-            self._update_pending()
 
     def _update_pending(self) -> None:
         if self.pending is not None:
@@ -346,11 +288,6 @@ class StateLayer(MethodLayer):
     def _count(self, new: Tokens) -> None:
         """Count the valid tokens of each batch row, from the first padding on."""
         if new.mask is not None or self.valid is not None:
-            added = new.number if new.mask is None else new.mask.sum(1)
-            self.valid = (self.seen - new.number if self.valid is None else self.valid) + added
-
-    def _forget(self, number: int) -> None:
-        raise UnsupportedAttentionError(
-            f"{self.method.method}: {number} tokens cannot be taken back, because a state sums over all tokens: "
-            f"{RECORD}"
-        )
+            number = new.key.shape[2]
+            added = number if new.mask is None else new.mask.sum(1)
+            self.valid = (self.seen - number if self.valid is None else self.valid) + added

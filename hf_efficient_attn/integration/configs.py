@@ -1,13 +1,14 @@
 """`efficient_attention` on every Transformers config, and its entry in `config.json`."""
 
 import functools
+from types import MappingProxyType
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Stored, as_settings
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
@@ -42,9 +43,17 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
-def _get(config: PreTrainedConfig) -> Stored | None:
+def _get(config: PreTrainedConfig) -> MappingProxyType[str, Any] | None:
+    """None, or a read-only dictionary.
+
+    It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
+    dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
+    setting the attribute also chooses the method, for all parts of a composite model, or only for those that name it
+    already. If it names another one, the setting has no effect until the model is switched.
+    """
     settings = config.__dict__.get(_ATTRIBUTE)
-    return None if settings is None else Stored(settings)
+    # The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
+    return None if settings is None else MappingProxyType(settings.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:
@@ -63,19 +72,6 @@ def _set(config: PreTrainedConfig, value: Any) -> None:
             f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
             "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"
         )
-
-
-_PROPERTY = property(
-    _get,
-    _set,
-    doc="""None, or a read-only dictionary.
-
-    It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
-    dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
-    setting the attribute also chooses the method, for all parts of a composite model, or only for those that name it
-    already. If it names another one, the setting has no effect until the model is switched.
-    """,
-)
 
 
 def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | None:
@@ -102,17 +98,15 @@ def check_parts(config: PreTrainedConfig, implementation: object) -> None:
         return
     for key, value in implementation.items():
         if key not in ("", *config.sub_configs) and requested_methods(value):
-            kind = type(config).__name__
+            unknown = unknown_name(f"part of {type(config).__name__}", key, sorted(config.sub_configs))
             raise UnsupportedAttentionError(
-                f"attn_implementation: {unknown_name(f'part of {kind}', key, sorted(config.sub_configs))}"
-                if config.sub_configs
-                else f"attn_implementation: {kind} has no parts such as {key!r}: give the name of one method"
+                f"attn_implementation: {unknown} Give a model without parts the name of one method"
             )
 
 
 def extend_configs() -> None:
     """Give `PreTrainedConfig` the attribute, two more keys in `to_dict` and a check of names of parts."""
-    setattr(PreTrainedConfig, _ATTRIBUTE, _PROPERTY)
+    setattr(PreTrainedConfig, _ATTRIBUTE, property(_get, _set))
     implementation: Any = PreTrainedConfig.__dict__["_attn_implementation"]
 
     def set_checked(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
@@ -127,8 +121,7 @@ def extend_configs() -> None:
         output = to_dict(self)
         output.pop(_ATTRIBUTE, None)
         for part in (output.get(key) for key in self.sub_configs):
-            # Its own dictionary names the method as well, and some configs give the implementation of a part a second
-            # time, such as LightGlue's.
+            # Its own dictionary names the method as well. LightGlue's config names the implementation a second time.
             if isinstance(part, dict) and _ATTRIBUTE in part:
                 part.pop("attn_implementation", None)
         entry, name = implementation_entry(self), method_of(self)

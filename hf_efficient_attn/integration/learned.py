@@ -81,18 +81,11 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
     the copy in use.
     """
     attached: Any = module._modules.get(NAME)
-    if attached is not None and hasattr(attached, "modules_to_save"):
-        names = (
-            [] if attached.disable_adapters else [a for a in attached.active_adapters if a in attached.modules_to_save]
-        )
-        attached = attached.modules_to_save[names[0]] if names else attached.original_module
+    if hasattr(attached, "modules_to_save"):
+        active = () if attached.disable_adapters else attached.active_adapters
+        copies = [attached.modules_to_save[name] for name in active if name in attached.modules_to_save]
+        attached = (*copies, attached.original_module)[0]
     return attached if isinstance(attached, LearnedParameters) else None
-
-
-def learned_tensors(module: nn.Module) -> dict[str, Tensor] | None:
-    """The learned parameters of an attention module by name; None if it has none."""
-    learned = learned_of(module)
-    return None if learned is None else learned()
 
 
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
@@ -116,8 +109,8 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
     )
 
 
-def plan(found: AttentionModule, method: MethodConfig | None) -> LearnedParameters | None:
-    """The learned parameters that an attention module needs, for `attach`, without changing the module.
+def attach(found: AttentionModule, method: MethodConfig | None) -> None:
+    """Give an attention module the learned parameters of a method, in place of those that it has.
 
     Parameters that it already has for the same hyperparameters are kept.
 
@@ -125,21 +118,11 @@ def plan(found: AttentionModule, method: MethodConfig | None) -> LearnedParamete
         UnsupportedAttentionError: the sizes cannot be determined from the module and its config, or the module's
             parameters are offloaded.
     """
-    current = learned_of(found.module)
-    if method is None or not learns(method):
-        return None
-    if current is not None and current.method == method:
-        return current
-    return LearnedParameters(method, _sizes(found, method), *_like(found))
-
-
-def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
-    """Give an attention module these learned parameters in place of those that it has; None removes them."""
-    current = learned_of(module)
-    if parameters is None and current is not None:
-        delattr(module, NAME)
-    elif parameters is not current:
-        setattr(module, NAME, parameters)
+    current, needs = learned_of(found.module), method is not None and learns(method)
+    if current is not None and not needs:
+        delattr(found.module, NAME)
+    elif method is not None and needs and (current is None or current.method != method):
+        setattr(found.module, NAME, LearnedParameters(method, _sizes(found, method), *_like(found)))
 
 
 def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | None]:
@@ -157,45 +140,46 @@ def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | No
 
 def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
     """The sizes that determine the learned parameters of a module, by the module or else by its config."""
-    module, config = found.module, found.config
-    num_heads = first_number(module, "num_attention_heads", "num_heads", "n_heads")
-    num_heads = num_heads or first_number(config, "num_attention_heads", "n_head", "n_heads")
-    num_kv_heads = first_number(module, "num_key_value_heads") or first_number(config, "num_key_value_heads")
+
+    def first(*names: str) -> int | None:
+        return first_number(found.module, *names) or first_number(found.config, *names)
+
+    num_heads = first("num_attention_heads", "num_heads", "n_heads", "n_head")
     # With multi-head latent attention (DeepSeek-V2 and later), `head_dim` is the part with rotary positions, and values
     # have another size than keys.
-    head_dim = first_number(module, "qk_head_dim", "head_dim", "attention_head_size")
-    head_dim = head_dim or first_number(config, "head_dim")
-    hidden_size = first_number(config, "hidden_size", "n_embd", "dim")
+    head_dim = first("qk_head_dim", "head_dim", "attention_head_size")
+    hidden_size = first_number(found.config, "hidden_size", "n_embd", "dim")
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
-    max_length = _max_length(method, module, config) if learns_for_length(method) else 1
+    max_length: int | None = 1
+    if learns_for_length(method):
+        max_length = getattr(method, "max_length", 0) or first(
+            "max_tokens", "max_position_embeddings", "n_positions", "max_source_positions"
+        )
+        max_length = max_length or _num_patches(found.config)
     if not num_heads or not head_dim or not max_length:
-        missing = "number of heads" if not num_heads else "size of a head" if not head_dim else "longest sequence"
-        instead = "use a method without learned parameters"
-        if num_heads and head_dim and hasattr(method, "max_length"):
-            instead = "give max_length=N, the number of tokens of your longest sequence"
+        missing, instead = "number or the size of the heads", "use a method without learned parameters"
+        if num_heads and head_dim:
+            missing, instead = "longest sequence", "give max_length=N, the number of tokens of your longest sequence"
         raise UnsupportedAttentionError(
             f"{method.method}: the {missing} of {type(found.owner).__name__} at {found.location.name} cannot be "
-            f"determined from {type(config).__name__}, so that its learned parameters cannot be made: {instead}"
+            f"determined from {type(found.config).__name__}, so that its learned parameters cannot be made: {instead}"
         )
     return {
         "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads or num_heads,
+        "num_kv_heads": first("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
-        "value_dim": first_number(module, "value_head_dim", "v_head_dim") or head_dim,
+        "value_dim": first("value_head_dim", "v_head_dim") or head_dim,
         "max_length": max_length,
     }
 
 
-def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
-    """The largest number of keys: of the method, else of the module, else the number of positions or of patches."""
-    length = getattr(method, "max_length", 0) or first_number(module, "max_tokens")
-    length = length or first_number(config, "max_position_embeddings", "n_positions", "max_source_positions")
+def _num_patches(config: PreTrainedConfig) -> int | None:
+    """The number of patches of a picture, with room for a class token and DeiT's distillation token."""
     sizes: Any = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if length or None in sizes:
-        return length
+    if None in sizes:
+        return None
     (height, width), (patch_height, patch_width) = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
-    # Room for a class token and DeiT's distillation token; one position too many does no harm.
     return (height // patch_height) * (width // patch_width) + 2
 
 

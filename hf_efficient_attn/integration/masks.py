@@ -23,16 +23,16 @@ from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.tracing import unwrapped
 
-# The dtypes of masks by what they say: whether the mask is causal, and whether it is of a sliding window. A mask of
-# a user does not get here with its own dtype, because `padding_mask` reads it first. PyTorch cannot pickle uint16.
-_DTYPES = {
-    (True, False): torch.int16,
-    (False, False): torch.int8,
-    (True, True): torch.int32,
-    (False, True): torch.uint8,
+# What the dtype of a mask says: whether it is causal, and whether it is of a sliding window. A user's mask does not get
+# here with its own dtype, because `padding_mask` reads it first; other code made a bool one. PyTorch cannot pickle
+# uint16.
+_KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {
+    torch.int16: (True, False),
+    torch.int8: (False, False),
+    torch.int32: (True, True),
+    torch.uint8: (False, True),
+    torch.bool: (None, False),
 }
-_KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {torch.bool: (None, False)}
-_KINDS |= {dtype: kind for kind, dtype in _DTYPES.items()}
 # Arguments that tell where the texts of a packed row begin.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 _PATTERN = (
@@ -109,7 +109,7 @@ def padding_mask(
             torch._assert_async(plain, _PATTERN)
         elif not bool(unwrapped(plain).all()):
             raise UnsupportedAttentionError(_PATTERN)
-    dtype = _DTYPES[is_causal, window is not None]
+    dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
     if mask is None:
@@ -123,9 +123,9 @@ def _is_plain(
 ) -> Tensor:
     """Whether a composed mask equals plain causal or full attention, or a sliding window: a bool scalar.
 
-    Composed masks can be plain: while a graph is traced, Transformers assumes that every sequence is packed, because it
-    cannot look at the positions. In the patterns that Transformers composes, every query attends to an interval of keys
-    around it. So it is enough to check the two ends of each interval, which takes O(N) pairs.
+    While a graph is traced, Transformers composes plain masks too, as if every sequence were packed. In the patterns
+    that Transformers composes, every query attends to an interval of keys around it. So it is enough to check the two
+    ends of each interval, which takes O(N) pairs.
 
     Args:
         contains: of query and key positions, whether the mask contains the pairs: bool (B, Nq).
@@ -179,23 +179,23 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
         UnsupportedAttentionError: an argument says where texts begin, or the positions of a row begin again, not
             counting positions of padding. While a graph is traced, the check of the positions is part of the graph.
     """
-    found = next((name for name in _PACKING if given.get(name) is not None), None)
-    message = (
-        "{}: the rows are packed sequences, several texts in one, which would attend to each other, because attention "
-        "here knows padding only: pad the texts (DataCollatorWithPadding) instead of packing them "
-        "(DataCollatorWithFlattening), or use attn_implementation='flash_attention_2'"
-    )
     ids, mask = given.get("position_ids"), given.get("attention_mask")
+    argument, is_packed = next((name for name in _PACKING if given.get(name) is not None), None), False
+    message = (
+        f"{argument or 'position_ids'}: the rows are packed sequences, several texts in one, which would attend to "
+        "each other: pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening), or "
+        "use attn_implementation='flash_attention_2'"
+    )
     # With another mask the model makes masks for a part of it.
     is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-    if found is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
+    if argument is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
         restarts = ids[:, 1:] < ids[:, :-1]
         if mask is not None and mask.shape[1] >= ids.shape[1]:
             valid = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device, torch.bool)
             restarts = restarts & valid[:, 1:] & valid[:, :-1]
         if is_tracing(restarts):
-            torch._assert_async(~restarts.any(), message.format("position_ids"))
-        elif ids.shape[1] > 1 and bool(unwrapped(restarts).any()):
-            found = "position_ids"
-    if found is not None:
-        raise UnsupportedAttentionError(message.format(found))
+            torch._assert_async(~restarts.any(), message)
+        else:
+            is_packed = ids.shape[1] > 1 and bool(unwrapped(restarts).any())
+    if argument is not None or is_packed:
+        raise UnsupportedAttentionError(message)

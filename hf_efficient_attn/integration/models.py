@@ -1,31 +1,61 @@
 """The Transformers models in a module, their configs, their attention modules, and the restoration of them all.
 
-A layer with a sliding window of its model's own (`ModuleLocation.window`) attends to the last `sliding_window` keys, or
-to that many on both sides. It is sub-quadratic already, and a method would lose the window, so that it stays exact, at
-the cost of its window. Its module says at its call how long the window is, as Transformers' flash attention needs it
-too, and its mask says that it has one (`masks.KeyMask.is_local`).
+Whether a class asks the attention interface, and which arguments it gives to its attention function, is read from the
+code of the class, because any model can differ in this. Exceptions that concern a few models of Transformers are listed
+here. All classes of versions 5.12 and 5.24 were looked through for the lists.
+
+A layer with a sliding window of its model's own (`ModuleLocation.window`) is sub-quadratic already, and a method would
+lose the window, so that it stays exact, at the cost of its window. Its module says at its call how long the window is,
+as Transformers' flash attention needs it too, and its mask says that it has one (`masks.KeyMask.is_local`).
 """
 
+import copy
+import inspect
+import re
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
-from hf_efficient_attn.integration.model_code import attention_arguments, uses_interface
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.ops.tracing import replaced_in_graphs
 
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 # The attribute of an attention module that holds its `ModuleLocation`.
 LOCATION = "_efficient_attention"
 # The argument of attention functions with the length of a window.
 WINDOW = "sliding_window"
+# Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
+# (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
+_RELATIVE = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
+# Attributes by which attention modules change their scores otherwise; None means that they do not. The last two are
+# methods of Doge and GLM 5.
+_CHANGES = {
+    "sinks": "attention sinks",
+    "attn_logit_softcapping": "a soft cap",
+    "indexer": "a mask of the keys that each query selects",
+    "prepare_dynamic_mask": "a mask of its own",
+    "build_attention_mask_from_topk": "a mask of its own",
+}
+# Attention classes that read the keys of the cache's layers, models that compose their masks if their config has
+# `use_bidirectional_attention` (EmbeddingGemma), and convolutions that find the padding in a (B, 1, Nq, Nk) mask.
+_READS_CACHE = re.compile(r"DiffusionGemmaDecoderTextAttention")
+_COMPOSES_MASK = re.compile(r"(Gemma3|Step3p7)TextModel")
+_FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
+# Models that do not use the table of attention classes in their file.
+_WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
+# Modules that pool by PyTorch's own attention, with a mask that they ask Transformers for.
+_POOLS = {"Siglip2MultiheadAttentionPoolingHead"}
 
 
 class ModuleLocation(NamedTuple):
@@ -38,8 +68,7 @@ class ModuleLocation(NamedTuple):
         label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
             number, the part of the name up to it, such as "encoder.layers.0".
         window: the sliding window that its model gives it, as `window_of` determines it; None for none.
-        arguments: what its class gives to the attention function, as `model_code.attention_arguments` finds it; None
-            before a switch. A graph cannot look for it.
+        arguments: what its class gives to the attention function, as `attention_arguments` finds it.
     """
 
     layer: Layer | None
@@ -47,7 +76,7 @@ class ModuleLocation(NamedTuple):
     is_cross: bool
     label: Layer | None
     window: int | None = None
-    arguments: frozenset[str] | None = None
+    arguments: frozenset[str] = frozenset()
 
 
 class AttentionModule(NamedTuple):
@@ -70,6 +99,11 @@ class AttentionModule(NamedTuple):
         """The method that the config chooses for the layer of the module; None for exact attention."""
         return method_at(self.config, method_of(self.config), self.location)
 
+    @property
+    def without_window(self) -> "AttentionModule":
+        """The same module as if its model gave it no sliding window."""
+        return self._replace(location=self.location._replace(window=None))
+
 
 def location_of(module: nn.Module) -> ModuleLocation:
     """The location that a switch wrote on the module, or else what the module itself says about it."""
@@ -82,7 +116,8 @@ def location_of(module: nn.Module) -> ModuleLocation:
             f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
             "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
         )
-    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
+    is_cross = bool(getattr(module, "is_cross_attention", False))
+    return ModuleLocation(layer, f"layer {layer}", is_cross, layer, None, attention_arguments(type(module)))
 
 
 def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
@@ -111,13 +146,9 @@ def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
     Raises:
         UnsupportedAttentionError: it contains none.
     """
-    found: list[PreTrainedModel] = []
-    waiting = [model] if isinstance(model, nn.Module) else []
-    for module in waiting:
-        if isinstance(module, PreTrainedModel):
-            found.append(module)
-        else:
-            waiting += module.children()
+    models = models_in(model) if isinstance(model, nn.Module) else []
+    inner = {id(part) for one in models for part in models_in(one)[1:]}
+    found = [one for one in models if id(one) not in inner]
     if not found:
         raise UnsupportedAttentionError(_no_model(model))
     return found
@@ -234,23 +265,117 @@ class Snapshot:
         """Give every module and config the attributes that it had, in their order."""
         try:
             self._restore()
-        except BaseException:
-            # For example a second Ctrl-C. Restoring again from the start is always possible.
+        except BaseException:  # for example a second Ctrl-C: restoring again from the start is always possible
             self._restore()
             raise
 
     def _restore(self) -> None:
         for present, saved in self._saved:
+            present.clear()
             present.update(saved)
-            for key in [key for key in present if key not in saved]:
-                del present[key]
-            if list(present) != list(saved):
-                for key, value in saved.items():
-                    # Moves the key to the end. It is missing from the dictionary only between these two statements.
-                    del present[key]
-                    present[key] = value
 
 
 def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
     """The present state of models and their configs, to be restored if a switch fails."""
     return Snapshot(models, [config for model in models for config in configs_of(model)])
+
+
+# What the code of a class says.
+
+
+def _attention_functions(kind: type[nn.Module]) -> Iterator[Any]:
+    """The methods of a class and its bases that ask the interface."""
+    for value in (value for cls in kind.__mro__ for value in vars(cls).values()):
+        function = inspect.unwrap(value) if callable(value) else None
+        if inspect.isfunction(function) and "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
+            yield function
+
+
+def uses_interface(kind: type[nn.Module]) -> bool:
+    """Whether a class, or one that it derives from, asks Transformers' attention interface."""
+    return next(_attention_functions(kind), None) is not None
+
+
+@replaced_in_graphs(lambda kind: frozenset())  # of a model that was switched by hand: a graph cannot look for them
+def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
+    """The names of the arguments that an attention class passes to its attention function, or that this reads.
+
+    They are the strings in the code of the methods that ask the interface and of `eager_attention_forward` beside them,
+    and the parameters of the latter. Some of the strings have other uses.
+    """
+    names: set[str] = set()
+    for function in _attention_functions(kind):
+        names |= _strings(function.__code__)
+        eager = function.__globals__.get("eager_attention_forward")
+        if inspect.isfunction(eager):
+            names |= _strings(eager.__code__) | set(inspect.signature(eager).parameters)
+    return frozenset(names)
+
+
+def _strings(value: object) -> set[str]:
+    """The strings among the constants of code, also in tuples and in functions and comprehensions inside it."""
+    items = value.co_consts if isinstance(value, CodeType) else value if isinstance(value, tuple) else ()
+    return {value} if isinstance(value, str) else {text for item in items for text in _strings(item)}
+
+
+def score_change(module: nn.Module, *, is_attention: bool) -> str | None:
+    """What a module adds to the scores of attention besides the mask, in words; None if there is nothing.
+
+    Of modules around the attention modules, such as layers, only names that say "bias" count.
+    """
+    parts = (*module._parameters.items(), *module._modules.items())
+    names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
+    found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
+    if is_attention:
+        found += [f"{words} ({name})" for name, words in _CHANGES.items() if getattr(module, name, None) is not None]
+    return found[0] if found else None
+
+
+def reads_cache(kind: type[nn.Module]) -> bool:
+    """Whether an attention class reads the keys of a cache's layers itself, instead of by the cache's `update`."""
+    return any(_READS_CACHE.fullmatch(base.__name__) for base in kind.__mro__)
+
+
+def composes_mask(model: nn.Module) -> bool:
+    """Whether a model composes its masks by a function of its own, as its config asks for."""
+    is_asked = getattr(model.config, "use_bidirectional_attention", None) is True
+    return is_asked and any(_COMPOSES_MASK.fullmatch(base.__name__) for base in type(model).__mro__)
+
+
+def attention_table(kind: type[nn.Module]) -> str | None:
+    """The table, with an entry for "eager", from which a model takes its attention class; None without one."""
+    for cls in kind.__mro__:
+        if _WITHOUT_TABLE.fullmatch(cls.__name__):
+            return None
+        for name, value in vars(sys.modules[cls.__module__]).items() if issubclass(cls, PreTrainedModel) else ():
+            if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
+                return name
+    return None
+
+
+def adapt_mask_reader(module: Any) -> None:
+    """Give a module that reads a mask outside of the attention interface what it can read, in place of (B, Nk).
+
+    Convolutions get the mask as (B, 1, 1, Nk). For pooling, Transformers makes a mask for the implementation in the
+    module's config, so that the module gets a config of exact attention.
+    """
+    name = type(module).__name__
+    if _FINDS_PADDING.fullmatch(name):
+        hook_once(module, _extend_mask)
+    elif name in _POOLS and module.config._attn_implementation != EXACT:
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation_internal = EXACT
+
+
+def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Give a module a forward pre-hook that it does not have yet."""
+    if hook not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _extend_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A forward pre-hook: make the mask of the keys bool (B, 1, 1, Nk)."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        kwargs = {**kwargs, "attention_mask": mask[:, None, None, :].to(torch.bool)}
+    return args, kwargs

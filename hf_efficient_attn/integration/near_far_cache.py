@@ -7,8 +7,6 @@ a time or together. The tokens of the first call, usually the prompt, are comput
 cache. `cache` describes the protocol of the layers.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.integration.cache import RECORD, MethodLayer, StateLayer, Tokens
+from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
@@ -93,40 +91,28 @@ class NearFarLayer(MethodLayer):
         query, key = query.to(value.dtype), key.to(value.dtype)
         if mask is not None:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-        new = Tokens(key, value, mask)
         self.scale = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
-        self._record(new)
-        if self.seen > new.number:
-            attend = functools.partial(self._attend, query, dropout_p=options["dropout_p"])
-            return torch.cat(self._add(new, attend), 2)
-        out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
-        self._add(new)
-        return out
-
-    def _add(self, new: Tokens, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
-        """Keep the new tokens, and merge the older ones of rows that are full; of the first tokens after all are added.
-
-        Whenever a piece of the new tokens is kept, `attend` is called with it and the position of its first token.
-        Returns what these calls return.
-        """
-        outs, start, earlier = [], 0, self.seen - new.number
+        number = key.shape[2]
+        earlier = self.seen - number
         if earlier == 0:
-            self._append(new, 0)
+            out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
+            self._append(Tokens(key, value, mask), 0)
             self._merge_rows(self.counts > self.columns)
-            return []
-        while start < new.number:
+            return out
+        outs, start = [], 0
+        while start < number:  # as many tokens at a time as fit before a row has to merge
             self._merge_rows(self.counts >= self._rooms())
             left = self._rooms() - self.counts
             fitting = int(left.min())
-            if new.mask is not None:  # the number of next tokens for which no row has to merge
-                used = new.mask[:, start:].cumsum(1)
+            if mask is not None:
+                used = mask[:, start:].cumsum(1)
                 fitting = int((used <= left.to(used.device)[:, None]).sum(1).min())
             piece = slice(start, start + fitting)
-            self._append(new.piece(piece), earlier + start)
-            if attend is not None:
-                outs.append(attend(piece, earlier + start))
+            new = Tokens(key[:, :, piece], value[:, :, piece], None if mask is None else mask[:, piece])
+            self._append(new, earlier + start)
+            outs.append(self._attend(query[:, :, piece], earlier + start, options["dropout_p"]))
             start += fitting
-        return outs
+        return torch.cat(outs, 2)
 
     def _rooms(self) -> Tensor:
         """How many keys each row may keep, (B,)."""
@@ -134,8 +120,8 @@ class NearFarLayer(MethodLayer):
 
     def _append(self, new: Tokens, first: int) -> None:
         """Keep the keys of tokens from position `first` on."""
-        position = torch.arange(first, first + new.number, device=self.device).expand(len(self.counts), -1)
-        added: Tensor | int = new.number
+        added: Any = new.key.shape[2]
+        position = torch.arange(first, first + added, device=self.device).expand(len(self.counts), -1)
         if new.mask is not None:
             position, added = position.masked_fill(~new.mask, -1), new.mask.sum(1).cpu()
         self.keys, self.values = torch.cat((self.keys, new.key), 2), torch.cat((self.values, new.value), 2)
@@ -144,9 +130,8 @@ class NearFarLayer(MethodLayer):
         if self.keys.shape[2] > self.columns and self.counts.max() <= self.columns:
             self._drop_empty()
 
-    def _attend(self, query: Tensor, piece: slice, first: int, dropout_p: float) -> Tensor:
-        """Attention of a piece of the queries (B, H, N, D), from position `first` on, to kept keys and landmarks."""
-        query = query[:, :, piece]
+    def _attend(self, query: Tensor, first: int, dropout_p: float) -> Tensor:
+        """Attention of queries (B, H, N, D), from position `first` on, to kept keys and landmarks."""
         (batch, num_heads, q_len, _), num_kv_heads = query.shape, self.keys.shape[1]
         # The query heads of a group are passed as if they were several queries of one head.
         groups = num_heads // num_kv_heads
@@ -199,18 +184,6 @@ class NearFarLayer(MethodLayer):
         tensors = [self.keys, self.values, self.position, *(self.coreset or ())]
         return sum(x.numel() for x in tensors if x is not None)
 
-    def _forget(self, number: int) -> None:
-        kept = (self.position >= 0) & (self.position < self.seen - number)
-        counts = kept.sum(1).cpu()
-        if ((self.merged > 0) & (counts == 0)).any():
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: {number} tokens cannot be taken back, because landmarks represent some of "
-                f"them: remove fewer than {self.num_newest} tokens, {RECORD}"
-            )
-        self.seen, self.counts, self.valid = self.seen - number, counts, self.merged + counts
-        self.position = self.position.masked_fill(~kept, -1)
-        self._drop_empty()
-
 
 class NearFarCache(Cache):
     """A cache of bounded memory for decoding: each layer keeps its newest keys, and landmarks for all older ones.
@@ -228,7 +201,7 @@ class NearFarCache(Cache):
     Landmarks forget single keys: a model that copies from far back needs a budget about as large as the distance.
 
     Layers that the config keeps exact, and layers with a sliding window of the model's own, keep the keys that
-    `DynamicCache` keeps. Beam search, left padding and assisted generation work. A cache belongs to one sequence:
+    `DynamicCache` keeps. Beam search and left padding work. A cache belongs to one sequence:
     call `reset()`, or make a new one, before the next.
 
     Sources: a memory of recent tokens and a compressed one of older tokens, Rae et al. 2020 ("Compressive

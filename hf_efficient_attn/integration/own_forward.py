@@ -6,13 +6,11 @@ the instance therefore gets a forward of its own, which is removed when the mode
 other modules, the method gets keys and values and contracts those, with the same result up to rounding. A layer of
 BERT's size takes 1.3 to 1.5 times as long that way (FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
 
-`copy.deepcopy` copies such a forward with the module. `torch.nn.DataParallel` makes replicas whose attributes are those
-of the original; a forward that is bound to the original would compute with its parameters. A module with a forward of
-its own therefore also makes its replicas itself.
+`torch.nn.DataParallel` makes replicas whose attributes are those of the original; a forward that is bound to the
+original would compute with its parameters. A module with a forward of its own therefore makes its replicas itself.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,30 +28,6 @@ from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, ref
 
 # What `torch.nn.parallel.replicate` calls.
 _REPLICATE = "_replicate_for_data_parallel"
-
-
-def give(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give a module a forward of its own, a `functools.partial` of the module; None for that of its class."""
-    if forward is None:
-        for name in ("forward", _REPLICATE):
-            vars(module).pop(name, None)
-    elif forward is not vars(module).get("forward"):
-        module.forward = forward
-        setattr(module, _REPLICATE, functools.partial(_replicate, module))
-
-
-def computes(module: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether the forward that a module has of its own calls this function."""
-    return getattr(vars(module).get("forward"), "func", None) is function
-
-
-def _replicate(module: nn.Module) -> nn.Module:
-    """A replica of a module, with a forward that is bound to the replica."""
-    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
-    forward = vars(module).get("forward")
-    if isinstance(forward, functools.partial) and forward.args[:1] == (module,):
-        give(replica, functools.partial(forward.func, replica, *forward.args[1:]))
-    return replica
 
 
 class _Layout(NamedTuple):
@@ -80,16 +54,34 @@ _LAYOUTS = {
 _PACKAGES = ("transformers.models.", "hf_efficient_attn.models.")
 
 
-def plan(module: nn.Module, method: MethodConfig | None) -> Callable[..., Any] | None:
-    """The forward that an attention module needs of its own to compute a method; None if it needs its class's forward.
+def attach(module: nn.Module, method: MethodConfig | None) -> None:
+    """Give an attention module the forward that it needs of its own to compute a method; otherwise its class's forward.
 
     A forward that something else has set on the instance stays.
     """
-    present = vars(module).get("forward")
-    if present is not None and not computes(module, _forward):
-        return present
     takes = method is not None and get_method(method.method).forward_hidden_states is not None
-    return (present or functools.partial(_forward, module)) if takes and _layout(module) is not None else None
+    if takes and _layout(module) is not None and "forward" not in vars(module):
+        _bind(module)
+    elif not takes and _is_bound(module):
+        for name in ("forward", _REPLICATE):
+            vars(module).pop(name)
+
+
+def _is_bound(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is _forward
+
+
+def _bind(module: nn.Module) -> None:
+    module.forward = functools.partial(_forward, module)
+    setattr(module, _REPLICATE, functools.partial(_replicate, module))
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """A replica of a module, with a forward that is bound to the replica."""
+    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+    if _is_bound(module):
+        _bind(replica)
+    return replica
 
 
 def _layout(module: nn.Module) -> _Layout | None:
@@ -104,7 +96,10 @@ def _layout(module: nn.Module) -> _Layout | None:
 def _forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Replace the module's own forward: the same arguments, and the same output up to rounding."""
+    """The forward of the class, computed from the hidden states where that is possible.
+
+    It takes the same arguments and gives the same output up to rounding.
+    """
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
     method: Any = method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
@@ -122,7 +117,7 @@ def _forward(
     mask, is_causal, _ = read_mask(method.method, attention_mask)
     if is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, module, kwargs)
+    refuse_arguments(method.method, location, kwargs)
     refuse_tracing(method)
     query_projection = getattr(module, layout.query)
     query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)

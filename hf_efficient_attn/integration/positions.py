@@ -118,28 +118,6 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
             )
 
 
-def refuse_long_generation(model: PreTrainedModel, num_tokens: int, kwargs: Mapping[str, Any]) -> None:
-    """Refuse `generate` before it begins if its last tokens would exceed the position table.
-
-    Raises:
-        UnsupportedAttentionError: there are fewer positions.
-    """
-    for table in getattr(model, TABLES, ()):
-        if num_tokens <= table.num_positions:
-            continue
-        position_ids, mask, used = kwargs.get("position_ids"), kwargs.get("attention_mask"), num_tokens
-        if isinstance(position_ids, Tensor):
-            used += _largest(position_ids) + 1 - position_ids.shape[-1]
-        elif isinstance(mask, Tensor) and mask.ndim == 2:
-            used += _largest(mask.sum(1)) - mask.shape[1]
-        if used > table.num_positions:
-            raise UnsupportedAttentionError(
-                f"generate would need {used} positions for the prompt and the new tokens (max_new_tokens or "
-                f"max_length), and {type(model).__name__} has {table.num_positions}: generate fewer tokens, shorten "
-                f"the prompt, or extend the positions first with hf_efficient_attn.extend_positions(model, {used})"
-            )
-
-
 @replaced_in_graphs(lambda counts: 0)
 def _largest(counts: Tensor) -> int:
     """The largest number, or 0 where it cannot be read."""

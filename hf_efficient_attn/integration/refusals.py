@@ -3,14 +3,10 @@
 A switch refuses what it can see before it changes the model (`check`). The rest is refused at the call.
 
 Tensors among the keyword arguments of a call need a rule, because Transformers hands everything that a model does not
-know itself through to its attention function. Attention would lose an argument
-
-- that one of Transformers' attention functions reads (`_ATTENTION_ARGUMENTS`), whatever its type;
-- that is a tensor and whose name speaks of attention (`_ATTENTION_WORDS`);
-- that is a tensor and that the model's own attention code names (`model_code.attention_arguments`).
-
-Everything else passes through to no effect, as it does with exact attention: arguments of a loss (`labels`,
-`shift_labels`, `num_items_in_batch`, weights) and inputs that the model has used already (`_INPUTS`).
+know itself through to its attention function. Attention would lose an argument that is one of `_ATTENTION_ARGUMENTS`,
+whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`) or occurs in the attention code of
+the model (`models.attention_arguments`). Everything else passes through to no effect, as it does with exact
+attention: arguments of a loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
 """
 
 import warnings
@@ -18,32 +14,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, names_of
-from hf_efficient_attn.integration.model_code import (
-    attention_arguments,
+from hf_efficient_attn.integration.models import (
+    WINDOW,
+    AttentionModule,
+    ModuleLocation,
     attention_table,
     composes_mask,
-    own_mask,
+    is_attention,
+    layer_type,
+    models_in,
     reads_cache,
     score_change,
     uses_interface,
 )
-from hf_efficient_attn.integration.models import (
-    LOCATION,
-    WINDOW,
-    AttentionModule,
-    ModuleLocation,
-    is_attention,
-    layer_type,
-    models_in,
-)
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
@@ -64,9 +54,6 @@ _INPUTS = (
     "position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "encoder_hidden_states",
     "encoder_attention_mask", "input_ids", "token_type_ids",
 )  # fmt: skip
-
-
-# What a switch refuses.
 
 
 def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
@@ -94,7 +81,9 @@ def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete
     if is_complete:
         _check_layers(kind, chosen)
         _check_windows(kind, through)
-    _check_forms(kind, chosen)
+    for found in chosen:
+        if found.chosen is not None:
+            _check_form(kind, found, found.chosen)
 
 
 def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> None:
@@ -121,25 +110,25 @@ def _needs_of_a_matrix(
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
         if (change := score_change(module, is_attention=False)) is not None:
             yield f"adds {change} to the scores of its attention", module, path
-    for found in through:
-        module, kind, config, path = found.module, type(found.module), found.config, found.location.name
-        change = None if has_distance_bias(kind) else score_change(module, is_attention=True)
-        if change is not None:
-            yield f"adds {change} to the scores of its attention", module, path
-        if (maker := own_mask(kind)) is not None:
-            yield f"makes a mask of its own ({kind.__name__}.{maker})", module, path
-        if found.location.window is not None and WINDOW not in (found.location.arguments or ()):
-            yield "attends to a window of its own that only a mask knows", module, path
-        size, positions = (
-            getattr(config, "attention_chunk_size", None),
-            getattr(config, "max_position_embeddings", None),
-        )
-        is_shorter = size is not None and (positions is None or size < positions)
-        if is_shorter and "chunked" in (layer_type(module, config) or ""):
-            yield "attends within chunks of its own", module, path
-        # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
-        if not found.owner._supports_sdpa:
-            yield f"does not support attn_implementation={EXACT!r}: possibly only a mask makes it causal", module, path
+    for module, location, config, owner in through:
+        change = None if has_distance_bias(type(module)) else score_change(module, is_attention=True)
+        size, positions = (getattr(config, x, None) for x in ("attention_chunk_size", "max_position_embeddings"))
+        is_chunked = size is not None and "chunked" in (layer_type(module, config) or "")
+        for what, is_needed in (
+            (f"adds {change} to the scores of its attention", change is not None),
+            (
+                "attends to a window of its own that only a mask knows",
+                location.window is not None and WINDOW not in location.arguments,
+            ),
+            ("attends within chunks of its own", is_chunked and (positions is None or size < positions)),
+            # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
+            (
+                f"does not support attn_implementation={EXACT!r}: possibly only a mask makes it causal",
+                not owner._supports_sdpa,
+            ),
+        ):
+            if is_needed:
+                yield what, module, location.name
 
 
 def _around_attention(
@@ -154,37 +143,34 @@ def _around_attention(
             yield from _around_attention(child, owners, f"{path}.{name}".lstrip("."), is_concerned)
 
 
-def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
-    return settings_of(config, str(method_of(config)))
-
-
-def _selects(layer: Layer, found: AttentionModule) -> bool:
-    return is_selected(layer, found.location.layer, found.location.name)
+def _entries(found: AttentionModule) -> Iterator[tuple[Layer | None, MethodConfig]]:
+    """The items of `layers` that select a module, with their methods; None for all layers."""
+    for entry in settings_of(found.config, str(method_of(found.config))).entries:
+        for layer in entry.layers or (None,):
+            if layer is None or is_selected(layer, found.location.layer, found.location.name):
+                yield layer, entry.config
 
 
 def _check_layers(kind: str, chosen: Sequence[AttentionModule]) -> None:
     """Refuse layers that the model does not have, and modules that two entries of a mix select."""
     configs = {id(found.config): found.config for found in chosen}.values()
-    named = in_order(layer for config in configs for layer in _settings(config).named_layers())
-    missing = [layer for layer in named if not any(_selects(layer, found) for found in chosen)]
+    named = in_order(x for config in configs for x in settings_of(config, str(method_of(config))).named_layers())
+    selected = {found.location.name: list(_entries(found)) for found in chosen}
+    missing = set(named) - {layer for entries in selected.values() for layer, _ in entries}
     if missing:
         layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
         notes = {getattr(config, "attention_note", None) for config in configs}
-        names = ", ".join(map(repr, names_of(found.location.name for found in chosen)))
         raise UnsupportedAttentionError(
-            f"{kind} has no attention in layers {missing}; its layers are {layers}"
-            f"{''.join(f'; {note}' for note in notes if note)}. Names that select several of them: {names}"
+            f"{kind} has no attention in layers {in_order(missing)}; its layers are {layers}"
+            f"{''.join(f'; {note}' for note in notes if note)}. Names that select several of them: "
+            f"{', '.join(map(repr, names_of(selected)))}"
         )
-    for found in chosen:
-        selecting = [
-            entry.config.method
-            for entry in _settings(found.config).entries
-            if entry.layers is None or any(_selects(layer, found) for layer in entry.layers)
-        ]
-        if len(selecting) > 1:
+    for name, entries in selected.items():
+        methods = [*{id(config): config.method for _, config in entries}.values()]
+        if len(methods) > 1:
             raise UnsupportedAttentionError(
-                f"{len(selecting)} entries of 'layers' select {found.location.name} of {kind} "
-                f"({', '.join(selecting)}): each layer uses one method"
+                f"{len(methods)} entries of 'layers' select {name} of {kind} ({', '.join(methods)}): each layer uses "
+                "one method"
             )
 
 
@@ -192,10 +178,8 @@ def _check_windows(kind: str, through: Sequence[AttentionModule]) -> None:
     """Refuse a choice, or an item of `layers`, that selects modules with a sliding window only."""
     selected: dict[Layer | None, list[AttentionModule]] = {}
     for found in through:
-        for entry in _settings(found.config).entries:
-            for layer in entry.layers or (None,):
-                if layer is None or _selects(layer, found):
-                    selected.setdefault(layer, []).append(found)
+        for layer, _ in _entries(found):
+            selected.setdefault(layer, []).append(found)
     for group in selected.values():
         if all(found.location.window is not None for found in group):
             more = f" and {len(group) - 1} more of the chosen layers" if len(group) > 1 else ""
@@ -208,33 +192,30 @@ def _check_windows(kind: str, through: Sequence[AttentionModule]) -> None:
             )
 
 
-def _check_forms(kind: str, chosen: Sequence[AttentionModule]) -> None:
-    """Refuse methods without the form that a module needs."""
-    for found in chosen:
-        method, location, attention = found.chosen, found.location, type(found.module)
-        if method is None:
-            continue
-        if not location.is_cross and has_distance_bias(attention) and not method.adds_distance_bias:
-            raise UnsupportedAttentionError(
-                f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
-                f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep, because it does not "
-                f"compute the scores of all pairs: use {' or '.join(methods_with('adds_distance_bias'))} without "
-                f"global tokens, whose window adds it, or attn_implementation={EXACT!r}, or a model with learned or "
-                "rotary positions, such as BERT, GPT-2 or Llama"
-            )
-        check_methods(
-            [method],
-            is_causal=not location.is_cross and getattr(found.module, "is_causal", None) is True,
-            is_rectangular=getattr(found.module, "is_rectangular", False),
-            model=f"{kind} (at {location.name})",
-            allow_learned=True,
+def _check_form(kind: str, found: AttentionModule, method: MethodConfig) -> None:
+    """Refuse a method without the form that a module needs."""
+    location, attention = found.location, type(found.module)
+    if not location.is_cross and has_distance_bias(attention) and not method.adds_distance_bias:
+        raise UnsupportedAttentionError(
+            f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
+            f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep, because it does not "
+            f"compute the scores of all pairs: use {' or '.join(methods_with('adds_distance_bias'))} without "
+            f"global tokens, whose window adds it, or attn_implementation={EXACT!r}, or a model with learned or "
+            "rotary positions, such as BERT, GPT-2 or Llama"
         )
-        if get_method(method.method).info.recurrent and not location.is_cross and reads_cache(attention):
-            others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
-            raise UnsupportedAttentionError(
-                f"{kind} reads cached keys itself ({attention.__name__} at {location.name}), and {method.method} keeps "
-                f"a state instead of keys: use a method that keeps keys, such as {', '.join(others)}"
-            )
+    check_methods(
+        [method],
+        is_causal=not location.is_cross and getattr(found.module, "is_causal", None) is True,
+        is_rectangular=getattr(found.module, "is_rectangular", False),
+        model=f"{kind} (at {location.name})",
+        allow_learned=True,
+    )
+    if get_method(method.method).info.recurrent and not location.is_cross and reads_cache(attention):
+        others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
+        raise UnsupportedAttentionError(
+            f"{kind} reads cached keys itself ({attention.__name__} at {location.name}), and {method.method} keeps "
+            f"a state instead of keys: use a method that keeps keys, such as {', '.join(others)}"
+        )
 
 
 def check_methods(
@@ -251,8 +232,8 @@ def check_methods(
         UnsupportedAttentionError: a method does not suit the model. The message names the methods that do.
     """
     for config in configs:
-        name, info = config.method, get_method(config.method).info
-        if is_causal and not info.causal:
+        name = config.method
+        if is_causal and not config.causal:
             raise UnsupportedAttentionError(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
                 f"{', '.join(methods_with('causal'))}"
@@ -287,18 +268,20 @@ def why_cross_attention_is_exact(method: MethodConfig, config: object) -> str | 
     """The reason why cross attention stays exact in a model with this config; None if the method computes it."""
     if method.needs_square:
         return f"{method.method} needs as many queries as keys"
-    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     # GPT-2's config does not say that the model is a decoder, but only a decoder adds cross attention.
-    if method.mixes_queries and (decodes or getattr(config, "add_cross_attention", False)):
+    decodes = (getattr(config, x, False) for x in ("is_decoder", "is_encoder_decoder", "add_cross_attention"))
+    if method.mixes_queries and any(decodes):
         return f"with {method.method} later tokens of a decoder would influence earlier ones"
     return None
 
 
 @replaced_in_graphs(nothing)
-def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[str]) -> None:
-    """Warn once per module that cross attention stays exact. No warning is given while a graph is traced."""
-    if not getattr(module, WARNED, False):
-        warnings.warn(f"{reason}: cross attention stays exact in {', '.join(names)}", stacklevel=2)
+def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, ModuleLocation]]) -> None:
+    """Warn once per module that its attention stays exact. No warning is given while a graph is traced."""
+    new = {location.name: module for module, location in found if not getattr(module, WARNED, False)}
+    if new:
+        warnings.warn(f"{reason} {', '.join(new)}", stacklevel=2)
+    for module in new.values():
         setattr(module, WARNED, True)
 
 
@@ -319,29 +302,25 @@ def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kw
     return int(size)
 
 
-def refuse_arguments(name: str, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(name: str, location: ModuleLocation, kwargs: Mapping[str, Any]) -> None:
     """Refuse everything in a call of an attention module that would silently be lost, in the name of a method."""
     refuse_attentions(name, kwargs.get("output_attentions"))
     for argument, value in kwargs.items():
-        if value is not None and (argument in _ATTENTION_ARGUMENTS or _is_lost(module, argument, value)):
+        if value is not None and (argument in _ATTENTION_ARGUMENTS or _is_lost(location, argument, value)):
             raise UnsupportedAttentionError(
                 f"{name}: the argument {argument!r} of the attention would be lost: use attn_implementation={EXACT!r} "
                 "or 'eager' for this model, or leave the argument out"
             )
 
 
-def _is_lost(module: nn.Module, argument: str, value: object) -> bool:
+def _is_lost(location: ModuleLocation, argument: str, value: object) -> bool:
     """Whether attention would lose an argument that is or holds a tensor; see the rule at the top."""
     items = value if isinstance(value, (tuple, list)) else (value,)
     if argument in _INPUTS or not any(isinstance(item, Tensor) for item in items):
         return False
     if any(word in argument for word in _LOSS_WORDS):
         return False
-    if any(word in argument for word in _ATTENTION_WORDS):
-        return True
-    location: ModuleLocation | None = getattr(module, LOCATION, None)
-    known = None if location is None else location.arguments
-    return argument in (attention_arguments(type(module)) if known is None else known)
+    return argument in location.arguments or any(word in argument for word in _ATTENTION_WORDS)
 
 
 def refuse_attentions(name: str, requested: object) -> None:

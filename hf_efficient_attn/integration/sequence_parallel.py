@@ -25,8 +25,13 @@ from hf_efficient_attn.integration import positions
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.model_code import uses_interface
-from hf_efficient_attn.integration.models import attention_modules, is_attention, models_in, transformers_models
+from hf_efficient_attn.integration.models import (
+    attention_modules,
+    is_attention,
+    models_in,
+    transformers_models,
+    uses_interface,
+)
 from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather_plain, over_heads

@@ -75,7 +75,7 @@ def in_use(model) -> dict[str, str | None]:
     for module in model.modules():
         location = getattr(module, "_efficient_attention", None)
         if location is not None and hasattr(module, "config"):
-            settings = module.config.efficient_attention.settings
+            settings = hea.EfficientAttentionConfig.from_dict(module.config.efficient_attention)
             method = settings.for_layer(location.layer, location.name)
             found[location.name] = None if method is None else method.method
     return found
