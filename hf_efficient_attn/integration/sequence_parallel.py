@@ -11,7 +11,7 @@ the others its problem in the first collective of a call.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -46,19 +46,6 @@ _SHARDS = "sequence_shards"
 _WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 _check_eager = refused_in_graphs(
     "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
-)
-_CACHES = ("past_key_values", "cache")
-_PROBLEMS = (
-    "",
-    "gives the model no input_ids or inputs_embeds with tokens: give every process at least one token of each sequence",
-    "gives an attention_mask that is not (batch, tokens of this process): give the part of the 2-D mask that belongs "
-    "to these tokens",
-    "gives a key-value cache or use_cache=True, which several processes cannot share: leave them out; generate with a "
-    "model in one process",
-    "gives labels, from which the model would compute the loss of its own tokens alone and without the token after "
-    "the last: compute the loss from the logits, with labels that are shifted before they are divided",
-    "gives no position_ids, and the model counts positions from the token ids of the call: give the position_ids of "
-    "the tokens in the whole sequence",
 )
 
 
@@ -113,41 +100,41 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
 
 def _check(model: PreTrainedModel) -> None:
     """Refuse a model whose sequences cannot be divided."""
-    why, modules = None, list(attention_modules(model))
-    windowed = next((found.location.name for found in modules if found.location.window is not None), None)
+    reason = next(_reasons(model), None)
+    if reason is not None:
+        raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {reason}")
+
+
+def _reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Why the sequences of a model cannot be divided."""
     layers = str(getattr(model.config, "layer_types", None))
     if any(method_of(part.config) is None for part in models_in(model)):
-        why = (
+        yield (
             "computes Transformers' own attention, which would see only the tokens of its process: convert it first, "
             "hf_efficient_attn.convert(model, method)"
         )
-    elif getattr(model.config, "is_encoder_decoder", False):
-        why = "is an encoder-decoder, whose two sequences cannot be divided: use one of the two parts by itself"
-    elif type(model).__name__.endswith(_WHOLE_SEQUENCE):
-        why = (
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "is an encoder-decoder, whose two sequences cannot be divided: use one of the two parts by itself"
+    if type(model).__name__.endswith(_WHOLE_SEQUENCE):
+        yield (
             "computes its output from one token of the sequence, which only one process holds: use its base model "
             "(model.base_model) and compute the output from the hidden states of all processes"
         )
-    elif "input_ids" not in inspect.signature(model.forward).parameters:
-        why = "does not take tokens, so that its input cannot be divided along them: use it in one process"
-    elif windowed is not None:
-        why = f"attends to a sliding window in {windowed}, which is not divided over processes: use a model without"
-    elif any(has_distance_bias(type(found.module)) for found in modules):
-        why = (
-            "adds a bias of relative positions to its scores, which is not divided over processes: use a model with "
-            "learned or rotary positions, such as BERT or Llama"
-        )
-    elif "recurrent" in layers or "linear_attention" in layers:
-        why = "has layers with a state along the sequence, which would begin again in each process"
-    for path, module in model.named_modules() if why is None else ():
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        yield "does not take tokens, so that its input cannot be divided along them: use it in one process"
+    if "recurrent" in layers or "linear_attention" in layers:
+        yield "has layers with a state along the sequence, which would begin again in each process"
+    for found in attention_modules(model):
+        if found.location.window is not None or has_distance_bias(type(found.module)):
+            what = "a bias of relative positions" if found.location.window is None else "a sliding window"
+            yield f"has {what} in {found.location.name}, which is not divided over processes: use a model without"
+    for path, module in model.named_modules():
         inner = [type(x) for x in module.modules() if is_attention(x)] if is_attention(module) else []
         convolves = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)
         if convolves or isinstance(module, nn.RNNBase):
-            why = f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process"
+            yield f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process"
         elif inner and not any(map(uses_interface, inner)):
-            why = f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
-    if why is not None:
-        raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {why}")
+            yield f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
 
 
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -178,35 +165,41 @@ def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
     return output
 
 
-def _problem(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> int:
-    """What is wrong with a call in this process: an index of `_PROBLEMS`."""
+def _problems(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> dict[str, bool]:
+    """What can be wrong with a call in this process, and whether it is."""
     mask, has_positions = given.get("attention_mask"), given.get("position_ids") is not None
     counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape:
-        return 1
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]):
-        return 2
-    if any(given.get(name) is not None for name in _CACHES) or given.get("use_cache"):
-        return 3
-    if given.get("labels") is not None:
-        return 4
-    return 0 if has_positions or (not counts and "position_ids" in inspect.signature(model.forward).parameters) else 5
+    counts = counts or "position_ids" not in inspect.signature(model.forward).parameters
+    has_tokens = isinstance(tokens, Tensor) and tokens.ndim > 1 and 0 not in tokens.shape
+    fits = mask is None or (has_tokens and isinstance(mask, Tensor) and mask.shape == tokens.shape[:2])
+    caches = [given.get(name) is not None for name in ("past_key_values", "cache")]
+    return {
+        "no input_ids or inputs_embeds with tokens: give every process some tokens of each sequence": not has_tokens,
+        "an attention_mask that is not (batch, tokens of this process): give the part of the mask for them": not fits,
+        "a key-value cache or use_cache=True, which several processes cannot share: leave them out; generate with a "
+        "model in one process": any(caches) or bool(given.get("use_cache")),
+        "labels, from which the model would compute the loss of its own tokens alone: compute the loss from the "
+        "logits, with labels that are shifted before they are divided": given.get("labels") is not None,
+        "no position_ids, and the model counts positions from the token ids of the call: give the position_ids of "
+        "the tokens in the whole sequence": counts and not has_positions,
+    }
 
 
 def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens: Any) -> Shards:
     """The shards of a call, the same in all processes. If the call of one of them is refused, all of them raise."""
-    mask, problem = given.get("attention_mask"), _problem(model, given, tokens)
+    problems, mask = _problems(model, given, tokens), given.get("attention_mask")
+    problem = next((i for i, is_wrong in enumerate(problems.values()) if is_wrong), -1)
     device = tokens.device if isinstance(tokens, Tensor) else next(model.parameters()).device
-    batch, length = (0, 0) if problem == 1 else tokens.shape[:2]
+    batch, length = (0, 0) if problem == 0 else tokens.shape[:2]
     valid = torch.ones(batch, length, dtype=torch.bool, device=device)
-    if mask is not None and not problem:
+    if mask is not None and problem < 0:
         valid = mask.to(torch.bool)
     seed = int(torch.randint(2**31 - 1, (), device="cpu")) if model.training else -1
     mine = torch.tensor([problem, batch, length, not valid.all(), seed], device=device)
     found = gather_plain(mine, group).tolist()
     for rank, (code, *_) in enumerate(found):
-        if code:
-            raise UnsupportedAttentionError(f"sequence_parallel: process {rank} {_PROBLEMS[code]}")
+        if code >= 0:
+            raise UnsupportedAttentionError(f"sequence_parallel: process {rank} gives the model {list(problems)[code]}")
     batches, lengths, seeds = [x[1] for x in found], tuple(x[2] for x in found), [x[4] for x in found]
     if len(set(batches)) > 1 or len({seed < 0 for seed in seeds}) > 1:
         raise UnsupportedAttentionError(
@@ -216,13 +209,7 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
         )
     # Only the last process would notice by itself that the sequence is longer than a position table.
     for part in models_in(model) if given.get("position_ids") is None else ():
-        for table in getattr(part, positions.TABLES, ()):
-            if sum(lengths) > table.num_positions:
-                raise UnsupportedAttentionError(
-                    f"the shards of all processes have {sum(lengths)} tokens together and {type(model).__name__} has "
-                    f"{table.num_positions} positions: shorten the input, or extend the positions first with "
-                    f"hf_efficient_attn.extend_positions(model, {sum(lengths)})"
-                )
+        positions.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
     key_mask = None
     if any(x[3] for x in found):
         whole = gather_plain(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)
@@ -274,10 +261,12 @@ def shard_attention(
     is_causal: bool,
     scale: float | None,
     dropout_p: float,
-    seed: int,
-    parameters: Mapping[str, Tensor],
+    **options: Any,
 ) -> Tensor:
-    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None."""
+    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None.
+
+    The options are the seed and the parameters of `methods.attention`.
+    """
     query, key, value = tensors
     if key.shape[2] != query.shape[2] or query.shape[2] != shards.lengths[shards.rank]:
         raise UnsupportedAttentionError(
@@ -290,11 +279,9 @@ def shard_attention(
             "draws: set it to 0 in the config (attention_probs_dropout_prob, attention_dropout or attn_pdrop)"
         )
     if method is not None:
-        # In training all processes draw the same, which the model's call has agreed upon.
-        seed = seed if shards.seed is None else (shards.seed + seed) % (2**31 - 1)
-        return sharded_attention(
-            method, query, key, value, shards=shards, is_causal=is_causal, scale=scale, seed=seed, parameters=parameters
-        )
+        if shards.seed is not None:  # in training all processes draw the same, which the model's call has agreed upon
+            options["seed"] = (shards.seed + options["seed"]) % (2**31 - 1)
+        return sharded_attention(method, query, key, value, shards=shards, is_causal=is_causal, scale=scale, **options)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, _: HeadSlice) -> Tensor:
         return exact_layer(query, key, value, shards.key_mask, is_causal=is_causal, scale=scale, dropout_p=0.0)

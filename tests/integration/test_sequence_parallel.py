@@ -189,14 +189,14 @@ def training_draws(group, ids):
 def test_traffic_refusals_and_training(tmp_path):
     results = processes.run(2, tmp_path, traffic_and_refusals)
     sentences = {
-        "labels": "process 0 gives labels",
+        "labels": "process 0 gives the model labels",
         "one process": r"batches of \[1, 2\] sequences",
-        "cache": "process 1 gives a key-value cache or use_cache=True",
-        "mask": "process 0 gives an attention_mask that is not",
+        "cache": "process 1 gives the model a key-value cache or use_cache=True",
+        "mask": "process 0 gives the model an attention_mask that is not",
         "generate": "generate with a model in one process",
         "module": "outside of a call of its model",
         "dropout": "attention_probs_dropout_prob",
-        "long": r"90 tokens together and .* has 80 positions.*extend_positions\(model, 90\)",
+        "long": r"has 90 tokens and .* has 80 positions.*extend_positions\(model, 90\)",
     }
     for name, sentence in sentences.items():
         for found in results:
