@@ -19,12 +19,11 @@ from hf_efficient_attn.integration.learned import first_number
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.shards import HeadSlice
 
-_DEEPSPEED = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
-def is_wrapped(name: str) -> bool:
+def _is_wrapped(name: str) -> bool:
     """Whether another library has put a function of its own in the place of a method's."""
     return name in REGISTERED and ALL_ATTENTION_FUNCTIONS.get(name) is not REGISTERED[name]
 
@@ -35,19 +34,21 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     Raises:
         UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
     """
-    config = getattr(module, "config", None)
-    total = first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    total = first_number(getattr(module, "config", None), "num_attention_heads", "n_head", "n_heads", "num_heads")
     if total is None or num_heads >= total:
         return None
-    for parameter in sharded_parameters(module):
-        mesh = parameter.device_mesh
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_shard() and total == num_heads * mesh.size(dim):
-                return HeadSlice(int(mesh.get_local_rank(dim)) * num_heads, total)
-    rank = ulysses_rank()
-    if rank is not None and total == num_heads * sys.modules[_DEEPSPEED].get_sequence_parallel_world_size():
-        return HeadSlice(rank * num_heads, total)
-    if is_wrapped(name) or sharded_parameters(module):
+    sharded, ulysses = sharded_parameters(module), _ulysses()
+    ranks = [
+        int(x.device_mesh.get_local_rank(dim))
+        for x in sharded
+        for dim, placement in enumerate(x.placements)
+        if placement.is_shard() and total == num_heads * x.device_mesh.size(dim)
+    ]
+    if ulysses is not None and total == num_heads * ulysses.get_sequence_parallel_world_size():
+        ranks.append(int(ulysses.get_sequence_parallel_rank()))
+    if ranks:
+        return HeadSlice(ranks[0] * num_heads, total)
+    if _is_wrapped(name) or sharded:
         raise UnsupportedAttentionError(
             f"{name}: a {type(module).__name__} calls its attention with {num_heads} of {total} heads, and it is not "
             "known which they are, so that what is drawn or learned for a head would be that of another one: use "
@@ -57,12 +58,10 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     return None  # a model whose layers have different numbers of heads
 
 
-def ulysses_rank() -> int | None:
-    """The process's number among those that share a sequence by DeepSpeed's Ulysses; None without it."""
-    state = sys.modules.get(_DEEPSPEED)
-    if state is None or getattr(state, "_SEQUENCE_PARALLEL_GROUP", None) is None:
-        return None
-    return int(state.get_sequence_parallel_rank())
+def _ulysses() -> Any:
+    """The state of DeepSpeed's Ulysses, by which processes share a sequence; None without it."""
+    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    return None if getattr(state, "_SEQUENCE_PARALLEL_GROUP", None) is None else state
 
 
 def refuse_lost_padding(mask: Tensor, is_causal: bool) -> None:
@@ -70,10 +69,11 @@ def refuse_lost_padding(mask: Tensor, is_causal: bool) -> None:
 
     Padding on the right has no influence on other tokens of a causal model.
     """
-    rank = ulysses_rank()
-    if rank is None or not any(map(is_wrapped, REGISTERED)):
+    state = _ulysses()
+    if state is None or not any(map(_is_wrapped, REGISTERED)):
         return
-    if not is_causal or (mask[:, 1:] > mask[:, :-1]).any() or (rank == 0 and not mask[:, 0].all()):
+    is_first = int(state.get_sequence_parallel_rank()) == 0
+    if not is_causal or (mask[:, 1:] > mask[:, :-1]).any() or (is_first and not mask[:, 0].all()):
         raise UnsupportedAttentionError(
             "DeepSpeed's Ulysses calls attention without the attention_mask, so that padding would count as tokens: "
             "pad a decoder's sequences on the right, or use hf_efficient_attn.sequence_parallel, which keeps padding"
@@ -97,14 +97,11 @@ def refuse_context_parallel(name: str, module: nn.Module) -> None:
     exact: Any = torch.nn.functional.scaled_dot_product_attention
     # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).
     replaced = isinstance(exact, FunctionType) and exact.__module__.startswith("torch.distributed")
-    prepared = any(
-        "_attach_context_parallel_hooks" in getattr(hook, "__qualname__", "")
-        for hook in module._forward_pre_hooks.values()
-    )
-    if replaced or prepared:
+    hooks = (getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values())
+    if replaced or any("_attach_context_parallel_hooks" in hook for hook in hooks):
         raise UnsupportedAttentionError(
-            f"{name}: context parallelism (cp_size, ring attention) divides the sequence and joins it again in "
-            "PyTorch's own attention only, so that this layer would attend within its shard: for a decoder use "
+            f"{name}: context parallelism (cp_size, ring attention) joins the sequence again in PyTorch's own "
+            "attention only, so that this layer would attend within its shard: for a decoder use "
             "ParallelismConfig(sp_size=...) (DeepSpeed's Ulysses), for any model hf_efficient_attn.sequence_parallel, "
             f"or attn_implementation={EXACT!r}"
         )

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -47,15 +46,12 @@ _CHANGES = {
     "prepare_dynamic_mask": "a mask of its own",
     "build_attention_mask_from_topk": "a mask of its own",
 }
-# Attention classes that read the keys of the cache's layers, models that compose their masks if their config has
-# `use_bidirectional_attention` (EmbeddingGemma), and convolutions that find the padding in a (B, 1, Nq, Nk) mask.
-_READS_CACHE = re.compile(r"DiffusionGemmaDecoderTextAttention")
-_COMPOSES_MASK = re.compile(r"(Gemma3|Step3p7)TextModel")
+# Models that compose their masks if their config has `use_bidirectional_attention` (EmbeddingGemma), and convolutions
+# that find the padding in a (queries, keys) mask.
+_COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
 _FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
 # Models that do not use the table of attention classes in their file.
 _WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
-# Modules that pool by PyTorch's own attention, with a mask that they ask Transformers for.
-_POOLS = {"Siglip2MultiheadAttentionPoolingHead"}
 
 
 class ModuleLocation(NamedTuple):
@@ -107,8 +103,8 @@ class AttentionModule(NamedTuple):
 
 def location_of(module: nn.Module) -> ModuleLocation:
     """The location that a switch wrote on the module, or else what the module itself says about it."""
-    location: ModuleLocation | None = getattr(module, LOCATION, None)
-    if location is not None:
+    if hasattr(module, LOCATION):
+        location: ModuleLocation = getattr(module, LOCATION)
         return location
     layer = layer_of(module, str(getattr(module, "layer_idx", "")))
     if layer is None:
@@ -156,16 +152,15 @@ def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
 
 def _no_model(value: object) -> str:
     """Why something holds no Transformers model, and what to give instead."""
+    name = value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
     if isinstance(value, str):
         return f"{value!r} is a name and no model: load it first, for example with AutoModel.from_pretrained({value!r})"
     if isinstance(value, type):
-        return f"{value.__name__} is a class and no model: make one, for example with {value.__name__}.from_pretrained"
+        return f"{name} is a class and no model: make one, for example with {name}.from_pretrained"
     if isinstance(value, PreTrainedConfig):
-        return f"a {type(value).__name__} is a config and no model: make one with AutoModel.from_config(config)"
-    advice = ": give its attribute model" if isinstance(getattr(value, "model", None), PreTrainedModel) else ""
-    if not advice and isinstance(value, nn.Module):
-        advice = ": hea.replace_sdpa takes any PyTorch model"
-    return f"a {type(value).__name__} holds no Transformers model (a PreTrainedModel){advice}"
+        return f"{name} is a config and no model: make one with AutoModel.from_config(config)"
+    other = "give its attribute model" if hasattr(value, "model") else "hea.replace_sdpa takes any PyTorch model"
+    return f"{name} holds no Transformers model (a PreTrainedModel): {other}"
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
@@ -318,28 +313,22 @@ def _strings(value: object) -> set[str]:
     return {value} if isinstance(value, str) else {text for item in items for text in _strings(item)}
 
 
-def score_change(module: nn.Module, *, is_attention: bool) -> str | None:
-    """What a module adds to the scores of attention besides the mask, in words; None if there is nothing.
+def matrix_need(module: nn.Module, *, is_attention: bool) -> str | None:
+    """What a module does that only a (queries, keys) matrix could keep, in words; None if there is nothing.
 
     Of modules around the attention modules, such as layers, only names that say "bias" count.
     """
+    kinds, config = {base.__name__ for base in type(module).__mro__}, getattr(module, "config", None)
+    if getattr(config, "use_bidirectional_attention", None) is True and kinds & _COMPOSES_MASK:
+        return "composes its masks itself (use_bidirectional_attention=True)"
+    if any(map(_FINDS_PADDING.fullmatch, kinds)):
+        return "finds the padding in a (queries, keys) mask"
     parts = (*module._parameters.items(), *module._modules.items())
     names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
     if is_attention:
         found += [f"{words} ({name})" for name, words in _CHANGES.items() if getattr(module, name, None) is not None]
-    return found[0] if found else None
-
-
-def reads_cache(kind: type[nn.Module]) -> bool:
-    """Whether an attention class reads the keys of a cache's layers itself, instead of by the cache's `update`."""
-    return any(_READS_CACHE.fullmatch(base.__name__) for base in kind.__mro__)
-
-
-def composes_mask(model: nn.Module) -> bool:
-    """Whether a model composes its masks by a function of its own, as its config asks for."""
-    is_asked = getattr(model.config, "use_bidirectional_attention", None) is True
-    return is_asked and any(_COMPOSES_MASK.fullmatch(base.__name__) for base in type(model).__mro__)
+    return f"adds {found[0]} to the scores of its attention" if found else None
 
 
 def attention_table(kind: type[nn.Module]) -> str | None:
@@ -353,16 +342,12 @@ def attention_table(kind: type[nn.Module]) -> str | None:
     return None
 
 
-def adapt_mask_reader(module: Any) -> None:
-    """Give a module that reads a mask outside of the attention interface what it can read, in place of (B, Nk).
+def adapt_pooling(module: Any) -> None:
+    """Give SigLIP 2's pooling, which uses PyTorch's own attention, a config of exact attention.
 
-    Convolutions get the mask as (B, 1, 1, Nk). For pooling, Transformers makes a mask for the implementation in the
-    module's config, so that the module gets a config of exact attention.
+    Transformers makes its mask for the implementation in the config.
     """
-    name = type(module).__name__
-    if _FINDS_PADDING.fullmatch(name):
-        hook_once(module, _extend_mask)
-    elif name in _POOLS and module.config._attn_implementation != EXACT:
+    if type(module).__name__ == "Siglip2MultiheadAttentionPoolingHead" and method_of(module.config) is not None:
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = EXACT
 
@@ -371,11 +356,3 @@ def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Give a module a forward pre-hook that it does not have yet."""
     if hook not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _extend_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A forward pre-hook: make the mask of the keys bool (B, 1, 1, Nk)."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        kwargs = {**kwargs, "attention_mask": mask[:, None, None, :].to(torch.bool)}
-    return args, kwargs

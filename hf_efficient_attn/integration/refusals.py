@@ -25,12 +25,10 @@ from hf_efficient_attn.integration.models import (
     AttentionModule,
     ModuleLocation,
     attention_table,
-    composes_mask,
     is_attention,
     layer_type,
+    matrix_need,
     models_in,
-    reads_cache,
-    score_change,
     uses_interface,
 )
 from hf_efficient_attn.integration.settings import EXACT
@@ -71,7 +69,9 @@ def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete
             f"{kind} does not compute its attention through Transformers' attention interface, so that "
             f"attn_implementation={next(iter(named.values()))!r} would have no effect: load it without that argument"
         )
-    for what, module, path in _needs_of_a_matrix(model, named, through):
+    for what, module, path in _needs_of_a_matrix(model, through):
+        if what is None:
+            continue
         exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
         raise UnsupportedAttentionError(
             f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), which no method here can keep, "
@@ -80,7 +80,6 @@ def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete
         )
     if is_complete:
         _check_layers(kind, chosen)
-        _check_windows(kind, through)
     for found in chosen:
         if found.chosen is not None:
             _check_form(kind, found, found.chosen)
@@ -97,38 +96,27 @@ def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> Non
 
 
 def _needs_of_a_matrix(
-    model: PreTrainedModel, named: Iterable[PreTrainedModel], through: Sequence[AttentionModule]
-) -> Iterator[tuple[str, nn.Module, str]]:
+    model: PreTrainedModel, through: Sequence[AttentionModule]
+) -> Iterator[tuple[str | None, nn.Module, str]]:
     """What a model does that only a (queries, keys) matrix could keep: in words, and the module with its path.
 
     A bias of relative positions belongs to the attention modules, or to the layers and models around them. Modules
     inside of attention modules, and attention modules that do not ask the interface, are no concern of a method.
     """
-    for part in named:
-        if composes_mask(part):
-            yield "composes its masks itself (use_bidirectional_attention=True)", part, ""
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
-        if (change := score_change(module, is_attention=False)) is not None:
-            yield f"adds {change} to the scores of its attention", module, path
+        yield matrix_need(module, is_attention=False), module, path
     for module, location, config, owner in through:
-        change = None if has_distance_bias(type(module)) else score_change(module, is_attention=True)
+        if not has_distance_bias(type(module)):
+            yield matrix_need(module, is_attention=True), module, location.name
+        if location.window is not None and WINDOW not in location.arguments:
+            yield "attends to a window of its own that only a mask knows", module, location.name
         size, positions = (getattr(config, x, None) for x in ("attention_chunk_size", "max_position_embeddings"))
-        is_chunked = size is not None and "chunked" in (layer_type(module, config) or "")
-        for what, is_needed in (
-            (f"adds {change} to the scores of its attention", change is not None),
-            (
-                "attends to a window of its own that only a mask knows",
-                location.window is not None and WINDOW not in location.arguments,
-            ),
-            ("attends within chunks of its own", is_chunked and (positions is None or size < positions)),
-            # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
-            (
-                f"does not support attn_implementation={EXACT!r}: possibly only a mask makes it causal",
-                not owner._supports_sdpa,
-            ),
-        ):
-            if is_needed:
-                yield what, module, location.name
+        if size is not None and "chunked" in (layer_type(module, config) or "") and size < (positions or size + 1):
+            yield "attends within chunks of its own", module, location.name
+        # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
+        if not owner._supports_sdpa:
+            what = f"does not support attn_implementation={EXACT!r}: possibly only a mask makes it causal"
+            yield what, module, location.name
 
 
 def _around_attention(
@@ -143,51 +131,38 @@ def _around_attention(
             yield from _around_attention(child, owners, f"{path}.{name}".lstrip("."), is_concerned)
 
 
-def _entries(found: AttentionModule) -> Iterator[tuple[Layer | None, MethodConfig]]:
-    """The items of `layers` that select a module, with their methods; None for all layers."""
-    for entry in settings_of(found.config, str(method_of(found.config))).entries:
-        for layer in entry.layers or (None,):
-            if layer is None or is_selected(layer, found.location.layer, found.location.name):
-                yield layer, entry.config
-
-
 def _check_layers(kind: str, chosen: Sequence[AttentionModule]) -> None:
-    """Refuse layers that the model does not have, and modules that two entries of a mix select."""
-    configs = {id(found.config): found.config for found in chosen}.values()
-    named = in_order(x for config in configs for x in settings_of(config, str(method_of(config))).named_layers())
-    selected = {found.location.name: list(_entries(found)) for found in chosen}
-    missing = set(named) - {layer for entries in selected.values() for layer, _ in entries}
-    if missing:
-        layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
-        notes = {getattr(config, "attention_note", None) for config in configs}
-        raise UnsupportedAttentionError(
-            f"{kind} has no attention in layers {in_order(missing)}; its layers are {layers}"
-            f"{''.join(f'; {note}' for note in notes if note)}. Names that select several of them: "
-            f"{', '.join(map(repr, names_of(selected)))}"
-        )
-    for name, entries in selected.items():
-        methods = [*{id(config): config.method for _, config in entries}.values()]
+    """Refuse layers that the model does not have, items of `layers` with windows only, and modules of two entries."""
+    configs = {id(found.config): settings_of(found.config, str(method_of(found.config))) for found in chosen}
+    selected: dict[Layer | None, list[AttentionModule]] = {x: [] for s in configs.values() for x in s.named_layers()}
+    for found in chosen:
+        layer, name, methods = found.location.layer, found.location.name, []
+        for entry in configs[id(found.config)].entries:
+            items = [x for x in entry.layers or (None,) if x is None or is_selected(x, layer, name)]
+            methods += [entry.config.method] if items else []
+            for item in items if uses_interface(type(found.module)) else ():
+                selected.setdefault(item, []).append(found)
         if len(methods) > 1:
             raise UnsupportedAttentionError(
                 f"{len(methods)} entries of 'layers' select {name} of {kind} ({', '.join(methods)}): each layer uses "
                 "one method"
             )
-
-
-def _check_windows(kind: str, through: Sequence[AttentionModule]) -> None:
-    """Refuse a choice, or an item of `layers`, that selects modules with a sliding window only."""
-    selected: dict[Layer | None, list[AttentionModule]] = {}
-    for found in through:
-        for layer, _ in _entries(found):
-            selected.setdefault(layer, []).append(found)
+    missing = in_order(layer for layer, group in selected.items() if not group)
+    if missing:
+        layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
+        notes = {getattr(found.config, "attention_note", None) for found in chosen} - {None}
+        raise UnsupportedAttentionError(
+            f"{kind} has no attention in layers {missing}; its layers are {'; '.join([str(layers), *notes])}. Names "
+            f"that select several of them: {', '.join(map(repr, names_of(x.location.name for x in chosen)))}"
+        )
     for group in selected.values():
         if all(found.location.window is not None for found in group):
-            more = f" and {len(group) - 1} more of the chosen layers" if len(group) > 1 else ""
-            others = ", ".join(found.location.name for found in through if found.location.window is None)
+            others = ", ".join(found.location.name for found in chosen if found.location.window is None)
             another = f"use attn_implementation={EXACT!r} for this model, or another model"
             raise UnsupportedAttentionError(
                 f"{method_of(group[0].config)}: {kind} has a sliding window of its own in {group[0].location.name}"
-                f"{more}, which is sub-quadratic already and would be lost: "
+                f"{f' and {len(group) - 1} more of the chosen layers' if len(group) > 1 else ''}, which is "
+                "sub-quadratic already and would be lost: "
                 f"{f'choose layers without a window: {others}' if others else another}"
             )
 
@@ -210,7 +185,8 @@ def _check_form(kind: str, found: AttentionModule, method: MethodConfig) -> None
         model=f"{kind} (at {location.name})",
         allow_learned=True,
     )
-    if get_method(method.method).info.recurrent and not location.is_cross and reads_cache(attention):
+    reads_cache = any(base.__name__ == "DiffusionGemmaDecoderTextAttention" for base in attention.__mro__)
+    if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
         others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
         raise UnsupportedAttentionError(
             f"{kind} reads cached keys itself ({attention.__name__} at {location.name}), and {method.method} keeps "

@@ -105,7 +105,7 @@ def _attach_checks(parts: Sequence[PreTrainedModel]) -> None:
         if tables:
             setattr(part, positions.TABLES, tables)
         for module in part.modules():
-            models.adapt_mask_reader(module)
+            models.adapt_pooling(module)
 
 
 def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

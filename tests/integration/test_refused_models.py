@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.integration.models import attention_table, score_change
+from hf_efficient_attn.integration.models import attention_table, matrix_need
 from tiny_models import FAMILIES, SIZES, output, tiny_batch, tiny_model
 
 Refused = hea.UnsupportedAttentionError
@@ -148,7 +148,7 @@ def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
         if hasattr(transformers, name):
             assert attention_table(getattr(transformers, name)) == table
     for family in FAMILIES:
-        assert not any(score_change(module, is_attention=True) for module in tiny_model(family).modules())
+        assert not any(matrix_need(module, is_attention=True) for module in tiny_model(family).modules())
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
