@@ -31,9 +31,8 @@ _LAYER = "_state_layer"
 class NewKeys(Tensor):
     """Keys of only the new tokens, on their way from a cache layer to the attention function. Nothing else uses them.
 
-    Code that reads them as if they were the keys of all tokens would silently lose the past: another attention function
-    after the model was switched, or a model that changes its cached keys. torch.compile fails on them; a cache that a
-    compiled forward began keeps keys and values instead.
+    Code that reads them as the keys of all tokens would silently lose the past: another attention function after the
+    model was switched, or a model that changes its cached keys. torch.compile fails on them.
     """
 
     @classmethod
@@ -66,8 +65,8 @@ class MethodLayer(DynamicLayer):
     """A cache layer that computes attention itself, by `method`, from what it holds instead of the keys of all tokens.
 
     `update` returns keys that say which layer they come from, and the attention function calls `attention`. A subclass
-    defines `_attention`, which adds new tokens and computes their attention to all tokens. If it starts as an ordinary
-    layer, it also defines `_first_attention`, the attention to keys that `update` returned as they are.
+    adds new tokens and computes their attention to all tokens by `_attention`, or, if `update` returned the keys as
+    they are, by `_first_attention`.
 
     Attributes:
         seen: number of tokens, padding included.
@@ -80,7 +79,6 @@ class MethodLayer(DynamicLayer):
     # For messages: what the layer holds, and what to do where two layers share keys.
     _holds: ClassVar[str]
     _unshared: ClassVar[str]
-    # Both take query, tokens and the options of `attention`.
     _first_attention: Callable[..., Tensor]
     _attention: Callable[..., Tensor]
 

@@ -3,9 +3,8 @@
 Transformers describes a mask by a function of four indices and builds a (B, 1, Nq, Nk) tensor from it. Here padding is
 a mask of the keys, and other patterns are refused. Some models make a causal mask for modules that call themselves
 bidirectional (the text model of AIMv2), and exact attention follows the mask. The mask therefore says whether it is
-causal, by its dtype: that survives whatever may happen to a tensor on its way (detach, slices, other devices), and
-the code of a model that takes such a mask for a bool one fails instead of computing something else. Without a mask,
-causality is what the attention module says, as with exact attention.
+causal, by its dtype: that survives whatever may happen to a tensor on its way, and the code of a model that takes such
+a mask for a bool one fails instead of computing something else. Without a mask, the attention module decides.
 """
 
 import functools
@@ -96,9 +95,7 @@ def padding_mask(
                 f"attn_implementation={EXACT!r}"
             )
         mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
-        if mask.shape[1] < kv_length:
-            mask = pad(mask, (0, kv_length - mask.shape[1]), value=False)
-        mask = mask.expand(batch_size, -1)
+        mask = pad(mask, (0, kv_length - mask.shape[1]), value=False).expand(batch_size, -1)
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         batch = torch.arange(batch_size, device=device)[:, None]
         contains = functools.partial(mask_function, batch, torch.zeros((), dtype=torch.int64, device=device))
@@ -127,13 +124,9 @@ def _is_plain(
     that Transformers composes, every query attends to an interval of keys around it. So it is enough to check the two
     ends of each interval, which takes O(N) pairs.
 
-    Args:
-        contains: of query and key positions, whether the mask contains the pairs: bool (B, Nq).
-        queries: the positions of the queries, (Nq,).
-        first: the position of the first key.
-        valid: bool (B, Nk), False for padding, whose pairs do not matter.
-        is_causal: whether earlier keys only are expected.
-        window: the number of keys, the query's own included; on each side, not included, if not causal.
+    `contains` says of the positions of queries (Nq,), and of keys, the first of which is at `first`, which pairs are in
+    the mask: bool (B, Nq). Pairs with padding, where `valid`, bool (B, Nk), is False, do not matter. A window of keys
+    contains the query; if not causal, it has as many on each side, and its end is not included.
     """
     last = first + valid.shape[1] - 1
     if window is None:
@@ -155,8 +148,7 @@ def read_mask(name: str, mask: object) -> KeyMask:
     """Read a mask of `padding_mask`, as an attention module passes it on, in the name of a method.
 
     Raises:
-        UnsupportedAttentionError: it is another mask. A bool one (B, Nk) was made by other code, and says nothing about
-            causality.
+        UnsupportedAttentionError: it is another mask.
     """
     if mask is None:
         return KeyMask(None, None)
@@ -164,9 +156,8 @@ def read_mask(name: str, mask: object) -> KeyMask:
         return KeyMask(mask.to(torch.bool), *_KINDS[mask.dtype])
     kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedAttentionError(
-        f"{name}: a {kind} attention mask cannot be kept, because no (queries, keys) mask is ever built here: give the "
-        "model an attention_mask of shape (batch, sequence length) that is 1 for every token and 0 for padding, or use "
-        f"attn_implementation={EXACT!r}"
+        f"{name}: a {kind} attention mask cannot be kept: give the model an attention_mask (batch, sequence length) "
+        f"that is 1 for every token and 0 for padding, or use attn_implementation={EXACT!r}"
     )
 
 

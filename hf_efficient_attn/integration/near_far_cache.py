@@ -3,8 +3,7 @@
 A layer keeps the newest keys as they are and landmarks for all older ones (`ops.coreset`). Its attention is the
 exact merge of the two. When it holds as many keys and landmarks as its budget, the older keys join the landmarks of
 their batch row. What happens to a row depends on its own valid tokens only, and is the same for tokens that come one at
-a time or together. The tokens of the first call, usually the prompt, are computed by the method itself, as without a
-cache. `cache` describes the protocol of the layers.
+a time or together. The tokens of the first call, usually the prompt, are computed by the method as without a cache.
 """
 
 from typing import Any
@@ -224,12 +223,10 @@ class NearFarCache(Cache):
             )
         if not isinstance(config, PreTrainedConfig):
             raise UnsupportedAttentionError(
-                f"NearFarCache takes the config of a model, not {shown(config)}: "
-                "hea.NearFarCache(model.config, columns=256)"
+                f"NearFarCache: give the config of a model, model.config, not {shown(config)}"
             )
         config = config.get_text_config(decoder=True)
-        name = method_of(config)
-        usable = methods_with("decodes_exactly")
+        name, usable = method_of(config), methods_with("decodes_exactly")
         if name is None:
             raise UnsupportedAttentionError(
                 f"NearFarCache: the model computes {config._attn_implementation!r}, which cannot use landmarks: switch "

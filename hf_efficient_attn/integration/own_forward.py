@@ -1,10 +1,10 @@
 """Forwards that single modules have of their own: those of methods that are cheaper from the hidden states.
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values, so that P
-tokens are projected instead of N. The attention interface comes after these projections. In the modules of `_LAYOUTS`,
-the instance therefore gets a forward of its own, which is removed when the model is switched to another method. In all
-other modules, the method gets keys and values and contracts those, with the same result up to rounding. A layer of
-BERT's size takes 1.3 to 1.5 times as long that way (FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
+tokens are projected instead of N. The attention interface comes after these projections, so the modules of `_LAYOUTS`
+get a forward of their own, until the model is switched to another method. In all other modules, the method contracts
+keys and values, with the same result up to rounding. A layer of BERT's size takes 1.3 to 1.5 times as long that way
+(FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
 
 `torch.nn.DataParallel` makes replicas whose attributes are those of the original; a forward that is bound to the
 original would compute with its parameters. A module with a forward of its own therefore makes its replicas itself.
@@ -88,18 +88,14 @@ def _layout(module: nn.Module) -> _Layout | None:
     """The layout of a module of Transformers or of this package that is known here and not causal."""
     kind = type(module)
     layout = _LAYOUTS.get(kind.__name__) if kind.__module__.startswith(_PACKAGES) else None
-    if layout is None or getattr(module, "is_causal", True):
-        return None
-    return layout if all(hasattr(module, name) for name in (*layout, "scaling") if name is not None) else None
+    is_known = layout is not None and all(hasattr(module, name) for name in (*layout, "scaling") if name is not None)
+    return layout if is_known and not getattr(module, "is_causal", True) else None
 
 
 def _forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The forward of the class, computed from the hidden states where that is possible.
-
-    It takes the same arguments and gives the same output up to rounding.
-    """
+    """The forward of the class, from the hidden states where that is possible: the same output up to rounding."""
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
     method: Any = method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
@@ -119,8 +115,8 @@ def _forward(
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_arguments(method.method, location, kwargs)
     refuse_tracing(method)
-    query_projection = getattr(module, layout.query)
-    query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)
+    query = getattr(module, layout.query)(hidden_states)
+    query = query.unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)  # (B, H, Nq, D)
     dropout = getattr(module, layout.dropout)
     dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, otherwise by the layer alone.

@@ -150,7 +150,7 @@ def _check_layers(kind: str, chosen: Sequence[AttentionModule]) -> None:
     missing = in_order(layer for layer, group in selected.items() if not group)
     if missing:
         layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
-        notes = {getattr(found.config, "attention_note", None) for found in chosen} - {None}
+        notes = {str(note) for found in chosen if (note := getattr(found.config, "attention_note", None))}
         raise UnsupportedAttentionError(
             f"{kind} has no attention in layers {missing}; its layers are {'; '.join([str(layers), *notes])}. Names "
             f"that select several of them: {', '.join(map(repr, names_of(x.location.name for x in chosen)))}"
@@ -173,10 +173,9 @@ def _check_form(kind: str, found: AttentionModule, method: MethodConfig) -> None
     if not location.is_cross and has_distance_bias(attention) and not method.adds_distance_bias:
         raise UnsupportedAttentionError(
             f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
-            f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep, because it does not "
-            f"compute the scores of all pairs: use {' or '.join(methods_with('adds_distance_bias'))} without "
-            f"global tokens, whose window adds it, or attn_implementation={EXACT!r}, or a model with learned or "
-            "rotary positions, such as BERT, GPT-2 or Llama"
+            f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep: use "
+            f"{' or '.join(methods_with('adds_distance_bias'))} without global tokens, whose window adds it, or "
+            f"attn_implementation={EXACT!r}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     check_methods(
         [method],
@@ -233,10 +232,9 @@ def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None
     """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen."""
     if not method.causal:
         raise UnsupportedAttentionError(
-            f"{name} is causal and {method.method} has no causal form: either {type(module).__name__} calls itself "
-            "bidirectional and its model gives it a causal mask, or config.efficient_attention was changed without "
-            "switching the model by hf_efficient_attn.convert(model, ...). Methods that have a causal form: "
-            f"{', '.join(methods_with('causal'))}"
+            f"{name} is causal and {method.method} has no causal form: use one of {', '.join(methods_with('causal'))}. "
+            f"Either {type(module).__name__} calls itself bidirectional and gets a causal mask, or the config was "
+            "changed without switching the model by hf_efficient_attn.convert(model, ...)"
         )
 
 

@@ -41,9 +41,7 @@ def switch(
             attention.
 
     Raises:
-        UnsupportedAttentionError: a decoder with a method without a causal form; a module with fewer keys than queries
-            and a method that needs as many; a model that does not use the attention interface; `layers` that a model
-            does not have; learned parameters whose sizes cannot be determined.
+        UnsupportedAttentionError: a model cannot run what its configs ask for.
     """
     before = models.snapshot(roots)
     try:
