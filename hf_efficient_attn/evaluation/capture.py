@@ -182,7 +182,7 @@ def capture_attention(
         name = "measuring attention"
         mask = read_mask(name, attention_mask)
         window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refuse_arguments(name, location, kwargs)
+        refuse_arguments(name, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
         tensors = (query, key, value, mask.keys)
         if location.window is not None:

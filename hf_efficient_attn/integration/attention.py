@@ -55,7 +55,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         refuse_context_parallel(name, module)
         distance_bias, mask = take_bias(kwargs, query.device), read_mask(name, attention_mask)
         window = refusals.take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refusals.refuse_arguments(name, location, kwargs)
+        refusals.refuse_arguments(name, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
         method = method_at(config, name, location)
         if method is not None and (location.is_cross or (not is_causal and query.shape[2] != key.shape[2])):

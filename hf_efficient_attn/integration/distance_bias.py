@@ -6,14 +6,13 @@ pre-hook therefore gives them a `DistanceBias`, which passes through the layers 
 no bias, but T5 makes a tensor of zeros for it, which the hook prevents in the same way.
 """
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_efficient_attn.integration.models import attention_arguments, hook_once
+from hf_efficient_attn.integration.models import hook_once, uses_interface
 
 ARGUMENT = "position_bias"
 # The attribute of attention functions that take a `DistanceBias`.
@@ -33,11 +32,8 @@ class DistanceBias:
 
 def has_distance_bias(kind: type[nn.Module]) -> bool:
     """Whether a class of attention modules has a bias as T5 does, which the hook can replace."""
-    return (
-        hasattr(kind, "_relative_position_bucket")
-        and ARGUMENT in attention_arguments(kind)
-        and ARGUMENT in inspect.signature(kind.forward).parameters
-    )
+    is_like_t5 = hasattr(kind, "_relative_position_bucket") and kind.__name__ != "UMT5Attention"  # adds it to the mask
+    return is_like_t5 and uses_interface(kind)
 
 
 def attach_hook(module: nn.Module) -> None:

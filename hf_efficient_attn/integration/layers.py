@@ -45,17 +45,6 @@ def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:
     return f"{path}.".startswith(f"{chosen}.") or f"{layer}.".startswith(f"{chosen}.")
 
 
-def is_cached_layer(chosen: Layer, index: int) -> bool:
-    """Whether an item of `layers` selects the self-attention of a decoder whose keys a cache holds under this index.
-
-    A cache knows the config but not the modules. The name of a decoder in a model without an encoder is therefore not
-    recognized; such a layer gets the ordinary cache, which every method can use.
-    """
-    if not isinstance(chosen, str):
-        return chosen == index
-    return f"{chosen}.".startswith("decoder.") and first_integer(chosen) in (None, index)
-
-
 def stem_of(path: str) -> str:
     """The part of a path up to its first integer: "encoder.layers.0" of "encoder.layers.0.self_attn"."""
     found = re.match(r"(.*?\.)??\d+(?=\.|$)", path)

@@ -1,8 +1,7 @@
 """The Transformers models in a module, their configs, their attention modules, and the restoration of them all.
 
-Whether a class asks the attention interface, and which arguments it gives to its attention function, is read from the
-code of the class, because any model can differ in this. Exceptions that concern a few models of Transformers are listed
-here. All classes of versions 5.12 and 5.24 were looked through for the lists.
+Whether a class asks the attention interface is read from its code. Exceptions that concern a few models of Transformers
+are listed here. All classes of versions 5.12 and 5.24 were looked through for the lists.
 
 A layer with a sliding window of its model's own (`ModuleLocation.window`) is sub-quadratic already, and a method would
 lose the window, so that it stays exact, at the cost of its window. Its module says at its call how long the window is,
@@ -15,7 +14,6 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,7 +25,6 @@ from hf_efficient_attn.integration.configs import method_of, parts_of, settings_
 from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.ops.tracing import replaced_in_graphs
 
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 # The attribute of an attention module that holds its `ModuleLocation`.
@@ -50,6 +47,11 @@ _CHANGES = {
 # that find the padding in a (queries, keys) mask.
 _COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
 _FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
+# Attention classes with a window that do not give its length to the attention function.
+WINDOW_BY_MASK = re.compile(
+    r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder|Phimoe|Qwen2Moe|T5Gemma2Merged|\w+OcrText|"
+    r"DeepseekOcr2Text|EsmFold2Atom|\w+Audio)Attention"
+)
 # Models that do not use the table of attention classes in their file.
 _WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
 
@@ -64,7 +66,6 @@ class ModuleLocation(NamedTuple):
         label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
             number, the part of the name up to it, such as "encoder.layers.0".
         window: the sliding window that its model gives it, as `window_of` determines it; None for none.
-        arguments: what its class gives to the attention function, as `attention_arguments` finds it.
     """
 
     layer: Layer | None
@@ -72,7 +73,6 @@ class ModuleLocation(NamedTuple):
     is_cross: bool
     label: Layer | None
     window: int | None = None
-    arguments: frozenset[str] = frozenset()
 
 
 class AttentionModule(NamedTuple):
@@ -112,8 +112,7 @@ def location_of(module: nn.Module) -> ModuleLocation:
             f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
             "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
         )
-    is_cross = bool(getattr(module, "is_cross_attention", False))
-    return ModuleLocation(layer, f"layer {layer}", is_cross, layer, None, attention_arguments(type(module)))
+    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
 
 
 def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
@@ -197,9 +196,8 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         )
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
-        layer, arguments = layer_of(module, name), attention_arguments(type(module))
-        window = None if is_cross else window_of(module, config)
-        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window, arguments)
+        layer, window = layer_of(module, name), None if is_cross else window_of(module, config)
+        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window)
         found.append(AttentionModule(module, location, config, owner))
     stacks: dict[Layer | None, set[str]] = {}
     for one in found:
@@ -275,42 +273,13 @@ def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
     return Snapshot(models, [config for model in models for config in configs_of(model)])
 
 
-# What the code of a class says.
-
-
-def _attention_functions(kind: type[nn.Module]) -> Iterator[Any]:
-    """The methods of a class and its bases that ask the interface."""
-    for value in (value for cls in kind.__mro__ for value in vars(cls).values()):
-        function = inspect.unwrap(value) if callable(value) else None
-        if inspect.isfunction(function) and "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
-            yield function
+# What is known of classes.
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
-    """Whether a class, or one that it derives from, asks Transformers' attention interface."""
-    return next(_attention_functions(kind), None) is not None
-
-
-@replaced_in_graphs(lambda kind: frozenset())  # of a model that was switched by hand: a graph cannot look for them
-def attention_arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """The names of the arguments that an attention class passes to its attention function, or that this reads.
-
-    They are the strings in the code of the methods that ask the interface and of `eager_attention_forward` beside them,
-    and the parameters of the latter. Some of the strings have other uses.
-    """
-    names: set[str] = set()
-    for function in _attention_functions(kind):
-        names |= _strings(function.__code__)
-        eager = function.__globals__.get("eager_attention_forward")
-        if inspect.isfunction(eager):
-            names |= _strings(eager.__code__) | set(inspect.signature(eager).parameters)
-    return frozenset(names)
-
-
-def _strings(value: object) -> set[str]:
-    """The strings among the constants of code, also in tuples and in functions and comprehensions inside it."""
-    items = value.co_consts if isinstance(value, CodeType) else value if isinstance(value, tuple) else ()
-    return {value} if isinstance(value, str) else {text for item in items for text in _strings(item)}
+    """Whether a class, or one that it derives from, asks Transformers' attention interface, by its code."""
+    functions = (inspect.unwrap(x) for cls in kind.__mro__ for x in vars(cls).values() if callable(x))
+    return any(inspect.isfunction(x) and "ALL_ATTENTION_FUNCTIONS" in x.__code__.co_names for x in functions)
 
 
 def matrix_need(module: nn.Module, *, is_attention: bool) -> str | None:

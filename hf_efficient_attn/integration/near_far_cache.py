@@ -234,7 +234,7 @@ class NearFarCache(Cache):
             )
         settings, layers = settings_of(config, name), DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
-            method = settings.for_cached_layer(index)
+            method = settings.for_layer(index)
             if method is None or type(layer) not in (DynamicLayer, StateLayer):
                 continue
             if not method.decodes_exactly:

@@ -113,7 +113,7 @@ def _forward(
     mask, is_causal, _ = read_mask(method.method, attention_mask)
     if is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, location, kwargs)
+    refuse_arguments(method.method, kwargs)
     refuse_tracing(method)
     query = getattr(module, layout.query)(hidden_states)
     query = query.unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)  # (B, H, Nq, D)

@@ -4,9 +4,9 @@ A switch refuses what it can see before it changes the model (`check`). The rest
 
 Tensors among the keyword arguments of a call need a rule, because Transformers hands everything that a model does not
 know itself through to its attention function. Attention would lose an argument that is one of `_ATTENTION_ARGUMENTS`,
-whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`) or occurs in the attention code of
-the model (`models.attention_arguments`). Everything else passes through to no effect, as it does with exact
-attention: arguments of a loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
+whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`). No model of Transformers names
+another one in its call. Everything else passes through to no effect, as it does with exact attention: arguments of a
+loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
 """
 
 import warnings
@@ -22,6 +22,7 @@ from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, names_of
 from hf_efficient_attn.integration.models import (
     WINDOW,
+    WINDOW_BY_MASK,
     AttentionModule,
     ModuleLocation,
     attention_table,
@@ -108,7 +109,7 @@ def _needs_of_a_matrix(
     for module, location, config, owner in through:
         if not has_distance_bias(type(module)):
             yield matrix_need(module, is_attention=True), module, location.name
-        if location.window is not None and WINDOW not in location.arguments:
+        if location.window is not None and WINDOW_BY_MASK.fullmatch(type(module).__name__):
             yield "attends to a window of its own that only a mask knows", module, location.name
         size, positions = (getattr(config, x, None) for x in ("attention_chunk_size", "max_position_embeddings"))
         if size is not None and "chunked" in (layer_type(module, config) or "") and size < (positions or size + 1):
@@ -276,25 +277,19 @@ def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kw
     return int(size)
 
 
-def refuse_arguments(name: str, location: ModuleLocation, kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(name: str, kwargs: Mapping[str, Any]) -> None:
     """Refuse everything in a call of an attention module that would silently be lost, in the name of a method."""
     refuse_attentions(name, kwargs.get("output_attentions"))
     for argument, value in kwargs.items():
-        if value is not None and (argument in _ATTENTION_ARGUMENTS or _is_lost(location, argument, value)):
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        is_harmless = argument in _INPUTS or any(word in argument for word in _LOSS_WORDS)
+        is_lost = not is_harmless and any(word in argument for word in _ATTENTION_WORDS)
+        is_lost = is_lost and any(isinstance(item, Tensor) for item in items)
+        if value is not None and (argument in _ATTENTION_ARGUMENTS or is_lost):
             raise UnsupportedAttentionError(
                 f"{name}: the argument {argument!r} of the attention would be lost: use attn_implementation={EXACT!r} "
                 "or 'eager' for this model, or leave the argument out"
             )
-
-
-def _is_lost(location: ModuleLocation, argument: str, value: object) -> bool:
-    """Whether attention would lose an argument that is or holds a tensor; see the rule at the top."""
-    items = value if isinstance(value, (tuple, list)) else (value,)
-    if argument in _INPUTS or not any(isinstance(item, Tensor) for item in items):
-        return False
-    if any(word in argument for word in _LOSS_WORDS):
-        return False
-    return argument in location.arguments or any(word in argument for word in _ATTENTION_WORDS)
 
 
 def refuse_attentions(name: str, requested: object) -> None:

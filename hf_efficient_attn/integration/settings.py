@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, as_dict, shown, unknown_name
-from hf_efficient_attn.integration.layers import Layer, check_layer, in_order, is_cached_layer, is_selected
+from hf_efficient_attn.integration.layers import Layer, check_layer, in_order, is_selected
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
@@ -102,11 +102,6 @@ class EfficientAttentionConfig(KnownFields):
             if entry.layers is None or any(is_selected(chosen, layer, path) for chosen in entry.layers):
                 return entry.config
         return None
-
-    def for_cached_layer(self, index: int) -> MethodConfig | None:
-        """The same for the layer of a decoder whose keys a cache holds under this index."""
-        chosen = (e for e in self.entries if e.layers is None or any(is_cached_layer(x, index) for x in e.layers))
-        return next((entry.config for entry in chosen), None)
 
     def named_layers(self) -> list[Layer]:
         """All layers that the entries name, in order."""

@@ -246,11 +246,12 @@ def _init_cache(
 def _add_states(cache: DynamicCache, config: PreTrainedConfig) -> None:
     """Give a cache made for a config a `StateLayer` in every layer whose method has a recurrence.
 
-    Layers with a sliding window of their own, and layers that get keys when the cache is made, do not change.
+    Layers with a sliding window of their own, and layers that get keys when the cache is made, do not change, nor those
+    that the config chooses by name, because a cache does not know the modules. They keep keys, with the same output.
     """
     name = method_of(config)
     for index, layer in enumerate(cache.layers if name is not None else ()):
-        method = settings_of(config, str(name)).for_cached_layer(index)
+        method = settings_of(config, str(name)).for_layer(index)
         is_plain = type(layer) is DynamicLayer and not layer.is_initialized
         if is_plain and method is not None and get_method(method.method).info.recurrent:
             cache.layers[index] = StateLayer(method)

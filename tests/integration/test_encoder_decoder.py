@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.integration.layers import is_cached_layer, names_of, parse_layers, ranges, stem_of
+from hf_efficient_attn.integration.layers import names_of, parse_layers, ranges, stem_of
 from tiny_models import SMALL
 
 SIZES = {
@@ -230,18 +230,3 @@ def test_ranges_of_names():
     assert names_of(["h.0.attn"]) == ["h"]
     with pytest.raises(hea.UnsupportedAttentionError, match="--layers"):
         parse_layers("encoder.layers.5-2")
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        (1, [1]),
-        ("decoder", [0, 1, 2]),
-        ("decoder.layers", [0, 1, 2]),
-        ("decoder.layers.1.self_attn", [1]),
-        ("encoder", []),
-        ("encoder.layers.1", []),
-    ],
-)
-def test_the_cached_layers_that_a_name_selects(chosen, expected):
-    assert [index for index in range(3) if is_cached_layer(chosen, index)] == expected
