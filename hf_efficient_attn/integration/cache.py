@@ -238,18 +238,15 @@ class StateLayer(MethodLayer):
         """Take the keys and values (B, H_kv, N, .) of N new tokens, and return some for the attention function."""
         if self.options is not None:
             return self._take(key_states), value_states
-        if self.is_initialized:
-            return super().update(key_states, value_states, *args, **kwargs)
-        return self._begin(key_states, value_states)
+        is_first = not self.is_initialized
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return (self._marked(keys) if is_first else keys), values
 
-    # A graph keeps the keys.
-    @replaced_in_graphs(DynamicLayer.update)
-    def _begin(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        self.keys, self.values = key_states, value_states
-        returned = key_states.view_as(key_states)
-        setattr(returned, _LAYER, self)
-        return returned, value_states
+    @replaced_in_graphs(lambda self, keys: keys)  # a graph keeps the keys
+    def _marked(self, keys: Tensor) -> Tensor:
+        marked = keys.view_as(keys)
+        setattr(marked, _LAYER, self)
+        return marked
 
     def _first_attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
         options = {**options, "seed": draw_seed(query.device) if options["seed"] is None else options["seed"]}

@@ -42,17 +42,11 @@ _PATTERN = (
 
 
 class KeyMask(NamedTuple):
-    """What a mask of `padding_mask` says.
+    """What a mask of `padding_mask` says."""
 
-    Attributes:
-        keys: bool (B, Nk), True for the keys to attend to; None if there is no padding.
-        is_causal: whether it was made for causal attention; None if that is not known.
-        is_local: whether it was made for a sliding window that is shorter than the keys.
-    """
-
-    keys: Tensor | None
-    is_causal: bool | None
-    is_local: bool = False
+    keys: Tensor | None  # bool (B, Nk), True for the keys to attend to; None if there is no padding
+    is_causal: bool | None  # whether it was made for causal attention; None if that is not known
+    is_local: bool = False  # whether it was made for a sliding window that is shorter than the keys
 
 
 def padding_mask(

@@ -57,38 +57,24 @@ _WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionE
 
 
 class ModuleLocation(NamedTuple):
-    """Where an attention module is in its model.
+    """Where an attention module is in its model, and the sliding window that its model gives it."""
 
-    Attributes:
-        layer: its layer, as `layers.layer_of` determines it.
-        name: its name within the model.
-        is_cross: whether its keys come from another model or stack.
-        label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
-            number, the part of the name up to it, such as "encoder.layers.0".
-        window: the sliding window that its model gives it, as `window_of` determines it; None for none.
-    """
-
-    layer: Layer | None
-    name: str
-    is_cross: bool
+    layer: Layer | None  # as `layers.layer_of` determines it
+    name: str  # within the model
+    is_cross: bool  # whether its keys come from another model or stack
+    # What reports and calibration call its layer: `layer`, or, if modules of several stacks have the same number, the
+    # part of the name up to it, such as "encoder.layers.0".
     label: Layer | None
-    window: int | None = None
+    window: int | None = None  # as `window_of` determines it
 
 
 class AttentionModule(NamedTuple):
-    """A module that computes attention.
-
-    Attributes:
-        module: the module itself.
-        location: where it is in its model.
-        config: the config that applies to it.
-        owner: the innermost model that holds it.
-    """
+    """A module that computes attention."""
 
     module: nn.Module
     location: ModuleLocation
-    config: PreTrainedConfig
-    owner: PreTrainedModel
+    config: PreTrainedConfig  # the config that applies to it
+    owner: PreTrainedModel  # the innermost model that holds it
 
     @property
     def chosen(self) -> MethodConfig | None:

@@ -55,34 +55,23 @@ class NearFarLayer(MethodLayer):
 
     def __init__(self, method: MethodConfig, columns: int, seed: int = 0) -> None:
         super().__init__(method)
-        self.columns, self.seed = columns, seed
+        self.columns, self.seed, self.scale = columns, seed, 0.0
         # Half of the budget for landmarks and an eighth for neighbors had larger errors with GPT-2.
         self.num_newest = columns // 8
         self.num_landmarks = columns - self.num_newest - columns // 4
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        super().reset()
-        self.scale = 0.0
 
     @property
     def merged(self) -> Tensor:
         """Number of keys of each row that the landmarks represent, int64 (B,)."""
         return torch.as_tensor(self.valid - self.counts)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Begin with no keys, of these sizes and types."""
-        batch = key_states.shape[0]
-        self.dtype, self.device, self.is_initialized = value_states.dtype, key_states.device, True
-        self.keys, self.values = key_states[:, :, :0].to(self.dtype), value_states[:, :, :0]
-        self.position = torch.zeros(batch, 0, dtype=torch.int64, device=self.device)
-        self.counts = self.valid = torch.zeros(batch, dtype=torch.int64)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function."""
         _check_eager()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if self.keys is None:
+            self.keys, self.values = key_states[:, :, :0].to(value_states.dtype), value_states[:, :, :0]
+            self.position = torch.zeros(len(key_states), 0, dtype=torch.int64, device=key_states.device)
+            self.counts = self.valid = torch.zeros(len(key_states), dtype=torch.int64)
         return self._take(key_states), value_states
 
     def _attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
@@ -120,7 +109,7 @@ class NearFarLayer(MethodLayer):
     def _append(self, new: Tokens, first: int) -> None:
         """Keep the keys of tokens from position `first` on."""
         added: Any = new.key.shape[2]
-        position = torch.arange(first, first + added, device=self.device).expand(len(self.counts), -1)
+        position = torch.arange(first, first + added, device=self.keys.device).expand(len(self.counts), -1)
         if new.mask is not None:
             position, added = position.masked_fill(~new.mask, -1), new.mask.sum(1).cpu()
         self.keys, self.values = torch.cat((self.keys, new.key), 2), torch.cat((self.values, new.value), 2)
@@ -135,7 +124,7 @@ class NearFarLayer(MethodLayer):
         # The query heads of a group are passed as if they were several queries of one head.
         groups = num_heads // num_kv_heads
         flat = query.reshape(batch * num_kv_heads, groups * q_len, -1)
-        row = torch.arange(first, first + q_len, device=self.device)[:, None]
+        row = torch.arange(first, first + q_len, device=self.keys.device)[:, None]
         pairs = (self.position[:, None] >= 0) & (self.position[:, None] <= row)
         bias = mask_bias(pairs.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0), query.dtype)
         blocks = (x[:, None] for x in (flat, self.keys.flatten(0, 1), self.values.flatten(0, 1), bias))
@@ -152,7 +141,7 @@ class NearFarLayer(MethodLayer):
             return
         if self.coreset is None:
             self.coreset = empty_coreset(self.keys, self.values, self.num_landmarks)
-        index = full.nonzero()[:, 0].to(self.device)
+        index = full.nonzero()[:, 0].to(self.keys.device)
         position = self.position[index]
         newest = position.topk(self.num_newest, dim=1).values[:, -1:]
         old = (position >= 0) & (position < newest)

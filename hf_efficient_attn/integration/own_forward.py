@@ -11,7 +11,7 @@ original would compute with its parameters. A module with a forward of its own t
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,23 +30,14 @@ from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, ref
 _REPLICATE = "_replicate_for_data_parallel"
 
 
-class _Layout(NamedTuple):
-    """Attributes of an attention module: projections (`output` None: there is none), size of a head, dropout."""
-
-    query: str
-    key: str
-    value: str
-    output: str | None
-    head_dim: str
-    dropout: str
-
-
-_BERT = _Layout("query", "key", "value", None, "attention_head_size", "dropout")
-_VIT = _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout")
-_LAYOUTS = {
+# By class: the attributes with the projections of queries, keys, values and outputs (or None), the size of a head, and
+# the dropout.
+_BERT = ("query", "key", "value", None, "attention_head_size", "dropout")
+_VIT = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout")
+_LAYOUTS: dict[str, tuple[Any, ...]] = {
     "BertSelfAttention": _BERT,
     "RobertaSelfAttention": _BERT,
-    "DistilBertSelfAttention": _Layout("q_lin", "k_lin", "v_lin", "out_lin", "attention_head_size", "dropout"),
+    "DistilBertSelfAttention": ("q_lin", "k_lin", "v_lin", "out_lin", "attention_head_size", "dropout"),
     "ViTAttention": _VIT,
     "DeiTAttention": _VIT,
     "T2TViTAttention": _VIT,
@@ -84,10 +75,9 @@ def _replicate(module: nn.Module) -> nn.Module:
     return replica
 
 
-def _layout(module: nn.Module) -> _Layout | None:
+def _layout(module: nn.Module) -> tuple[Any, ...] | None:
     """The layout of a module of Transformers or of this package that is known here and not causal."""
-    kind = type(module)
-    layout = _LAYOUTS.get(kind.__name__) if kind.__module__.startswith(_PACKAGES) else None
+    layout = _LAYOUTS.get(type(module).__name__) if type(module).__module__.startswith(_PACKAGES) else None
     is_known = layout is not None and all(hasattr(module, name) for name in (*layout, "scaling") if name is not None)
     return layout if is_known and not getattr(module, "is_causal", True) else None
 
@@ -108,16 +98,14 @@ def _forward(
         or is_parallel(module)
         or sharded_parameters(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
+        or read_mask(method.method, attention_mask).is_causal
     ):
-        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    mask, is_causal, _ = read_mask(method.method, attention_mask)
-    if is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_arguments(method.method, kwargs)
     refuse_tracing(method)
-    query = getattr(module, layout.query)(hidden_states)
-    query = query.unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)  # (B, H, Nq, D)
-    dropout = getattr(module, layout.dropout)
+    mask = read_mask(method.method, attention_mask).keys
+    project, key, value, output, head_dim, dropout = (name and getattr(module, name) for name in layout)
+    query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
     dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else layer_seed(location.layer)
@@ -125,7 +113,6 @@ def _forward(
         hidden_states = hidden_states.masked_fill(~mask[:, :, None], 0.0)
     parameters = required_tensors(module, method, location.name)
     options = AttentionOptions(mask, False, module.scaling, dropout, seed + method.seed, parameters)
-    projections = HiddenProjections(getattr(module, layout.key), getattr(module, layout.value))
-    out = refuse_second_gradient(form(method, query, hidden_states, projections, options), method.method)
-    out = out.transpose(1, 2).flatten(2)
-    return (out if layout.output is None else getattr(module, layout.output)(out)), None
+    out = form(method, query, hidden_states, HiddenProjections(key, value), options)
+    out = refuse_second_gradient(out, method.method).transpose(1, 2).flatten(2)
+    return (out if output is None else output(out)), None

@@ -88,16 +88,13 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
     num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
     length = length if isinstance(num_past, Tensor) else length + num_past
     for table in (table for table in tables if length > table.num_positions):
-        position_ids, mask, embedding = kwargs.get("position_ids"), kwargs.get("attention_mask"), table.embedding
-        used = length
+        position_ids, embedding, used = kwargs.get("position_ids"), table.embedding, length
         if isinstance(position_ids, Tensor):
             has_offset = isinstance(getattr(embedding, "offset", None), int)
             used = _largest(position_ids + 1 - (0 if has_offset else position_offset(embedding)))
         elif embedding.padding_idx is not None and ids is not None:
             # Padding has no position. Which cached tokens are padding is unknown here, so all of them count.
             used = _largest((ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1])
-        elif isinstance(mask, Tensor) and "attention_mask" in inspect.signature(embedding.forward).parameters:
-            used = _largest(mask.sum(-1))
         if used > table.num_positions:
             raise UnsupportedAttentionError(
                 f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions (of a "

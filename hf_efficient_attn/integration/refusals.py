@@ -17,21 +17,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, names_of
-from hf_efficient_attn.integration.models import (
-    WINDOW,
-    WINDOW_BY_MASK,
-    AttentionModule,
-    ModuleLocation,
-    attention_table,
-    is_attention,
-    layer_type,
-    matrix_need,
-    models_in,
-    uses_interface,
-)
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -55,14 +44,14 @@ _INPUTS = (
 )  # fmt: skip
 
 
-def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
+def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_complete: bool) -> None:
     """Refuse what a model cannot run of what its configs ask for, `chosen` being the modules to which they apply.
 
     A model that becomes part of another one (`is_complete` is False) may lack layers that `layers` names, or all
     attention. The other one is checked later.
     """
-    kind, through = type(model).__name__, [found for found in chosen if uses_interface(type(found.module))]
-    named = {part: name for part in models_in(model) if (name := method_of(part.config))}
+    kind, through = type(model).__name__, [found for found in chosen if models.uses_interface(type(found.module))]
+    named = {part: name for part in models.models_in(model) if (name := method_of(part.config))}
     for part, name in named.items():
         refuse_unknown_implementation(type(part), name)
     if not through and (chosen or is_complete):
@@ -88,7 +77,7 @@ def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete
 
 def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> None:
     """Refuse a method for a model class that takes its attention class from a table by the implementation's name."""
-    table = attention_table(kind)
+    table = models.attention_table(kind)
     if table is not None:
         raise UnsupportedAttentionError(
             f"{kind.__name__} chooses its attention from a table ({table}) that knows only Transformers' own "
@@ -97,7 +86,7 @@ def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> Non
 
 
 def _needs_of_a_matrix(
-    model: PreTrainedModel, through: Sequence[AttentionModule]
+    model: PreTrainedModel, through: Sequence[models.AttentionModule]
 ) -> Iterator[tuple[str | None, nn.Module, str]]:
     """What a model does that only a (queries, keys) matrix could keep: in words, and the module with its path.
 
@@ -105,14 +94,18 @@ def _needs_of_a_matrix(
     inside of attention modules, and attention modules that do not ask the interface, are no concern of a method.
     """
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
-        yield matrix_need(module, is_attention=False), module, path
+        yield models.matrix_need(module, is_attention=False), module, path
     for module, location, config, owner in through:
         if not has_distance_bias(type(module)):
-            yield matrix_need(module, is_attention=True), module, location.name
-        if location.window is not None and WINDOW_BY_MASK.fullmatch(type(module).__name__):
+            yield models.matrix_need(module, is_attention=True), module, location.name
+        if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
             yield "attends to a window of its own that only a mask knows", module, location.name
         size, positions = (getattr(config, x, None) for x in ("attention_chunk_size", "max_position_embeddings"))
-        if size is not None and "chunked" in (layer_type(module, config) or "") and size < (positions or size + 1):
+        if (
+            size is not None
+            and "chunked" in (models.layer_type(module, config) or "")
+            and size < (positions or size + 1)
+        ):
             yield "attends within chunks of its own", module, location.name
         # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
         if not owner._supports_sdpa:
@@ -124,7 +117,7 @@ def _around_attention(
     module: nn.Module, owners: Set[int], path: str = "", is_concerned: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules of some models, by their ids, that are neither attention modules nor inside of one; with paths."""
-    if not is_attention(module):
+    if not models.is_attention(module):
         is_concerned = id(module) in owners if isinstance(module, PreTrainedModel) else is_concerned
         if is_concerned:
             yield path, module
@@ -132,16 +125,18 @@ def _around_attention(
             yield from _around_attention(child, owners, f"{path}.{name}".lstrip("."), is_concerned)
 
 
-def _check_layers(kind: str, chosen: Sequence[AttentionModule]) -> None:
+def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
     """Refuse layers that the model does not have, items of `layers` with windows only, and modules of two entries."""
     configs = {id(found.config): settings_of(found.config, str(method_of(found.config))) for found in chosen}
-    selected: dict[Layer | None, list[AttentionModule]] = {x: [] for s in configs.values() for x in s.named_layers()}
+    selected: dict[Layer | None, list[models.AttentionModule]] = {
+        x: [] for s in configs.values() for x in s.named_layers()
+    }
     for found in chosen:
         layer, name, methods = found.location.layer, found.location.name, []
         for entry in configs[id(found.config)].entries:
             items = [x for x in entry.layers or (None,) if x is None or is_selected(x, layer, name)]
             methods += [entry.config.method] if items else []
-            for item in items if uses_interface(type(found.module)) else ():
+            for item in items if models.uses_interface(type(found.module)) else ():
                 selected.setdefault(item, []).append(found)
         if len(methods) > 1:
             raise UnsupportedAttentionError(
@@ -168,7 +163,7 @@ def _check_layers(kind: str, chosen: Sequence[AttentionModule]) -> None:
             )
 
 
-def _check_form(kind: str, found: AttentionModule, method: MethodConfig) -> None:
+def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) -> None:
     """Refuse a method without the form that a module needs."""
     location, attention = found.location, type(found.module)
     if not location.is_cross and has_distance_bias(attention) and not method.adds_distance_bias:
@@ -251,7 +246,7 @@ def why_cross_attention_is_exact(method: MethodConfig, config: object) -> str | 
 
 
 @replaced_in_graphs(nothing)
-def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, ModuleLocation]]) -> None:
+def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, models.ModuleLocation]]) -> None:
     """Warn once per module that its attention stays exact. No warning is given while a graph is traced."""
     new = {location.name: module for module, location in found if not getattr(module, WARNED, False)}
     if new:
@@ -266,7 +261,7 @@ def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kw
     Raises:
         UnsupportedAttentionError: the module, its mask and the switch of its model do not agree on the window.
     """
-    size = kwargs.get(WINDOW)
+    size = kwargs.get(models.WINDOW)
     if not is_local and (size is None or size >= kv_len):
         return None
     if expected is None or size is None or not is_local:

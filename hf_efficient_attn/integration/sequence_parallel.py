@@ -21,17 +21,10 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import positions
+from hf_efficient_attn.integration import models, positions
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.models import (
-    attention_modules,
-    is_attention,
-    models_in,
-    transformers_models,
-    uses_interface,
-)
 from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather_plain, over_heads
@@ -76,7 +69,7 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
         UnsupportedAttentionError: the model cannot be divided: exact attention of Transformers, an encoder-decoder,
             images or audio, convolutions over tokens, or an output that comes from one token of the sequence.
     """
-    parts, group = transformers_models(model), mesh_or_group
+    parts, group = models.transformers_models(model), mesh_or_group
     if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:
         group = group.get_group()
     elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
@@ -89,7 +82,7 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
         _check(part)
     parallel = SequenceParallel(group)
     for part in parts:
-        for found in attention_modules(part):
+        for found in models.attention_modules(part):
             setattr(found.module, _PARALLEL, parallel)
         if getattr(part, _PARALLEL, None) is None:
             part.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -108,7 +101,7 @@ def _check(model: PreTrainedModel) -> None:
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
     """Why the sequences of a model cannot be divided."""
     layers = str(getattr(model.config, "layer_types", None))
-    if any(method_of(part.config) is None for part in models_in(model)):
+    if any(method_of(part.config) is None for part in models.models_in(model)):
         yield (
             "computes Transformers' own attention, which would see only the tokens of its process: convert it first, "
             "hf_efficient_attn.convert(model, method)"
@@ -124,16 +117,16 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         yield "does not take tokens, so that its input cannot be divided along them: use it in one process"
     if "recurrent" in layers or "linear_attention" in layers:
         yield "has layers with a state along the sequence, which would begin again in each process"
-    for found in attention_modules(model):
+    for found in models.attention_modules(model):
         if found.location.window is not None or has_distance_bias(type(found.module)):
             what = "a bias of relative positions" if found.location.window is None else "a sliding window"
             yield f"has {what} in {found.location.name}, which is not divided over processes: use a model without"
     for path, module in model.named_modules():
-        inner = [type(x) for x in module.modules() if is_attention(x)] if is_attention(module) else []
+        inner = [type(x) for x in module.modules() if models.is_attention(x)] if models.is_attention(module) else []
         convolves = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)
         if convolves or isinstance(module, nn.RNNBase):
             yield f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process"
-        elif inner and not any(map(uses_interface, inner)):
+        elif inner and not any(map(models.uses_interface, inner)):
             yield f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
 
 
@@ -208,7 +201,7 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
             "same sequences, in the same mode"
         )
     # Only the last process would notice by itself that the sequence is longer than a position table.
-    for part in models_in(model) if given.get("position_ids") is None else ():
+    for part in models.models_in(model) if given.get("position_ids") is None else ():
         positions.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
     key_mask = None
     if any(x[3] for x in found):
