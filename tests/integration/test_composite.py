@@ -22,10 +22,6 @@ def clip():
     return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16))
 
 
-def siglip():
-    return transformers.SiglipModel(transformers.SiglipConfig(text_config=TEXT, vision_config=VISION))
-
-
 def llava():
     """A vision-language model: the features of 64 patches are 64 tokens of a Llama."""
     config = transformers.LlavaConfig(
@@ -46,7 +42,7 @@ def qwen2_vl():
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
-MODELS = {"clip": clip, "siglip": siglip, "llava": llava, "qwen2_vl": qwen2_vl}
+MODELS = {"clip": clip, "llava": llava, "qwen2_vl": qwen2_vl}
 VISION_LANGUAGE = (transformers.LlavaForConditionalGeneration, transformers.Qwen2VLForConditionalGeneration)
 
 
@@ -156,8 +152,7 @@ def test_a_choice_on_the_outer_config_goes_down_to_the_parts(model, folder, tmp_
     loaded = type(model).from_pretrained(folder, attn_implementation="longformer", efficient_attention=choice)
     out, called = methods_called(loaded, calls)
     assert called == {hea.LongformerConfig(window_size=8)}
-    if not isinstance(model, transformers.SiglipModel):  # both parts of which are bidirectional
-        assert {call["is_causal"] for call in calls} == {False, True}
+    assert {call["is_causal"] for call in calls} == {False, True}
     assert torch.equal(methods_called(hea.convert(model, "longformer", **choice), calls)[0], out)
     model.save_pretrained(tmp_path / "whole")
     assert torch.equal(methods_called(type(model).from_pretrained(tmp_path / "whole"), calls)[0], out)

@@ -213,7 +213,7 @@ def test_positions_are_counted_without_padding_where_the_model_does():
 
 
 def test_the_check_is_compiled_and_a_table_can_be_replaced():
-    model = hea.convert(tiny_model("gpt2"), "linear")
+    model = hea.convert(tiny_model("gpt2", n_layer=1), "linear")
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(**tiny_batch("gpt2"))[0], output(model, tiny_batch("gpt2")))

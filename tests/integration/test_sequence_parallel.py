@@ -24,6 +24,7 @@ import hf_efficient_attn as hea
 import processes
 from processes import refused
 from recipes.benchmarks.sequence_parallel import Traffic
+from test_engines import largest_error, relative
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
 LENGTH = 61
@@ -101,13 +102,7 @@ def compare(model, method, padding, **options):
     grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(4)).double()
     (wanted * grad).sum().backward()
     (found * grad[:, own]).sum().backward()
-    differences = [float((found - wanted[:, own]).detach().abs().max() / wanted.detach().abs().max())]
-    for (_, one), (_, other) in zip(whole.named_parameters(), divided.named_parameters(), strict=True):
-        if one.grad is not None:
-            total = torch.zeros_like(one) if other.grad is None else other.grad.clone()
-            dist.all_reduce(total)
-            differences.append(float((total - one.grad).abs().max() / max(1.0, one.grad.abs().max())))
-    return max(differences)
+    return max(relative(found, wanted[:, own]), largest_error(whole, divided))
 
 
 def compare_all(cases):
