@@ -118,9 +118,8 @@ class MethodLayer(DynamicLayer):
     ) -> Tensor:
         """Causal attention of the tokens of the last `update` to all tokens, (B, H, N, Dv).
 
-        The query is (B, H, N, D), key and value are as `update` returned them, and the mask is bool (B, all tokens).
-        The options are scale, dropout_p, seed and parameters of `methods.attention`. The seed of a state is that of its
-        first call; None (training) draws one from the global generator.
+        Key and value are as `update` returned them, and the mask is bool (B, all tokens). The options are scale,
+        dropout_p, seed and parameters of `methods.attention`. The seed of a state is that of its first call.
 
         Raises:
             UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
@@ -207,10 +206,9 @@ class StateLayer(MethodLayer):
     """A cache layer of constant size for a method with a recurrence.
 
     The first keys of a sequence are returned as they are, with a reference to the layer. The attention function
-    computes the prompt as it does without a cache, and then tells the layer how to make its state. After that, the
-    layer returns only the new keys, as `NewKeys`. If it is never asked, because the keys were changed on the way or the
-    graph is being compiled, it continues as an ordinary layer that keeps all keys and values. The output is then
-    correct but decoding is no faster.
+    computes the prompt as it does without a cache, and then the layer makes its state. After that, it returns only the
+    new keys, as `NewKeys`. If it is never asked, because the keys were changed on the way or the graph is being
+    compiled, it continues as an ordinary layer that keeps all keys and values. Decoding is then no faster.
 
     Attributes:
         state: named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead.

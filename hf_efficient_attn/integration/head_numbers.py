@@ -1,8 +1,8 @@
 """Which heads of a layer this process holds, if an engine gives its attention only some of them.
 
 Tensor parallelism splits the projections, and DeepSpeed's Ulysses exchanges the tokens of all heads for all tokens of
-some. In both cases Transformers' module and config still describe all heads, and the attention function is called with
-some. What a method draws for a head, and what it has learned for it, depends on the head's number among all of them.
+some. The module and its config still describe all heads. What a method draws for a head, and what it has learned for
+it, depends on the head's number among all of them.
 """
 
 import sys

@@ -1,11 +1,9 @@
 """How the layers of a model are named, sorted and written in short, and which seed each of them has.
 
 A layer is the first integer in the path of its attention module, or a name that the module has for itself
-(`attention_layer`), such as T2T-ViT's "t2t.0" before layer 0 of the backbone. Several modules can belong to one layer:
-in an encoder-decoder, layer 0 of the encoder and that of the decoder are both layer 0.
-
-A name selects modules by the beginning of their path in the model without its head, or of their own name: "encoder",
-"encoder.layers.0", "decoder.layers.0.self_attn", "t2t".
+(`attention_layer`), such as T2T-ViT's "t2t.0" before layer 0 of the backbone. In an encoder-decoder, layer 0 of the
+encoder and that of the decoder are both layer 0. A name selects modules by the beginning of their path in the model
+without its head, or of their own name: "encoder", "encoder.layers.0", "decoder.layers.0.self_attn", "t2t".
 """
 
 import functools
@@ -29,13 +27,9 @@ _SHORTEST_NAME_RANGE = 3
 
 def layer_of(module: nn.Module, path: str) -> Layer | None:
     """The layer of an attention module: its own name for it, or the first integer in its path; None without either."""
-    own = getattr(module, "attention_layer", None)
-    return first_integer(path) if own is None else own
-
-
-def first_integer(path: str) -> int | None:
-    """The first part of a dotted path that is an integer; None without one."""
-    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+    first = next((int(part) for part in path.split(".") if part.isdigit()), None)
+    own: Layer | None = getattr(module, "attention_layer", first)
+    return own
 
 
 def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:

@@ -1,8 +1,7 @@
 """Learned parameters of a method, as a submodule of every attention module that uses it.
 
-They are created when a model is built or converted, with the values that a conversion starts from. They are trained,
-saved and loaded like all other parameters, under the name `<attention module>.learned_parameters.<name>`, and are
-removed when the model is switched to another method.
+They are created when a model is built or converted. They are trained, saved and loaded like all other parameters, under
+the name `<attention module>.learned_parameters.<name>`, and are removed when the model is switched to another method.
 """
 
 from typing import Any
@@ -27,12 +26,8 @@ class LearnedParameters(nn.Module):
     Call the module to get the tensors, rather than reading its attributes: hooks that load offloaded parameters, such
     as accelerate's, run only when a module is called.
 
-    Args:
-        method: the method's config.
-        sizes: num_heads, num_kv_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes
-            them.
-        device: of the parameters; the current default device if None.
-        dtype: of the parameters; the current default type if None.
+    `sizes` are num_heads, num_kv_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes
+    them. Device and dtype are those of the parameters; None for the current default.
     """
 
     def __init__(

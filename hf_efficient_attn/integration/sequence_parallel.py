@@ -1,13 +1,11 @@
 """`hea.sequence_parallel`: a model whose processes each hold a contiguous shard of the tokens of every sequence.
 
-All parts of a Transformers model but attention compute each token by itself. So a process computes its own tokens, and
-only the attention function talks to the others: `methods.sharded_attention` for a method, `over_heads` for exact
-attention. What attention has to know is agreed upon once for each call of the model, in a forward pre-hook: the lengths
+Only the attention function talks to the other processes: `methods.sharded_attention` for a method, `over_heads` for
+exact attention. What it has to know is agreed upon once for each call of the model, in a forward pre-hook: the lengths
 of all shards, the mask of all tokens, and in training a common seed. It reaches the attention function as the keyword
-argument `sequence_shards`, which layers also pass when gradient checkpointing computes them again.
-
-A refusal must be one in all processes, because the others would wait for a process that refuses alone. So each tells
-the others its problem in the first collective of a call.
+argument `sequence_shards`, which layers also pass when gradient checkpointing computes them again. A refusal must be
+one in all processes, because the others would wait for a process that refuses alone. So each tells the others its
+problem in the first collective of a call.
 """
 
 import inspect
@@ -79,7 +77,8 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
             "torch.distributed.group.WORLD"
         )
     for part in parts:
-        _check(part)
+        for reason in _reasons(part):
+            raise UnsupportedAttentionError(f"sequence_parallel: {type(part).__name__} {reason}")
     parallel = SequenceParallel(group)
     for part in parts:
         for found in models.attention_modules(part):
@@ -89,13 +88,6 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
             part.register_forward_hook(_leave, always_call=True)
         setattr(part, _PARALLEL, parallel)
     return model
-
-
-def _check(model: PreTrainedModel) -> None:
-    """Refuse a model whose sequences cannot be divided."""
-    reason = next(_reasons(model), None)
-    if reason is not None:
-        raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {reason}")
 
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
@@ -190,21 +182,20 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
     seed = int(torch.randint(2**31 - 1, (), device="cpu")) if model.training else -1
     mine = torch.tensor([problem, batch, length, not valid.all(), seed], device=device)
     found = gather_plain(mine, group).tolist()
-    for rank, (code, *_) in enumerate(found):
-        if code >= 0:
-            raise UnsupportedAttentionError(f"sequence_parallel: process {rank} gives the model {list(problems)[code]}")
-    batches, lengths, seeds = [x[1] for x in found], tuple(x[2] for x in found), [x[4] for x in found]
+    codes, batches, lengths, is_padded, seeds = zip(*found, strict=True)
+    for rank in (rank for rank, code in enumerate(codes) if code >= 0):
+        what = list(problems)[codes[rank]]
+        raise UnsupportedAttentionError(f"sequence_parallel: process {rank} gives the model {what}")
     if len(set(batches)) > 1 or len({seed < 0 for seed in seeds}) > 1:
         raise UnsupportedAttentionError(
-            f"sequence_parallel: the processes have batches of {batches} sequences and "
-            f"{sum(seed >= 0 for seed in seeds)} of {len(seeds)} are in training: give all of them their part of the "
-            "same sequences, in the same mode"
+            f"sequence_parallel: the processes have batches of {list(batches)} sequences, and "
+            f"{sum(seed >= 0 for seed in seeds)} are in training: give all of them the same sequences and mode"
         )
     # Only the last process would notice by itself that the sequence is longer than a position table.
     for part in models.models_in(model) if given.get("position_ids") is None else ():
         positions.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
     key_mask = None
-    if any(x[3] for x in found):
+    if any(is_padded):
         whole = gather_plain(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)
         key_mask = torch.cat([x[:, :n] for x, n in zip(whole.unbind(0), lengths, strict=True)], 1)
     return Shards(group, lengths, group.rank(), key_mask, seeds[0] if seeds[0] >= 0 else None)
@@ -218,8 +209,7 @@ class SequenceParallel:
         self.current: Shards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceParallel":
-        """A copy of the model belongs to the same processes."""
-        return SequenceParallel(self.group)
+        return SequenceParallel(self.group)  # a copy of the model belongs to the same processes
 
 
 def is_parallel(module: nn.Module) -> bool:
@@ -233,11 +223,10 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
     Raises:
         UnsupportedAttentionError: the shards are not known.
     """
-    parallel: SequenceParallel | None = getattr(module, _PARALLEL, None)
-    if parallel is None:
+    if not is_parallel(module):
         return None
     _check_eager()
-    shards: Shards | None = kwargs.get(_SHARDS) or parallel.current
+    shards: Shards | None = kwargs.get(_SHARDS) or getattr(module, _PARALLEL).current
     if shards is None:
         raise UnsupportedAttentionError(
             f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "

@@ -110,10 +110,8 @@ class EfficientAttentionConfig(KnownFields):
     def to_dict(self, *, defaults: bool = True) -> dict[str, Any]:
         """Values for JSON, which `from_dict` reads.
 
-        Args:
-            defaults: whether to write hyperparameters that have their default values too. What a model saves contains
-                them, so that it computes the same with a later version that has other defaults. A proposal that people
-                read, such as that of `analyze`, is clearer without them.
+        With `defaults`, hyperparameters that have their default values are written too, so that a saved model computes
+        the same with a later version that has other defaults. A proposal that people read is clearer without them.
         """
         items = []
         for entry in self.entries:
@@ -130,9 +128,7 @@ class EfficientAttentionConfig(KnownFields):
     def from_dict(cls, values: Mapping[str, Any], method: str | None = None) -> "EfficientAttentionConfig":
         """Inverse of `to_dict`.
 
-        Args:
-            values: the dictionary.
-            method: the method if the dictionary names none.
+        `method` is the method if the dictionary names none.
 
         Raises:
             UnsupportedAttentionError: as the class does, for an unknown key, and for a newer version of the format.

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import importlib
+import os
 import sys
 import types
 
@@ -63,7 +65,7 @@ def largest_error(whole, divided, is_summed=lambda name: True):
 
 
 @contextlib.contextmanager
-def emulated_ulysses(name):
+def emulated_ulysses(name, _):
     """What DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` does: it wraps the attention function."""
     state = types.ModuleType(STATE)
     state._SEQUENCE_PARALLEL_GROUP = dist.group.WORLD
@@ -87,44 +89,54 @@ def emulated_ulysses(name):
         del sys.modules[STATE]
 
 
-def by_ulysses(method, num_kv_heads):
-    """The differences of the logits and of the gradients from one process."""
-    model, tokens, size, rank = llama(method, num_kv_heads), ids(), dist.get_world_size(), dist.get_rank()
+@contextlib.contextmanager
+def deepspeed_ulysses(name, model):
+    """DeepSpeed's own, on the CPU, without an operator that would be compiled."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed, attend = importlib.import_module("deepspeed"), ALL_ATTENTION_FUNCTIONS[name]
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    engine = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
+    engine.register_with_transformers(model, name, sequence_parallel_size=dist.get_world_size(), micro_batch_size=2)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name], state = attend, sys.modules[STATE]
+        state._SEQUENCE_PARALLEL_GROUP = state._SEQUENCE_DATA_PARALLEL_GROUP = None
+
+
+def by_ulysses(method, num_kv_heads, engine):
+    """The largest difference of the logits and of the gradients from one process, and the refusal of padding."""
+    model, size, rank = llama(method, num_kv_heads), dist.get_world_size(), dist.get_rank()
     divided, own = copy.deepcopy(model), slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
-    wanted = model(tokens).logits
-    position_ids = torch.arange(LENGTH)[None, own]
-    with emulated_ulysses(method):
-        found = divided(tokens[:, own], position_ids=position_ids, use_cache=False).logits
+    wanted, right = model(ids()).logits, torch.ones(2, LENGTH // size, dtype=torch.int64)
+    left, call = right.clone(), {"position_ids": torch.arange(LENGTH)[None, own].repeat(2, 1), "use_cache": False}
+    right[:, -3:], left[:, :3] = 0, 0
+    with engine(method, divided):
+        found = divided(ids()[:, own], **call).logits
         found.square().sum().backward()
+        if num_kv_heads == 1:
+            assert refused(lambda: divided(ids()[:, own], attention_mask=right, **call)) is None
+            lost = refused(lambda: divided(ids()[:, own], attention_mask=left, **call))
+            sys.modules[STATE]._SEQUENCE_PARALLEL_GROUP = None
+            unknown = refused(lambda: divided(ids()[:, own], **call))
+            assert "without the attention_mask" in lost and "it is not known which they are" in unknown
     wanted.square().sum().backward()
     return max(relative(found, wanted[:, own]), largest_error(model, divided))
 
 
-def refusals_of_ulysses():
-    model, own = llama("kdeformer"), slice(0, LENGTH // 2)
-    tokens, mask = ids()[:, own], torch.ones(2, LENGTH // 2, dtype=torch.int64)
-    positions, left = torch.arange(LENGTH // 2)[None], mask.clone()
-    mask[:, -3:], left[:, :3] = 0, 0
-    with emulated_ulysses("kdeformer"):
-        harmless = refused(lambda: model(tokens, attention_mask=mask, position_ids=positions, use_cache=False))
-        lost = refused(lambda: model(tokens, attention_mask=left, position_ids=positions, use_cache=False))
-        sys.modules[STATE]._SEQUENCE_PARALLEL_GROUP = None
-        unknown = refused(lambda: model(tokens, position_ids=positions, use_cache=False))
-    return harmless, lost, unknown
-
-
-def ulysses(cases):
-    return {case: by_ulysses(*case) for case in cases}, refusals_of_ulysses()
+def ulysses(cases, engine):
+    return {case: by_ulysses(*case, engine) for case in cases}
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_ulysses(tmp_path, size):
-    cases = [(method, 4) for method in METHODS] + [("linear", 2), ("kdeformer", 1)]
-    for errors, (harmless, lost, unknown) in processes.run(size, tmp_path, ulysses, cases):
+@pytest.mark.parametrize("engine", [emulated_ulysses, deepspeed_ulysses])
+def test_ulysses(tmp_path, size, engine):
+    if engine is deepspeed_ulysses:  # DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed
+        pytest.importorskip("deepspeed")
+    cases = [("performer", 4), ("eva", 4), ("nearfar", 4), ("linear", 2), ("kdeformer", 1)]
+    for errors in processes.run(size, tmp_path, ulysses, cases, engine):
         assert all(error < 1e-6 for error in errors.values()), errors
-        assert harmless is None
-        assert "without the attention_mask" in lost
-        assert "it is not known which they are" in unknown
 
 
 def by_tensor_parallelism(folder, methods):
