@@ -26,7 +26,7 @@ from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_we
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import write_json
 
 
@@ -147,7 +147,8 @@ class Conversion:
         model, stored = self.model, self.model.config.efficient_attention
         self._method = method if isinstance(method, str) else str(method.method)
         # The hyperparameters that the checkpoint's parameters were learned with.
-        present = [entry.config for entry in stored.settings.entries if entry.config.method == method] if stored else []
+        entries = as_settings(stored).entries if stored else ()
+        present = [entry.config for entry in entries if entry.config.method == method]
         chosen = choice_of(present[0] if len(present) == 1 else method, layers, hyperparameters)
         with quiet(), refusing(f"{self._method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
             if self._max_length is not None and stored and not present:

@@ -15,7 +15,7 @@ from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.positions import find_tables
-from hf_efficient_attn.integration.settings import changed_hyperparameters
+from hf_efficient_attn.integration.settings import as_settings, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
 
@@ -109,7 +109,7 @@ def loading_lines(
     elif kernel is not None:
         option = ', model_kwargs={"allow_all_kernels": True}' if embeds_sentences else ", allow_all_kernels=True"
     elif stored or auto_class(architecture):
-        classes = {type(entry.config) for entry in stored.settings.entries} if stored else set()
+        classes = {type(entry.config) for entry in as_settings(stored).entries} if stored else set()
         lines = ["import hf_efficient_attn", *(file.line for file in own_files_of(classes))]
     library, call = "transformers", f"{name}.from_pretrained"
     if embeds_sentences:

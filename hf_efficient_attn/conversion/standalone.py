@@ -8,6 +8,7 @@ from hf_efficient_attn.checkpoint.provenance import check_hub_id
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.kernel import kernel_methods
 from hf_efficient_attn.hub.remote_code import MODULE, remote_code
+from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.methods import learns
 
@@ -20,7 +21,7 @@ def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
     """
     check_hub_id(repo_id, "--kernel")
     stored = config.efficient_attention
-    entries = stored.settings.entries if stored else ()
+    entries = as_settings(stored).entries if stored else ()
     methods = sorted({entry.config.method for entry in entries})
     problems = {
         "the attention is exact": not entries,

@@ -17,14 +17,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.attention import ModuleLocation, is_causal_call
+from hf_efficient_attn.integration.attention import ModuleLocation, head_slice_of, is_causal_call
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.head_numbers import head_slice_of
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask, read_mask
 from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
-from hf_efficient_attn.integration.own_forward import give, plan
 from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
@@ -183,7 +181,7 @@ def capture_attention(
         name = "measuring attention"
         mask = read_mask(name, attention_mask)
         window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refuse_arguments(name, module, kwargs)
+        refuse_arguments(name, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
         tensors = (query, key, value, mask.keys)
         if location.window is not None:
@@ -207,8 +205,6 @@ def capture_attention(
         return exact.to(value.dtype).transpose(1, 2).contiguous(), None
 
     configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
-    # Modules of a converted model that give their method the hidden states would not ask the interface.
-    forwards = [(module, vars(module).get("forward")) for module in known]
     training = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     # Without a registered mask function Transformers drops the padding mask.
@@ -220,7 +216,6 @@ def capture_attention(
         for config, _ in configs:
             config._attn_implementation_internal = _NAME
         for module in known:
-            give(module, plan(module, None))
             attach_hook(module)
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
@@ -228,8 +223,6 @@ def capture_attention(
     finally:
         for module, mode in training:
             module.training = mode
-        for module, own in forwards:
-            give(module, own)
         for config, implementation in configs:
             config._attn_implementation_internal = implementation
         ALL_ATTENTION_FUNCTIONS.pop(_NAME)

@@ -25,7 +25,7 @@ from hf_efficient_attn.evaluation.timing import (
     timer,
 )
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.learned import learned_tensors
+from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
@@ -245,7 +245,8 @@ class LengthComparison:
             for label, config in configs.items():
                 error = 0.0
                 if config is not None:
-                    error = call.errors(config, learned_tensors(modules[label][call.name])).mean().item()
+                    learned = learned_of(modules[label][call.name])
+                    error = call.errors(config, None if learned is None else learned()).mean().item()
                 errors[label].setdefault(call.layer, []).append(error)
 
         exact = self._variants[EXACT].model

@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.modules import method_module, methods_of_package, modules_of
+from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.version import __version__
 
 # The name of the file.
@@ -39,7 +40,7 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
         UnsupportedAttentionError: Transformers has no auto class for the model, or a method is not of this package.
     """
     stored, classes = config.efficient_attention, auto_classes(config)
-    methods = sorted({entry.config.method for entry in stored.settings.entries}) if stored else []
+    methods = sorted({entry.config.method for entry in as_settings(stored).entries}) if stored else []
     others = [name for name in methods if name not in methods_of_package()]
     if others or not classes or not type(config).__module__.startswith("transformers."):
         problem = f"{', '.join(others)} is a method of your own" if others else "Transformers has no such model"

@@ -4,29 +4,23 @@ Transformers has an official interface for the two functions (`AttentionInterfac
 none for what a checkpoint must carry (`attn_implementation` is dropped on every save), nor for changing a model that
 was just made. `register` therefore extends its base classes once, in these places only:
 
-- `PreTrainedConfig.efficient_attention` is an attribute (`configs`).
-- `PreTrainedConfig.to_dict` also contains the method and its hyperparameters (`configs.extend_configs`).
-- `PreTrainedConfig._attn_implementation` refuses methods for parts that a model does not have (`configs.check_parts`).
-- `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`switching.switch`), and
-  `_from_config` restores the config of a model that is refused.
-- `PreTrainedModel.get_correct_attn_implementation` suggests the method with the most similar name if a name is unknown,
-  and refuses model classes that know only Transformers' own implementations.
-- `PreTrainedModel._initialize_weights` also initializes learned parameters (`learned.LearnedParameters`).
-- `GenerationMixin.init_continuous_batching` refuses models with a method of this package, and
-  `_prepare_cache_for_generation` texts that would become longer than their position table.
+- `PreTrainedConfig.efficient_attention` is an attribute, which `to_dict` contains together with the method's name, and
+  `_attn_implementation` refuses methods for parts that a model does not have (`configs`).
+- `PreTrainedModel.post_init` and `set_attn_implementation` also switch the attention modules (`switching.switch`),
+  `_from_config` restores the config of a model that is refused, `get_correct_attn_implementation` suggests the most
+  similar name and refuses model classes that know only Transformers' own implementations, and `_initialize_weights`
+  also initializes learned parameters (`switching`).
+- `GenerationMixin.init_continuous_batching` refuses models with a method of this package.
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`cache`).
 
-`switching.switch` changes no class. It numbers the attention modules and attaches the parameters that their method
-learns. A few kinds of modules also get a forward that passes hidden states instead of keys and values (`own_forward`).
-Those of T5 get a hook that keeps their bias from becoming a matrix (`distance_bias`). A switch is one transaction: if
-it fails, everything is as it was before (`models.Snapshot`).
+A switch changes no class. It numbers the attention modules and attaches the parameters that their method learns. A few
+kinds of modules also get a forward that passes hidden states instead of keys and values (`own_forward`), and those of
+T5 a hook that keeps their bias from becoming a matrix (`distance_bias`). Other models and configs do not change.
 
 An attention module can describe itself by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (the largest number of keys), which determine the sizes of learned
-parameters; `is_rectangular`, True if it has fewer keys than queries by construction, so that a method without a
-rectangular form is refused. The attribute `attention_note` of a config explains why a layer has no attention.
-
-Models and configs that name no method of this package pass through all of this unchanged.
+parameters; `is_rectangular`, True if it has fewer keys than queries by construction. The attribute `attention_note` of
+a config explains why a layer has no attention.
 """
 
 import functools
@@ -35,12 +29,11 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from hf_efficient_attn.integration.attention import make_attention_function
+from hf_efficient_attn.integration.attention import REGISTERED, make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
-from hf_efficient_attn.integration.extensions import extend_classes
-from hf_efficient_attn.integration.head_numbers import REGISTERED
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.switching import extend_classes
 from hf_efficient_attn.methods import on_register
 from hf_efficient_attn.ops.tracing import in_onnx_export
 

@@ -1,32 +1,34 @@
 """The attention function that Transformers calls under a method's name."""
 
+import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import refusals
 from hf_efficient_attn.integration.cache import MethodLayer, NewKeys, cache_layer_of
 from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.head_numbers import head_slice_of, refuse_context_parallel
 from hf_efficient_attn.integration.layers import layer_seed
-from hf_efficient_attn.integration.learned import required_tensors
+from hf_efficient_attn.integration.learned import first_number, required_tensors
 from hf_efficient_attn.integration.masks import KeyMask, read_mask
 from hf_efficient_attn.integration.models import ModuleLocation, location_of, method_at
-from hf_efficient_attn.integration.refusals import (
-    refuse_arguments,
-    refuse_unchecked,
-    take_window,
-    warn_of_exact_cross_attention,
-    why_cross_attention_is_exact,
-)
 from hf_efficient_attn.integration.sequence_parallel import shard_attention, shards_of
-from hf_efficient_attn.integration.settings import warn_beyond_calibration
+from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibration
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
+from hf_efficient_attn.ops.shards import HeadSlice
 
-__all__ = ["ModuleLocation", "is_causal_call", "make_attention_function", "method_at"]
+__all__ = ["REGISTERED", "ModuleLocation", "head_slice_of", "is_causal_call", "make_attention_function", "method_at"]
+
+
+# The attention functions as they were registered, by the methods' names.
+REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
 def is_causal_call(module: nn.Module, location: ModuleLocation, mask: KeyMask, is_causal: bool | None) -> bool:
@@ -57,25 +59,30 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        location, shards = location_of(module), shards_of(module, kwargs)
+        location, shards, config = location_of(module), shards_of(module, kwargs), getattr(module, "config", None)
         refuse_context_parallel(name, module)
-        distance_bias = take_bias(kwargs, query.device)
-        mask = read_mask(name, attention_mask)
-        window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refuse_arguments(name, module, kwargs)
+        distance_bias, mask = take_bias(kwargs, query.device), read_mask(name, attention_mask)
+        window = refusals.take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+        refusals.refuse_arguments(name, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)
-        method = _method_of(name, module, location, is_rectangular=not is_causal and query.shape[2] != key.shape[2])
-        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout if module.training else 0.0}
-        parameters: Mapping[str, Tensor] = {}
+        method = method_at(config, name, location)
+        if method is not None and (location.is_cross or (not is_causal and query.shape[2] != key.shape[2])):
+            reason = refusals.why_cross_attention_is_exact(method, config)
+            if reason is not None:
+                refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
+                method = None
         cached = _cached_layer(name, location, key, method if is_causal else None)
+        parameters: Mapping[str, Tensor] = {}
         if method is not None:
             if is_causal:
-                refuse_unchecked(method, module, location.name)
+                refusals.refuse_unchecked(method, module, location.name)
             parameters = required_tensors(module, method, location.name)
             keys = (key.shape[2], mask.keys) if shards is None else (shards.total, shards.key_mask)
-            warn_beyond_calibration(settings_of(getattr(module, "config", None), name), *keys)
+            warn_beyond_calibration(settings_of(config, name), *keys)
+        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout if module.training else 0.0}
+        seed = layer_seed(location.layer)
         if shards is not None:
-            options |= {"is_causal": is_causal, "seed": layer_seed(location.layer), "parameters": parameters}
+            options |= {"is_causal": is_causal, "seed": seed, "parameters": parameters}
             out = shard_attention(method, (query, key, value), shards, **options)
         elif method is None:
             options |= {"is_causal": is_causal, "distance_bias": distance_bias, "window": window}
@@ -83,11 +90,10 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         else:
             # In training the seed comes from the global generators, so that gradient checkpointing draws the same
             # again. Otherwise it depends on the layer alone.
-            options["seed"] = None if module.training else layer_seed(location.layer)
             heads = head_slice_of(name, module, query.shape[1])
             if heads is not None:
                 parameters = parameters_of_slice(method, parameters, heads, query.shape[1])
-            options["parameters"] = parameters
+            options |= {"seed": None if module.training else seed, "parameters": parameters}
             if distance_bias is not None:
                 options["distance_bias"] = distance_bias
             if cached is not None:
@@ -102,18 +108,6 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _method_of(name: str, module: nn.Module, location: ModuleLocation, *, is_rectangular: bool) -> MethodConfig | None:
-    """The method that computes a call. Cross attention that it cannot compute stays exact, with a warning."""
-    config = getattr(module, "config", None)
-    method = method_at(config, name, location)
-    if method is not None and (location.is_cross or is_rectangular):
-        reason = why_cross_attention_is_exact(method, config)
-        if reason is not None:
-            warn_of_exact_cross_attention(module, reason, [location.name])
-            return None
-    return method
-
-
 def _cached_layer(name: str, location: ModuleLocation, key: Tensor, method: MethodConfig | None) -> MethodLayer | None:
     """The layer of the cache that computes a causal call of a method; None if the keys are those of all tokens."""
     cached = cache_layer_of(key)
@@ -126,3 +120,60 @@ def _cached_layer(name: str, location: ModuleLocation, key: Tensor, method: Meth
             "with a new cache after switching the model"
         )
     return None
+
+
+# Tensor parallelism gives attention only some heads. The module and its config still describe all of them, and what a
+# method draws and has learned for a head depends on its number among all.
+
+
+def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:
+    """The numbers of the `num_heads` query heads of a call of an attention module; None for all heads of the layer.
+
+    Raises:
+        UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
+    """
+    total = first_number(getattr(module, "config", None), "num_attention_heads", "n_head", "n_heads", "num_heads")
+    if total is None or num_heads >= total:
+        return None
+    sharded = sharded_parameters(module)
+    for parameter in sharded:
+        mesh = parameter.device_mesh
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard() and total == num_heads * mesh.size(dim):
+                return HeadSlice(int(mesh.get_local_rank(dim)) * num_heads, total)
+    # Another library, such as DeepSpeed with its Ulysses, has put a function of its own in the place of the method's.
+    is_wrapped = name in REGISTERED and ALL_ATTENTION_FUNCTIONS.get(name) is not REGISTERED[name]
+    if is_wrapped or sharded:
+        raise UnsupportedAttentionError(
+            f"{name}: a {type(module).__name__} calls its attention with {num_heads} of {total} heads, and it is not "
+            "known which they are, so that what is drawn or learned for a head would be that of another one: use "
+            "Transformers' tensor parallelism or hf_efficient_attn.sequence_parallel instead of another engine, such "
+            f"as DeepSpeed's Ulysses (sp_size), or attn_implementation={EXACT!r}"
+        )
+    return None  # a model whose layers have different numbers of heads
+
+
+def sharded_parameters(module: nn.Module) -> list[Any]:
+    """The parameters of a module that are divided over processes while it computes."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return []
+    from torch.distributed.tensor import DTensor
+
+    return [x for x in module.parameters() if isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)]
+
+
+def refuse_context_parallel(name: str, module: nn.Module) -> None:
+    """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only.
+
+    The call is in `context_parallel`, or accelerate has prepared the module for it.
+    """
+    exact: Any = torch.nn.functional.scaled_dot_product_attention
+    # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).
+    replaced = isinstance(exact, FunctionType) and exact.__module__.startswith("torch.distributed")
+    hooks = (getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values())
+    if replaced or any("_attach_context_parallel_hooks" in hook for hook in hooks):
+        raise UnsupportedAttentionError(
+            f"{name}: context parallelism (cp_size, ring attention) joins the sequence again in PyTorch's own "
+            "attention only, so that this layer would attend within its shard: use "
+            f"hf_efficient_attn.sequence_parallel, or attn_implementation={EXACT!r}"
+        )

@@ -2,12 +2,7 @@
 
 No attention class is patched: a model's attention module passes what `cache.update` returns straight to its attention
 function, so that the keys themselves can say which layer of which cache they come from. The attention function asks
-this layer for its output. A layer that is used so defines what it holds (`_content`) and four operations on it:
-
-- `_attention`: add new tokens, and compute their attention to all tokens;
-- `_add`: add tokens without attention, after `crop` has restored what was held before them;
-- `_forget`: remove the last tokens without such a record, or refuse to;
-- `_first_attention`, if it starts as an ordinary layer: attention to keys that `update` returned as they are.
+this layer for its output.
 
 `DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
 method has a recurrence (`extensions`). Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys
@@ -31,18 +26,13 @@ _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
 # The attribute of keys that refers to the layer that returned them. No output depends on it: keys that lose it are
 # computed with as any others, and `NewKeys` without it are refused.
 _LAYER = "_state_layer"
-RECORD = (
-    "start with a new cache, or call its activate_past_recording() before the tokens come, as assisted generation does "
-    "in newer versions of Transformers"
-)
 
 
 class NewKeys(Tensor):
     """Keys of only the new tokens, on their way from a cache layer to the attention function. Nothing else uses them.
 
-    Code that reads them as if they were the keys of all tokens would silently lose the past: another attention function
-    after the model was switched, or a model that changes its cached keys. torch.compile fails on them; a cache that a
-    compiled forward began keeps keys and values instead.
+    Code that reads them as the keys of all tokens would silently lose the past: another attention function after the
+    model was switched, or a model that changes its cached keys. torch.compile fails on them.
     """
 
     @classmethod
@@ -56,7 +46,7 @@ class NewKeys(Tensor):
             result = function(*args, **(kwargs or {})) if looks else None
         if not looks or isinstance(result, Tensor):
             raise UnsupportedAttentionError(
-                "this cache holds a state of the method that the model had when the cache was made, and no keys that "
+                "this cache holds a state of the method that the model had, and no keys that "
                 f"{name!r} could read: start with a new cache after switching the model or compiling its forward; if "
                 "the model itself changes its cached keys, generate with use_cache=False"
             )
@@ -70,20 +60,13 @@ class Tokens(NamedTuple):
     value: Tensor
     mask: Tensor | None
 
-    @property
-    def number(self) -> int:
-        """N."""
-        return self.key.shape[2]
-
-    def piece(self, own: slice) -> "Tokens":
-        """A slice of the tokens."""
-        return Tokens(self.key[:, :, own], self.value[:, :, own], None if self.mask is None else self.mask[:, own])
-
 
 class MethodLayer(DynamicLayer):
     """A cache layer that computes attention itself, by `method`, from what it holds instead of the keys of all tokens.
 
-    `update` returns keys that say which layer they come from, and the attention function calls `attention`.
+    `update` returns keys that say which layer they come from, and the attention function calls `attention`. A subclass
+    adds new tokens and computes their attention to all tokens by `_attention`, or, if `update` returned the keys as
+    they are, by `_first_attention`.
 
     Attributes:
         seen: number of tokens, padding included.
@@ -96,15 +79,12 @@ class MethodLayer(DynamicLayer):
     # For messages: what the layer holds, and what to do where two layers share keys.
     _holds: ClassVar[str]
     _unshared: ClassVar[str]
-    # See the module's docstring. The first two take query, tokens and the options of `attention`.
     _first_attention: Callable[..., Tensor]
     _attention: Callable[..., Tensor]
-    _add: Callable[..., Any]
-    _forget: Callable[[int], None]
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__()
-        self.method, self.is_recording = method, False
+        self.method = method
         self.reset()
 
     def reset(self) -> None:
@@ -115,12 +95,6 @@ class MethodLayer(DynamicLayer):
         self.seen, self.is_initialized = 0, False
         # Whether the attention function has used the keys of the last `update`.
         self.was_used = True
-        self._drop_record()
-
-    def _drop_record(self) -> None:
-        """Forget what `crop` needs: the attributes before the first of the last tokens, and these tokens."""
-        self.before: dict[str, Any] = {}
-        self.recorded: list[Tokens] = []
 
     @property
     def keeps_keys(self) -> bool:
@@ -131,8 +105,7 @@ class MethodLayer(DynamicLayer):
         """Count new keys, and return them in a form that only the attention functions of this package can use."""
         if not self.was_used:
             raise UnsupportedAttentionError(
-                f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the call "
-                "may have failed midway): start with a new cache"
+                f"{self.method.method}: no attention followed the last tokens in this cache: start with a new cache"
             )
         self.seen, self.was_used = self.seen + key.shape[-2], False
         new = key.as_subclass(NewKeys)
@@ -144,9 +117,8 @@ class MethodLayer(DynamicLayer):
     ) -> Tensor:
         """Causal attention of the tokens of the last `update` to all tokens, (B, H, N, Dv).
 
-        The query is (B, H, N, D), key and value are as `update` returned them, and the mask is bool (B, all tokens).
-        The options are scale, dropout_p, seed and parameters of `methods.attention`. The seed of a state is that of its
-        first call; None (training) draws one from the global generator.
+        Key and value are as `update` returned them, and the mask is bool (B, all tokens). The options are scale,
+        dropout_p, seed and parameters of `methods.attention`. The seed of a state is that of its first call.
 
         Raises:
             UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
@@ -172,60 +144,41 @@ class MethodLayer(DynamicLayer):
             if not (counted == given).all():
                 raise UnsupportedAttentionError(
                     f"{self.method.method}: the attention_mask of earlier tokens has changed, and {self._holds} cannot "
-                    "forget tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new "
-                    "cache"
+                    "forget tokens: give the mask of all tokens as it was, or start with a new cache"
                 )
         # Usually only the prompt has padding, and attention without a mask is faster.
         return None if mask is None or mask[:, earlier:].all() else mask[:, earlier:]
-
-    def _record(self, tokens: Tokens) -> None:
-        """Remember new tokens, and what the layer held before the first of them, for `crop`."""
-        if self.is_recording:
-            before = {name: getattr(self, name) for name in self._content}
-            self.before = self.before or {**before, "seen": self.seen - tokens.number}
-            self.recorded.append(tokens)
 
     def get_seq_length(self) -> int:
         """Number of tokens so far, padding included."""
         return super().get_seq_length() if self.keeps_keys else self.seen
 
-    def activate_past_recording(self) -> None:
-        """Keep new tokens until the next `crop`, for assisted generation."""
-        self.is_recording = True
-
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of the base class
-        """Whether `crop` can remove tokens: kept keys can always be removed, others if they are recorded."""
-        return self.is_recording or (self.keeps_keys and self.is_initialized)
+        """Whether `crop` can remove tokens, that is, whether keys are kept."""
+        return self.keeps_keys and self.is_initialized
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; `tokens_to_remove` is minus their number, in 5.12 also the length that remains.
 
         Raises:
-            UnsupportedAttentionError: they have changed what the layer holds, and were not recorded.
+            UnsupportedAttentionError: there is something to remove, and no keys are kept.
         """
-        if self.keeps_keys:
-            return super().crop(tokens_to_remove) if self.is_initialized else None
-        is_length = tokens_to_remove > 0 or (tokens_to_remove == 0 and _CROPS_TO_LENGTH)
-        number = max(0, self.seen - tokens_to_remove) if is_length else -tokens_to_remove
-        before, recorded, remaining = self.before, self.recorded, self.seen - number
-        self._drop_record()
-        if number and remaining <= 0:
-            self.reset()
-        elif number > sum(tokens.number for tokens in recorded):
-            self._forget(number)
-        elif number:
-            vars(self).update(before)
-            for tokens in recorded:
-                kept = tokens.piece(slice(0, max(0, remaining - self.seen)))
-                if kept.number:
-                    self.seen += kept.number
-                    self._add(kept)
-        return None
+        if self.is_croppable:
+            super().crop(tokens_to_remove)
+        elif tokens_to_remove < 0 or (_CROPS_TO_LENGTH and tokens_to_remove < self.seen):
+            self.activate_past_recording()
+
+    def activate_past_recording(self) -> None:
+        """Refuse to take tokens back, which assisted generation announces by this call."""
+        raise UnsupportedAttentionError(
+            f"{self.method.method}: tokens cannot be taken back (assistant_model, prompt_lookup_num_tokens, crop), "
+            f"because {self._holds} cannot forget tokens: leave these arguments out, or give a cache that keeps all "
+            "keys, past_key_values=DynamicCache()"
+        )
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:
         """Apply a selection of batch rows to all that the layer holds."""
-        self._drop_record()
         for name in self._content:
             setattr(self, name, tree_map_only(Tensor, select, getattr(self, name)))
 
@@ -241,16 +194,6 @@ class MethodLayer(DynamicLayer):
         """Keep only these batch rows."""
         self._select(lambda x: x[indices.to(x.device)])
 
-    def offload(self) -> None:
-        """Move kept keys to the CPU. Other content stays, because it does not grow."""
-        if self.keeps_keys:
-            super().offload()
-
-    def prefetch(self) -> None:
-        """Move kept keys back."""
-        if self.keeps_keys:
-            super().prefetch()
-
 
 def cache_layer_of(key: Tensor) -> MethodLayer | None:
     """The layer that returned these keys; None if they come from elsewhere."""
@@ -261,10 +204,9 @@ class StateLayer(MethodLayer):
     """A cache layer of constant size for a method with a recurrence.
 
     The first keys of a sequence are returned as they are, with a reference to the layer. The attention function
-    computes the prompt as it does without a cache, and then tells the layer how to make its state. After that, the
-    layer returns only the new keys, as `NewKeys`. If it is never asked, because the keys were changed on the way or the
-    graph is being compiled, it continues as an ordinary layer that keeps all keys and values. The output is then
-    correct but decoding is no faster.
+    computes the prompt as it does without a cache, and then the layer makes its state. After that, it returns only the
+    new keys, as `NewKeys`. If it is never asked, because the keys were changed on the way or the graph is being
+    compiled, it continues as an ordinary layer that keeps all keys and values. Decoding is then no faster.
 
     Attributes:
         state: named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead.
@@ -292,18 +234,15 @@ class StateLayer(MethodLayer):
         """Take the keys and values (B, H_kv, N, .) of N new tokens, and return some for the attention function."""
         if self.options is not None:
             return self._take(key_states), value_states
-        if self.is_initialized:
-            return super().update(key_states, value_states, *args, **kwargs)
-        return self._begin(key_states, value_states)
+        is_first = not self.is_initialized
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return (self._marked(keys) if is_first else keys), values
 
-    # A graph keeps the keys.
-    @replaced_in_graphs(DynamicLayer.update)
-    def _begin(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        self.keys, self.values = key_states, value_states
-        returned = key_states.view_as(key_states)
-        setattr(returned, _LAYER, self)
-        return returned, value_states
+    @replaced_in_graphs(lambda self, keys: keys)  # a graph keeps the keys
+    def _marked(self, keys: Tensor) -> Tensor:
+        marked = keys.view_as(keys)
+        setattr(marked, _LAYER, self)
+        return marked
 
     def _first_attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
         options = {**options, "seed": draw_seed(query.device) if options["seed"] is None else options["seed"]}
@@ -311,30 +250,24 @@ class StateLayer(MethodLayer):
         out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
         # The layer's own keys may be on another device by now: an offloading cache moves them after `update`.
         if self.options is None and self.keys is not None and self.keys.shape == key.shape:
-            tokens = tokens._replace(key=key.view_as(key))
-            self.options, self.seen, self.keys, self.values = options, key.shape[-2], None, None
-            self._record(tokens)
+            self.options, self.seen, self.keys, self.values = options, key.shape[2], None, None
+            self.is_initialized = False  # an offloading cache has nothing to move
+            self.pending = tokens._replace(key=key.view_as(key))
+            self._count(tokens)
             # With gradients the state is made when the next token comes, otherwise at once.
-            self._add(tokens, is_pending=torch.is_grad_enabled())
+            if not torch.is_grad_enabled():
+                self._update_pending()
         return out
 
     def _attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
         assert self.options is not None
         self.options = {**options, "scale": self.options["scale"], "seed": self.options["seed"]}
         self._update_pending()
-        self._record(tokens)
         out, self.state = attention_with_state(
             self.method, self.state, query, tokens.key, tokens.value, attention_mask=tokens.mask, **self.options
         )
         self._count(tokens)
         return out
-
-    def _add(self, new: Tokens, is_pending: bool = False) -> None:
-        self._update_pending()
-        self.pending = new
-        self._count(new)
-        if not is_pending:
-            self._update_pending()
 
     def _update_pending(self) -> None:
         if self.pending is not None:
@@ -346,11 +279,6 @@ class StateLayer(MethodLayer):
     def _count(self, new: Tokens) -> None:
         """Count the valid tokens of each batch row, from the first padding on."""
         if new.mask is not None or self.valid is not None:
-            added = new.number if new.mask is None else new.mask.sum(1)
-            self.valid = (self.seen - new.number if self.valid is None else self.valid) + added
-
-    def _forget(self, number: int) -> None:
-        raise UnsupportedAttentionError(
-            f"{self.method.method}: {number} tokens cannot be taken back, because a state sums over all tokens: "
-            f"{RECORD}"
-        )
+            number = new.key.shape[2]
+            added = number if new.mask is None else new.mask.sum(1)
+            self.valid = (self.seen - number if self.valid is None else self.valid) + added

@@ -1,13 +1,14 @@
 """`efficient_attention` on every Transformers config, and its entry in `config.json`."""
 
 import functools
+from types import MappingProxyType
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Stored, as_settings
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
@@ -51,9 +52,17 @@ def _stored(config: object) -> EfficientAttentionConfig | None:
     return settings
 
 
-def _get(config: PreTrainedConfig) -> Stored | None:
+def _get(config: PreTrainedConfig) -> MappingProxyType[str, Any] | None:
+    """None, or a read-only dictionary.
+
+    It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
+    dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
+    setting the attribute also chooses the method, for all parts of a composite model, or only for those that name it
+    already. If it names another one, the setting has no effect until the model is switched.
+    """
     settings = _stored(config)
-    return None if settings is None else Stored(settings)
+    # The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
+    return None if settings is None else MappingProxyType(settings.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:
@@ -74,19 +83,6 @@ def _set(config: PreTrainedConfig, value: Any) -> None:
         )
 
 
-_PROPERTY = property(
-    _get,
-    _set,
-    doc="""None, or a read-only dictionary.
-
-    It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
-    dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
-    setting the attribute also chooses the method, for all parts of a composite model, or only for those that name it
-    already. If it names another one, the setting has no effect until the model is switched.
-    """,
-)
-
-
 def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | None:
     """The `attn_implementation` to save: a name, None, or a dictionary for a composite model whose parts differ."""
     own = method_of(config)
@@ -97,31 +93,22 @@ def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | Non
     return entries if own is None else {"": own, **entries}
 
 
-def requested_methods(implementation: object) -> list[str]:
-    """The methods of this package that an `attn_implementation` argument names."""
-    if isinstance(implementation, dict):
-        return [name for value in implementation.values() for name in requested_methods(value)]
-    return [implementation] if isinstance(implementation, str) and implementation in available_methods() else []
-
-
 def check_parts(config: PreTrainedConfig, implementation: object) -> None:
     """Refuse parts that a composite model does not have in an `attn_implementation`. Transformers ignores them."""
     # Trainer reads the config.json of a checkpoint as a plain config, which does not know the parts of its model.
     if not isinstance(implementation, dict) or type(config) is PreTrainedConfig:
         return
     for key, value in implementation.items():
-        if key not in ("", *config.sub_configs) and requested_methods(value):
-            kind = type(config).__name__
+        if key not in ("", *config.sub_configs) and (isinstance(value, dict) or value in available_methods()):
+            unknown = unknown_name(f"part of {type(config).__name__}", key, sorted(config.sub_configs))
             raise UnsupportedAttentionError(
-                f"attn_implementation: {unknown_name(f'part of {kind}', key, sorted(config.sub_configs))}"
-                if config.sub_configs
-                else f"attn_implementation: {kind} has no parts such as {key!r}: give the name of one method"
+                f"attn_implementation: {unknown} Give a model without parts the name of one method"
             )
 
 
 def extend_configs() -> None:
     """Give `PreTrainedConfig` the attribute, two more keys in `to_dict` and a check of names of parts."""
-    setattr(PreTrainedConfig, _ATTRIBUTE, _PROPERTY)
+    setattr(PreTrainedConfig, _ATTRIBUTE, property(_get, _set))
     implementation: Any = PreTrainedConfig.__dict__["_attn_implementation"]
 
     def set_checked(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
@@ -136,8 +123,7 @@ def extend_configs() -> None:
         output = to_dict(self)
         output.pop(_ATTRIBUTE, None)
         for part in (output.get(key) for key in self.sub_configs):
-            # Its own dictionary names the method as well, and some configs give the implementation of a part a second
-            # time, such as LightGlue's.
+            # Its own dictionary names the method as well. LightGlue's config names the implementation a second time.
             if isinstance(part, dict) and _ATTRIBUTE in part:
                 part.pop("attn_implementation", None)
         entry, name = implementation_entry(self), method_of(self)

@@ -2,19 +2,17 @@
 
 T5's attention modules compute the bias as a (1, H, Nq, Nk) tensor, hand it to the attention function as
 `position_bias`, and return it, so that the next layer gets it. They compute none if they are given one. A forward
-pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would and makes a table
-of the bias by distance in each attention function that asks for it. Cross attention has no bias, but T5 makes a tensor
-of zeros for it, which the hook prevents in the same way.
+pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would. Cross attention has
+no bias, but T5 makes a tensor of zeros for it, which the hook prevents in the same way.
 """
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_efficient_attn.integration.model_code import attention_arguments, hook_once, uses_interface
+from hf_efficient_attn.integration.models import hook_once, uses_interface
 
 ARGUMENT = "position_bias"
 # The attribute of attention functions that take a `DistanceBias`.
@@ -25,39 +23,17 @@ class DistanceBias:
     """What an attention module of T5 gets in place of a tensor of biases.
 
     Every layer computes its own table, so that gradients reach the parameters with any kind of gradient checkpointing.
-
-    Args:
-        module: the attention module that holds the parameters of the bias; None for cross attention, which has none.
+    `module` is the attention module that holds the parameters of the bias; None for cross attention, which has none.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
-
-    def table(self, device: torch.device) -> Tensor | None:
-        """The bias (H, 2R + 1) for distances from -R to R, beyond which it is constant; None for no bias."""
-        module: Any = self.module
-        if module is None:
-            return None
-        largest, weights = module.relative_attention_max_distance, module.relative_attention_bias
-        distance = torch.arange(-largest, largest + 1, device=weights.weight.device)
-        buckets = module._relative_position_bucket(
-            distance,
-            bidirectional=not module.is_decoder,
-            num_buckets=module.relative_attention_num_buckets,
-            max_distance=largest,
-        )
-        table: Tensor = weights(buckets).mT.to(device)
-        return table
 
 
 def has_distance_bias(kind: type[nn.Module]) -> bool:
     """Whether a class of attention modules has a bias as T5 does, which the hook can replace."""
-    return (
-        uses_interface(kind)
-        and all(hasattr(kind, name) for name in ("_relative_position_bucket", "compute_bias"))
-        and ARGUMENT in attention_arguments(kind)
-        and ARGUMENT in inspect.signature(kind.forward).parameters
-    )
+    is_like_t5 = hasattr(kind, "_relative_position_bucket") and kind.__name__ != "UMT5Attention"  # adds it to the mask
+    return is_like_t5 and uses_interface(kind)
 
 
 def attach_hook(module: nn.Module) -> None:
@@ -67,11 +43,20 @@ def attach_hook(module: nn.Module) -> None:
 
 
 def take_bias(kwargs: dict[str, Any], device: torch.device) -> Tensor | None:
-    """Remove a `DistanceBias` from the arguments of an attention function, and return its table; None without one."""
+    """Remove a `DistanceBias` from the arguments of an attention function, and return its table; None without one.
+
+    The table (H, 2R + 1) has the bias for the distances -R to R, beyond which it is constant.
+    """
     if not isinstance(kwargs.get(ARGUMENT), DistanceBias):
         return None
-    table: Tensor | None = kwargs.pop(ARGUMENT).table(device)
-    return table
+    module = kwargs.pop(ARGUMENT).module
+    if module is None:
+        return None
+    largest, weights = module.relative_attention_max_distance, module.relative_attention_bias
+    distance = torch.arange(-largest, largest + 1, device=weights.weight.device)
+    options = {"bidirectional": not module.is_decoder, "num_buckets": module.relative_attention_num_buckets}
+    table: Tensor = weights(module._relative_position_bucket(distance, max_distance=largest, **options))
+    return table.mT.to(device)
 
 
 def _give_bias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -1,5 +1,6 @@
 """Exact attention for the layers that keep it, with a (B, Nk) mask and without an (Nq, Nk) tensor."""
 
+import functools
 from typing import Any
 
 import torch
@@ -18,64 +19,56 @@ def exact_layer(
     value: Tensor,
     key_mask: Tensor | None,
     *,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
     distance_bias: Tensor | None = None,
     window: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """softmax(scale * query key^T) value by PyTorch's kernel. Without a mask it is bit-identical to `sdpa`.
 
-    The arguments are those of `hf_efficient_attn.methods.attention`, `key_mask` being its mask of the keys. `window` is
-    the number of keys to which a query attends, its own included: the last ones, or, if not causal, so many on each
-    side. None is for all keys.
+    The arguments are those of `hf_efficient_attn.methods.attention`, `key_mask` being its mask of the keys, and
+    `options` is_causal, scale and dropout_p. `window` is the number of keys to which a query attends, its own included:
+    the last ones, or, if not causal, so many on each side. None is for all keys.
 
     Returns:
         (B, H, Nq, Dv), 0 for queries that have no key to attend to.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
-    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p}
-    if key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if key_mask is not None:
         masked = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
     if distance_bias is not None:
-        own_scale = query.shape[3] ** -0.5 if scale is None else scale
-        return biased_exact(
-            query, key, value, distance_bias, key_mask, is_causal=is_causal, scale=own_scale, dropout_p=dropout_p
-        )
-    is_causal = is_causal and q_len > 1
+        options["scale"] = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
+        return biased_exact(query, key, value, distance_bias, key_mask, **options)
+    is_causal = options.pop("is_causal") and q_len > 1
     window = None if window is None or window >= kv_len else window
     if key_mask is None and window is None and (not is_causal or q_len == kv_len):
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
+    attend = functools.partial(_masked_attention, options=options)
     if key_mask is None:
         key_mask = torch.ones(1, kv_len, dtype=torch.bool, device=query.device)
     if not is_causal and window is None:
-        return _masked_attention(query, key, value, key_mask[:, None, None], options)
+        return attend(query, key, value, key_mask[:, None, None])
     outs, offset = [], kv_len - q_len
     for start in range(0, q_len, _BLOCK_Q):
         stop = min(start + _BLOCK_Q, q_len)
         begin = 0 if window is None else max(0, offset + start - window + 1)
         end = offset + stop if window is None or is_causal else min(kv_len, offset + stop + window - 1)
-        positions = torch.arange(offset + start, offset + stop, device=query.device)[:, None]
-        keys = torch.arange(begin, end, device=query.device)
-        pairs = key_mask[:, None, None, begin:end].expand(-1, -1, stop - start, -1)
-        if is_causal:
-            pairs = pairs & (keys <= positions)
-        if window is not None:
-            pairs = pairs & ((keys - positions).abs() < window)
-        block = query[:, :, start:stop]
-        outs.append(_masked_attention(block, key[:, :, begin:end], value[:, :, begin:end], pairs, options))
+        # (block_q, Nk)
+        distance = (
+            torch.arange(begin, end, device=query.device) - torch.arange(start, stop, device=query.device)[:, None]
+        )
+        near = distance - offset <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+        near = near if window is None else near & ((distance - offset).abs() < window)
+        pairs = key_mask[:, None, None, begin:end] & near
+        outs.append(attend(query[:, :, start:stop], key[:, :, begin:end], value[:, :, begin:end], pairs))
     return torch.cat(outs, 2)
 
 
 def _masked_attention(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, options: dict[str, Any]) -> Tensor:
-    """Torch's attention over the pairs in a bool mask (B, 1, Nq or 1, Nk).
-
-    Queries without a key give 0, in the gradient too.
-    """
+    """Torch's attention over the pairs in a bool mask (B, 1, Nq or 1, Nk); 0 for queries without a key."""
     empty = ~pairs.any(-1, keepdim=True)
     # The softmax over no keys is NaN. Such queries attend to all keys instead, and their output is set to 0.
     out = scaled_dot_product_attention(query, key, value, attn_mask=pairs | empty, **options)

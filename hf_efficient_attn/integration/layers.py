@@ -1,11 +1,9 @@
 """How the layers of a model are named, sorted and written in short, and which seed each of them has.
 
 A layer is the first integer in the path of its attention module, or a name that the module has for itself
-(`attention_layer`), such as T2T-ViT's "t2t.0" before layer 0 of the backbone. Several modules can belong to one layer:
-in an encoder-decoder, layer 0 of the encoder and that of the decoder are both layer 0.
-
-A name selects modules by the beginning of their path in the model, or of their own name: "encoder",
-"encoder.layers.0", "decoder.layers.0.self_attn", "t2t". The path is that within the model without its head.
+(`attention_layer`), such as T2T-ViT's "t2t.0" before layer 0 of the backbone. In an encoder-decoder, layer 0 of the
+encoder and that of the decoder are both layer 0. A name selects modules by the beginning of their path in the model
+without its head, or of their own name: "encoder", "encoder.layers.0", "decoder.layers.0.self_attn", "t2t".
 """
 
 import functools
@@ -21,8 +19,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 Layer: TypeAlias = int | str
 # Names are read from other people's files and appear in model cards and command lines.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
-# A name that ends with a number, and a range of numbers or of such names.
-_NUMBERED = re.compile(r"(.+\.)(\d{1,5})")
+# A number, or a range of numbers, with the beginning of a name before it or without.
 _RANGE = re.compile(rf"(?P<before>({_NAME.pattern}\.)?)(?P<first>[0-9]{{1,5}})(-(?P<last>[0-9]{{1,5}}))?")
 # Fewer names in a row are written one by one.
 _SHORTEST_NAME_RANGE = 3
@@ -30,50 +27,28 @@ _SHORTEST_NAME_RANGE = 3
 
 def layer_of(module: nn.Module, path: str) -> Layer | None:
     """The layer of an attention module: its own name for it, or the first integer in its path; None without either."""
-    own = getattr(module, "attention_layer", None)
-    if own is not None:
-        return own
-    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+    first = next((int(part) for part in path.split(".") if part.isdigit()), None)
+    own: Layer | None = getattr(module, "attention_layer", first)
+    return own
 
 
 def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:
     """Whether an item of `layers` selects the attention module of a layer, at a path in its model."""
     if not isinstance(chosen, str):
         return chosen == layer
-    return begins_with(path, chosen) or (isinstance(layer, str) and begins_with(layer, chosen))
-
-
-def begins_with(path: str, name: str) -> bool:
-    """Whether the first parts of a dotted path are those of a name."""
-    return path == name or path.startswith(f"{name}.")
-
-
-def is_cached_layer(chosen: Layer, index: int) -> bool:
-    """Whether an item of `layers` selects the self-attention of a decoder whose keys a cache holds under this index.
-
-    A cache knows the config but not the modules. The name of a decoder in a model without an encoder is therefore not
-    recognized; such a layer gets the ordinary cache, which every method can use.
-    """
-    if not isinstance(chosen, str):
-        return chosen == index
-    parts = chosen.split(".")
-    return parts[0] == "decoder" and next((int(part) for part in parts if part.isdigit()), index) == index
+    return f"{path}.".startswith(f"{chosen}.") or f"{layer}.".startswith(f"{chosen}.")
 
 
 def stem_of(path: str) -> str:
     """The part of a path up to its first integer: "encoder.layers.0" of "encoder.layers.0.self_attn"."""
-    parts = path.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: number + 1])
+    found = re.match(r"(.*?\.)??\d+(?=\.|$)", path)
+    return found[0] if found else path
 
 
 def names_of(paths: Iterable[str]) -> list[str]:
     """The names that select several layers: the beginnings of the paths that end before the first integer."""
-    names: dict[str, None] = {}
-    for path in paths:
-        before = [*itertools.takewhile(lambda part: not part.isdigit(), path.split("."))]
-        names |= dict.fromkeys(".".join(before[:end]) for end in range(1, len(before) + 1))
-    return sorted(names)
+    parts = [[*itertools.takewhile(lambda part: not part.isdigit(), path.split("."))] for path in paths]
+    return sorted({".".join(before[:end]) for before in parts for end in range(1, len(before) + 1)})
 
 
 def check_layer(layer: Any) -> Layer:
@@ -119,20 +94,18 @@ def ranges(layers: Iterable[Layer]) -> str:
 
     Three or more names with successive numbers become a range too, such as "encoder.layers.0-5".
     """
-    parts: list[tuple[str, list[int]]] = []  # what is before the number, and the successive numbers
-    for layer in in_order(layers):
-        found = _NUMBERED.fullmatch(layer) if isinstance(layer, str) else None
-        before, numbers = (found[1], [int(found[2])]) if found else ("", [layer] if isinstance(layer, int) else [])
-        if numbers and parts and parts[-1][0] == before and parts[-1][1][-1:] == [numbers[0] - 1]:
-            parts[-1][1].extend(numbers)
-        else:
-            parts.append((before, numbers) if numbers else (str(layer), []))
+    texts = [str(layer) for layer in in_order(layers)]
+
+    def run_of(index: int) -> tuple[str, int]:
+        """What is before a number, and the number minus the index, which is the same for successive numbers."""
+        found = _RANGE.fullmatch(texts[index])
+        return (found["before"], int(found["first"]) - index) if found else (texts[index], 0)
+
     words: list[str] = []
-    for before, numbers in parts:
-        if len(numbers) < (_SHORTEST_NAME_RANGE if before else 2):
-            words += [f"{before}{number}" for number in numbers] or [before]
-        else:
-            words.append(f"{before}{numbers[0]}-{numbers[-1]}")
+    for (before, _), group in itertools.groupby(range(len(texts)), run_of):
+        run = [texts[index] for index in group]
+        is_long = len(run) >= (_SHORTEST_NAME_RANGE if before else 2)
+        words += [f"{run[0]}-{run[-1].removeprefix(before)}"] if is_long else run
     return ",".join(words)
 
 
@@ -144,17 +117,17 @@ def parse_layers(text: str) -> list[Layer]:
     Raises:
         UnsupportedAttentionError: a part is neither a layer nor a range of layers.
     """
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for part in (part.strip() for part in text.split(",")):
-        if _NAME.fullmatch(part):
-            found.append(part)
-            continue
-        match = _RANGE.fullmatch(part)
-        numbers = range(int(match["first"]), int(match["last"] or match["first"]) + 1) if match else ()
-        if match is None or not numbers:
+        found = _RANGE.fullmatch(part)
+        numbers = range(int(found["first"]), int(found["last"] or found["first"]) + 1) if found else ()
+        if found and numbers:
+            layers += [f"{found['before']}{number}" if found["before"] else number for number in numbers]
+        elif _NAME.fullmatch(part):
+            layers.append(part)
+        else:
             raise UnsupportedAttentionError(
                 f"--layers {text!r}: {part!r} is neither a layer nor a range of layers; write for example 0-5,8 or "
                 "encoder"
             )
-        found += [f"{match['before']}{number}" if match["before"] else number for number in numbers]
-    return in_order(found)
+    return in_order(layers)

@@ -1,8 +1,7 @@
 """Learned parameters of a method, as a submodule of every attention module that uses it.
 
-They are created when a model is built or converted, with the values that a conversion starts from. They are trained,
-saved and loaded like all other parameters, under the name `<attention module>.learned_parameters.<name>`, and are
-removed when the model is switched to another method.
+They are created when a model is built or converted. They are trained, saved and loaded like all other parameters, under
+the name `<attention module>.learned_parameters.<name>`, and are removed when the model is switched to another method.
 """
 
 from typing import Any
@@ -27,21 +26,11 @@ class LearnedParameters(nn.Module):
     Call the module to get the tensors, rather than reading its attributes: hooks that load offloaded parameters, such
     as accelerate's, run only when a module is called.
 
-    Args:
-        method: the method's config.
-        sizes: num_heads, num_kv_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes
-            them.
-        device: of the parameters; the current default device if None.
-        dtype: of the parameters; the current default type if None.
+    `sizes` are num_heads, num_kv_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes
+    them. Device and dtype are those of the parameters; None for the current default.
     """
 
-    def __init__(
-        self,
-        method: MethodConfig,
-        sizes: dict[str, int],
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, method: MethodConfig, sizes: dict[str, int], device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.method, self.sizes = method, sizes
         start = self.start_values()
@@ -81,18 +70,11 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
     the copy in use.
     """
     attached: Any = module._modules.get(NAME)
-    if attached is not None and hasattr(attached, "modules_to_save"):
-        names = (
-            [] if attached.disable_adapters else [a for a in attached.active_adapters if a in attached.modules_to_save]
-        )
-        attached = attached.modules_to_save[names[0]] if names else attached.original_module
+    if hasattr(attached, "modules_to_save"):
+        active = () if attached.disable_adapters else attached.active_adapters
+        copies = [attached.modules_to_save[name] for name in active if name in attached.modules_to_save]
+        attached = (*copies, attached.original_module)[0]
     return attached if isinstance(attached, LearnedParameters) else None
-
-
-def learned_tensors(module: nn.Module) -> dict[str, Tensor] | None:
-    """The learned parameters of an attention module by name; None if it has none."""
-    learned = learned_of(module)
-    return None if learned is None else learned()
 
 
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
@@ -110,14 +92,13 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
         return {}
     found = "no learned parameters" if learned is None else f"learned parameters of {learned.method}"
     raise UnsupportedAttentionError(
-        f"{method.method}: {name} has {found}, although the model's config asks for {method}. The config was changed "
-        "without switching the model, by hand or through another model with the same config object: call "
-        f"hf_efficient_attn.convert(model, {method.method!r}), and give each model a config of its own"
+        f"{method.method}: {name} has {found}, although its config, which another model may share, asks for {method}: "
+        f"call hf_efficient_attn.convert(model, {method.method!r}), and give each model a config of its own"
     )
 
 
-def plan(found: AttentionModule, method: MethodConfig | None) -> LearnedParameters | None:
-    """The learned parameters that an attention module needs, for `attach`, without changing the module.
+def attach(found: AttentionModule, method: MethodConfig | None) -> None:
+    """Give an attention module the learned parameters of a method, in place of those that it has.
 
     Parameters that it already has for the same hyperparameters are kept.
 
@@ -125,21 +106,11 @@ def plan(found: AttentionModule, method: MethodConfig | None) -> LearnedParamete
         UnsupportedAttentionError: the sizes cannot be determined from the module and its config, or the module's
             parameters are offloaded.
     """
-    current = learned_of(found.module)
-    if method is None or not learns(method):
-        return None
-    if current is not None and current.method == method:
-        return current
-    return LearnedParameters(method, _sizes(found, method), *_like(found))
-
-
-def attach(module: nn.Module, parameters: LearnedParameters | None) -> None:
-    """Give an attention module these learned parameters in place of those that it has; None removes them."""
-    current = learned_of(module)
-    if parameters is None and current is not None:
-        delattr(module, NAME)
-    elif parameters is not current:
-        setattr(module, NAME, parameters)
+    current, needs = learned_of(found.module), method is not None and learns(method)
+    if current is not None and not needs:
+        delattr(found.module, NAME)
+    elif method is not None and needs and (current is None or current.method != method):
+        setattr(found.module, NAME, LearnedParameters(method, _sizes(found, method), *_like(found)))
 
 
 def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | None]:
@@ -149,53 +120,54 @@ def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | No
         return None, None
     if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
         raise UnsupportedAttentionError(
-            f"{type(found.owner).__name__} at {found.location.name} is offloaded, so that no learned parameters can be "
-            "added to it: convert the model first and offload it then"
+            f"{type(found.owner).__name__} at {found.location.name} is offloaded: convert the model first, which adds "
+            "learned parameters, and offload it then"
         )
     return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
 
 
 def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
     """The sizes that determine the learned parameters of a module, by the module or else by its config."""
-    module, config = found.module, found.config
-    num_heads = first_number(module, "num_attention_heads", "num_heads", "n_heads")
-    num_heads = num_heads or first_number(config, "num_attention_heads", "n_head", "n_heads")
-    num_kv_heads = first_number(module, "num_key_value_heads") or first_number(config, "num_key_value_heads")
+
+    def first(*names: str) -> int | None:
+        return first_number(found.module, *names) or first_number(found.config, *names)
+
+    num_heads = first("num_attention_heads", "num_heads", "n_heads", "n_head")
     # With multi-head latent attention (DeepSeek-V2 and later), `head_dim` is the part with rotary positions, and values
     # have another size than keys.
-    head_dim = first_number(module, "qk_head_dim", "head_dim", "attention_head_size")
-    head_dim = head_dim or first_number(config, "head_dim")
-    hidden_size = first_number(config, "hidden_size", "n_embd", "dim")
+    head_dim = first("qk_head_dim", "head_dim", "attention_head_size")
+    hidden_size = first_number(found.config, "hidden_size", "n_embd", "dim")
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
-    max_length = _max_length(method, module, config) if learns_for_length(method) else 1
+    max_length: int | None = 1
+    if learns_for_length(method):
+        max_length = getattr(method, "max_length", 0) or first(
+            "max_tokens", "max_position_embeddings", "n_positions", "max_source_positions"
+        )
+        max_length = max_length or _num_patches(found.config)
     if not num_heads or not head_dim or not max_length:
-        missing = "number of heads" if not num_heads else "size of a head" if not head_dim else "longest sequence"
-        instead = "use a method without learned parameters"
-        if num_heads and head_dim and hasattr(method, "max_length"):
-            instead = "give max_length=N, the number of tokens of your longest sequence"
+        missing, instead = "number or the size of the heads", "use a method without learned parameters"
+        if num_heads and head_dim:
+            missing, instead = "longest sequence", "give max_length=N, the number of tokens of your longest sequence"
         raise UnsupportedAttentionError(
             f"{method.method}: the {missing} of {type(found.owner).__name__} at {found.location.name} cannot be "
-            f"determined from {type(config).__name__}, so that its learned parameters cannot be made: {instead}"
+            f"determined from {type(found.config).__name__}, so that its learned parameters cannot be made: {instead}"
         )
     return {
         "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads or num_heads,
+        "num_kv_heads": first("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
-        "value_dim": first_number(module, "value_head_dim", "v_head_dim") or head_dim,
+        "value_dim": first("value_head_dim", "v_head_dim") or head_dim,
         "max_length": max_length,
     }
 
 
-def _max_length(method: MethodConfig, module: nn.Module, config: PreTrainedConfig) -> int | None:
-    """The largest number of keys: of the method, else of the module, else the number of positions or of patches."""
-    length = getattr(method, "max_length", 0) or first_number(module, "max_tokens")
-    length = length or first_number(config, "max_position_embeddings", "n_positions", "max_source_positions")
+def _num_patches(config: PreTrainedConfig) -> int | None:
+    """The number of patches of a picture, with room for a class token and DeiT's distillation token."""
     sizes: Any = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if length or None in sizes:
-        return length
+    if None in sizes:
+        return None
     (height, width), (patch_height, patch_width) = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
-    # Room for a class token and DeiT's distillation token; one position too many does no harm.
     return (height // patch_height) * (width // patch_width) + 2
 
 

@@ -3,9 +3,8 @@
 Transformers describes a mask by a function of four indices and builds a (B, 1, Nq, Nk) tensor from it. Here padding is
 a mask of the keys, and other patterns are refused. Some models make a causal mask for modules that call themselves
 bidirectional (the text model of AIMv2), and exact attention follows the mask. The mask therefore says whether it is
-causal, by its dtype: that survives whatever may happen to a tensor on its way (detach, slices, other devices), and
-the code of a model that takes such a mask for a bool one fails instead of computing something else. Without a mask,
-causality is what the attention module says, as with exact attention.
+causal, by its dtype: that survives whatever may happen to a tensor on its way, and the code of a model that takes such
+a mask for a bool one fails instead of computing something else. Without a mask, the attention module decides.
 """
 
 import functools
@@ -19,20 +18,19 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.tracing import unwrapped
 
-# The dtypes of masks by what they say: whether the mask is causal, and whether it is of a sliding window. A mask of
-# a user does not get here with its own dtype, because `padding_mask` reads it first. PyTorch cannot pickle uint16.
-_DTYPES = {
-    (True, False): torch.int16,
-    (False, False): torch.int8,
-    (True, True): torch.int32,
-    (False, True): torch.uint8,
+# What the dtype of a mask says: whether it is causal, and whether it is of a sliding window. A user's mask does not get
+# here with its own dtype, because `padding_mask` reads it first; other code made a bool one. PyTorch cannot pickle
+# uint16.
+_KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {
+    torch.int16: (True, False),
+    torch.int8: (False, False),
+    torch.int32: (True, True),
+    torch.uint8: (False, True),
+    torch.bool: (None, False),
 }
-_KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {torch.bool: (None, False)}
-_KINDS |= {dtype: kind for kind, dtype in _DTYPES.items()}
 # Arguments that tell where the texts of a packed row begin.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 _PATTERN = (
@@ -43,17 +41,11 @@ _PATTERN = (
 
 
 class KeyMask(NamedTuple):
-    """What a mask of `padding_mask` says.
+    """What a mask of `padding_mask` says."""
 
-    Attributes:
-        keys: bool (B, Nk), True for the keys to attend to; None if there is no padding.
-        is_causal: whether it was made for causal attention; None if that is not known.
-        is_local: whether it was made for a sliding window that is shorter than the keys.
-    """
-
-    keys: Tensor | None
-    is_causal: bool | None
-    is_local: bool = False
+    keys: Tensor | None  # bool (B, Nk), True for the keys to attend to; None if there is no padding
+    is_causal: bool | None  # whether it was made for causal attention; None if that is not known
+    is_local: bool = False  # whether it was made for a sliding window that is shorter than the keys
 
 
 def padding_mask(
@@ -96,9 +88,7 @@ def padding_mask(
                 f"attn_implementation={EXACT!r}"
             )
         mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
-        if mask.shape[1] < kv_length:
-            mask = pad(mask, (0, kv_length - mask.shape[1]), value=False)
-        mask = mask.expand(batch_size, -1)
+        mask = pad(mask, (0, kv_length - mask.shape[1]), value=False).expand(batch_size, -1)
     if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
         batch = torch.arange(batch_size, device=device)[:, None]
         contains = functools.partial(mask_function, batch, torch.zeros((), dtype=torch.int64, device=device))
@@ -109,12 +99,11 @@ def padding_mask(
             torch._assert_async(plain, _PATTERN)
         elif not bool(unwrapped(plain).all()):
             raise UnsupportedAttentionError(_PATTERN)
-    dtype = _DTYPES[is_causal, window is not None]
+    dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
     if mask is None:
         return torch.ones(batch_size, kv_length, dtype=dtype, device=device)
-    refuse_lost_padding(mask, is_causal)
     return mask.to(dtype)
 
 
@@ -123,17 +112,13 @@ def _is_plain(
 ) -> Tensor:
     """Whether a composed mask equals plain causal or full attention, or a sliding window: a bool scalar.
 
-    Composed masks can be plain: while a graph is traced, Transformers assumes that every sequence is packed, because it
-    cannot look at the positions. In the patterns that Transformers composes, every query attends to an interval of keys
-    around it. So it is enough to check the two ends of each interval, which takes O(N) pairs.
+    While a graph is traced, Transformers composes plain masks too, as if every sequence were packed. In the patterns
+    that Transformers composes, every query attends to an interval of keys around it. So it is enough to check the two
+    ends of each interval, which takes O(N) pairs.
 
-    Args:
-        contains: of query and key positions, whether the mask contains the pairs: bool (B, Nq).
-        queries: the positions of the queries, (Nq,).
-        first: the position of the first key.
-        valid: bool (B, Nk), False for padding, whose pairs do not matter.
-        is_causal: whether earlier keys only are expected.
-        window: the number of keys, the query's own included; on each side, not included, if not causal.
+    `contains` says of the positions of queries (Nq,), and of keys, the first of which is at `first`, which pairs are in
+    the mask: bool (B, Nq). Pairs with padding, where `valid`, bool (B, Nk), is False, do not matter. A window of keys
+    contains the query; if not causal, it has as many on each side, and its end is not included.
     """
     last = first + valid.shape[1] - 1
     if window is None:
@@ -155,8 +140,7 @@ def read_mask(name: str, mask: object) -> KeyMask:
     """Read a mask of `padding_mask`, as an attention module passes it on, in the name of a method.
 
     Raises:
-        UnsupportedAttentionError: it is another mask. A bool one (B, Nk) was made by other code, and says nothing about
-            causality.
+        UnsupportedAttentionError: it is another mask.
     """
     if mask is None:
         return KeyMask(None, None)
@@ -164,9 +148,8 @@ def read_mask(name: str, mask: object) -> KeyMask:
         return KeyMask(mask.to(torch.bool), *_KINDS[mask.dtype])
     kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedAttentionError(
-        f"{name}: a {kind} attention mask cannot be kept, because no (queries, keys) mask is ever built here: give the "
-        "model an attention_mask of shape (batch, sequence length) that is 1 for every token and 0 for padding, or use "
-        f"attn_implementation={EXACT!r}"
+        f"{name}: a {kind} attention mask cannot be kept: give the model an attention_mask (batch, sequence length) "
+        f"that is 1 for every token and 0 for padding, or use attn_implementation={EXACT!r}"
     )
 
 
@@ -179,23 +162,23 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
         UnsupportedAttentionError: an argument says where texts begin, or the positions of a row begin again, not
             counting positions of padding. While a graph is traced, the check of the positions is part of the graph.
     """
-    found = next((name for name in _PACKING if given.get(name) is not None), None)
-    message = (
-        "{}: the rows are packed sequences, several texts in one, which would attend to each other, because attention "
-        "here knows padding only: pad the texts (DataCollatorWithPadding) instead of packing them "
-        "(DataCollatorWithFlattening), or use attn_implementation='flash_attention_2'"
-    )
     ids, mask = given.get("position_ids"), given.get("attention_mask")
+    argument, is_packed = next((name for name in _PACKING if given.get(name) is not None), None), False
+    message = (
+        f"{argument or 'position_ids'}: the rows are packed sequences, several texts in one, which would attend to "
+        "each other: pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening), or "
+        "use attn_implementation='flash_attention_2'"
+    )
     # With another mask the model makes masks for a part of it.
     is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-    if found is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
+    if argument is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
         restarts = ids[:, 1:] < ids[:, :-1]
         if mask is not None and mask.shape[1] >= ids.shape[1]:
             valid = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device, torch.bool)
             restarts = restarts & valid[:, 1:] & valid[:, :-1]
         if is_tracing(restarts):
-            torch._assert_async(~restarts.any(), message.format("position_ids"))
-        elif ids.shape[1] > 1 and bool(unwrapped(restarts).any()):
-            found = "position_ids"
-    if found is not None:
-        raise UnsupportedAttentionError(message.format(found))
+            torch._assert_async(~restarts.any(), message)
+        else:
+            is_packed = ids.shape[1] > 1 and bool(unwrapped(restarts).any())
+    if argument is not None or is_packed:
+        raise UnsupportedAttentionError(message)

@@ -1,13 +1,19 @@
 """The Transformers models in a module, their configs, their attention modules, and the restoration of them all.
 
-A layer with a sliding window of its model's own (`ModuleLocation.window`) attends to the last `sliding_window` keys, or
-to that many on both sides. It is sub-quadratic already, and a method would lose the window, so that it stays exact, at
-the cost of its window. Its module says at its call how long the window is, as Transformers' flash attention needs it
-too, and its mask says that it has one (`masks.KeyMask.is_local`).
+Whether a class asks the attention interface is read from its code. Exceptions that concern a few models of Transformers
+are listed here. All classes of versions 5.12 and 5.24 were looked through for the lists.
+
+A layer with a sliding window of its model's own (`ModuleLocation.window`) is sub-quadratic already, and a method would
+lose the window, so that it stays exact, at the cost of its window. Its module says at its call how long the window is,
+as Transformers' flash attention needs it too, and its mask says that it has one (`masks.KeyMask.is_local`).
 """
 
+import copy
+import inspect
+import re
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,8 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
-from hf_efficient_attn.integration.model_code import attention_arguments, uses_interface
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig
 
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
@@ -26,44 +31,50 @@ _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
 LOCATION = "_efficient_attention"
 # The argument of attention functions with the length of a window.
 WINDOW = "sliding_window"
+# Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
+# (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
+_RELATIVE = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
+# Attributes by which attention modules change their scores otherwise; None means that they do not. The last two are
+# methods of Doge and GLM 5.
+_CHANGES = {
+    "sinks": "attention sinks",
+    "attn_logit_softcapping": "a soft cap",
+    "indexer": "a mask of the keys that each query selects",
+    "prepare_dynamic_mask": "a mask of its own",
+    "build_attention_mask_from_topk": "a mask of its own",
+}
+# Models that compose their masks if their config has `use_bidirectional_attention` (EmbeddingGemma), and convolutions
+# that find the padding in a (queries, keys) mask.
+_COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
+_FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
+# Attention classes with a window that do not give its length to the attention function.
+WINDOW_BY_MASK = re.compile(
+    r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder|Phimoe|Qwen2Moe|T5Gemma2Merged|\w+OcrText|"
+    r"DeepseekOcr2Text|EsmFold2Atom|\w+Audio)Attention"
+)
+# Models that do not use the table of attention classes in their file.
+_WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
 
 
 class ModuleLocation(NamedTuple):
-    """Where an attention module is in its model.
+    """Where an attention module is in its model, and the sliding window that its model gives it."""
 
-    Attributes:
-        layer: its layer, as `layers.layer_of` determines it.
-        name: its name within the model.
-        is_cross: whether its keys come from another model or stack.
-        label: what reports and calibration call its layer: `layer`, or, if modules of several stacks have the same
-            number, the part of the name up to it, such as "encoder.layers.0".
-        window: the sliding window that its model gives it, as `window_of` determines it; None for none.
-        arguments: what its class gives to the attention function, as `model_code.attention_arguments` finds it; None
-            before a switch. A graph cannot look for it.
-    """
-
-    layer: Layer | None
-    name: str
-    is_cross: bool
+    layer: Layer | None  # as `layers.layer_of` determines it
+    name: str  # within the model
+    is_cross: bool  # whether its keys come from another model or stack
+    # What reports and calibration call its layer: `layer`, or, if modules of several stacks have the same number, the
+    # part of the name up to it, such as "encoder.layers.0".
     label: Layer | None
-    window: int | None = None
-    arguments: frozenset[str] | None = None
+    window: int | None = None  # as `window_of` determines it
 
 
 class AttentionModule(NamedTuple):
-    """A module that computes attention.
-
-    Attributes:
-        module: the module itself.
-        location: where it is in its model.
-        config: the config that applies to it.
-        owner: the innermost model that holds it.
-    """
+    """A module that computes attention."""
 
     module: nn.Module
     location: ModuleLocation
-    config: PreTrainedConfig
-    owner: PreTrainedModel
+    config: PreTrainedConfig  # the config that applies to it
+    owner: PreTrainedModel  # the innermost model that holds it
 
     @property
     def chosen(self) -> MethodConfig | None:
@@ -73,8 +84,8 @@ class AttentionModule(NamedTuple):
 
 def location_of(module: nn.Module) -> ModuleLocation:
     """The location that a switch wrote on the module, or else what the module itself says about it."""
-    location: ModuleLocation | None = getattr(module, LOCATION, None)
-    if location is not None:
+    if hasattr(module, LOCATION):
+        location: ModuleLocation = getattr(module, LOCATION)
         return location
     layer = layer_of(module, str(getattr(module, "layer_idx", "")))
     if layer is None:
@@ -111,13 +122,9 @@ def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
     Raises:
         UnsupportedAttentionError: it contains none.
     """
-    found: list[PreTrainedModel] = []
-    waiting = [model] if isinstance(model, nn.Module) else []
-    for module in waiting:
-        if isinstance(module, PreTrainedModel):
-            found.append(module)
-        else:
-            waiting += module.children()
+    models = models_in(model) if isinstance(model, nn.Module) else []
+    inner = {id(part) for one in models for part in models_in(one)[1:]}
+    found = [one for one in models if id(one) not in inner]
     if not found:
         raise UnsupportedAttentionError(_no_model(model))
     return found
@@ -125,16 +132,15 @@ def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
 
 def _no_model(value: object) -> str:
     """Why something holds no Transformers model, and what to give instead."""
+    name = value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
     if isinstance(value, str):
         return f"{value!r} is a name and no model: load it first, for example with AutoModel.from_pretrained({value!r})"
     if isinstance(value, type):
-        return f"{value.__name__} is a class and no model: make one, for example with {value.__name__}.from_pretrained"
+        return f"{name} is a class and no model: make one, for example with {name}.from_pretrained"
     if isinstance(value, PreTrainedConfig):
-        return f"a {type(value).__name__} is a config and no model: make one with AutoModel.from_config(config)"
-    advice = ": give its attribute model" if isinstance(getattr(value, "model", None), PreTrainedModel) else ""
-    if not advice and isinstance(value, nn.Module):
-        advice = ": hea.replace_sdpa takes any PyTorch model"
-    return f"a {type(value).__name__} holds no Transformers model (a PreTrainedModel){advice}"
+        return f"{name} is a config and no model: make one with AutoModel.from_config(config)"
+    other = "give its attribute model" if hasattr(value, "model") else "hea.replace_sdpa takes any PyTorch model"
+    return f"{name} holds no Transformers model (a PreTrainedModel): {other}"
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
@@ -171,17 +177,15 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         )
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
-        layer, arguments = layer_of(module, name), attention_arguments(type(module))
-        window = None if is_cross else window_of(module, config)
-        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window, arguments)
+        layer, window = layer_of(module, name), None if is_cross else window_of(module, config)
+        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window)
         found.append(AttentionModule(module, location, config, owner))
-    stacks: dict[Layer | None, set[str]] = {}
+    stacks = {(one.location.layer, stem_of(one.location.name)) for one in found}
+    shared: list[Layer | None] = [layer for layer, _ in stacks if isinstance(layer, int)]
     for one in found:
-        stacks.setdefault(one.location.layer, set()).add(stem_of(one.location.name))
-    for one in found:
-        layer, name = one.location.layer, one.location.name
-        is_shared = isinstance(layer, int) and len(stacks[layer]) > 1
-        yield one._replace(location=one.location._replace(label=stem_of(name))) if is_shared else one
+        is_shared = shared.count(one.location.layer) > 1
+        label = stem_of(one.location.name) if is_shared else one.location.layer
+        yield one._replace(location=one.location._replace(label=label))
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -234,23 +238,70 @@ class Snapshot:
         """Give every module and config the attributes that it had, in their order."""
         try:
             self._restore()
-        except BaseException:
-            # For example a second Ctrl-C. Restoring again from the start is always possible.
+        except BaseException:  # for example a second Ctrl-C: restoring again from the start is always possible
             self._restore()
             raise
 
     def _restore(self) -> None:
         for present, saved in self._saved:
+            present.clear()
             present.update(saved)
-            for key in [key for key in present if key not in saved]:
-                del present[key]
-            if list(present) != list(saved):
-                for key, value in saved.items():
-                    # Moves the key to the end. It is missing from the dictionary only between these two statements.
-                    del present[key]
-                    present[key] = value
 
 
 def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
     """The present state of models and their configs, to be restored if a switch fails."""
     return Snapshot(models, [config for model in models for config in configs_of(model)])
+
+
+# What is known of classes.
+
+
+def uses_interface(kind: type[nn.Module]) -> bool:
+    """Whether a class, or one that it derives from, asks Transformers' attention interface, by its code."""
+    functions = (inspect.unwrap(x) for cls in kind.__mro__ for x in vars(cls).values() if callable(x))
+    return any(inspect.isfunction(x) and "ALL_ATTENTION_FUNCTIONS" in x.__code__.co_names for x in functions)
+
+
+def matrix_need(module: nn.Module, *, is_attention: bool) -> str | None:
+    """What a module does that only a (queries, keys) matrix could keep, in words; None if there is nothing.
+
+    Of modules around the attention modules, such as layers, only names that say "bias" count.
+    """
+    kinds, config = {base.__name__ for base in type(module).__mro__}, getattr(module, "config", None)
+    if getattr(config, "use_bidirectional_attention", None) is True and kinds & _COMPOSES_MASK:
+        return "composes its masks itself (use_bidirectional_attention=True)"
+    if any(map(_FINDS_PADDING.fullmatch, kinds)):
+        return "finds the padding in a (queries, keys) mask"
+    parts = (*module._parameters.items(), *module._modules.items())
+    names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
+    found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
+    if is_attention:
+        found += [f"{words} ({name})" for name, words in _CHANGES.items() if getattr(module, name, None) is not None]
+    return f"adds {found[0]} to the scores of its attention" if found else None
+
+
+def attention_table(kind: type[nn.Module]) -> str | None:
+    """The table, with an entry for "eager", from which a model takes its attention class; None without one."""
+    for cls in (cls for cls in kind.__mro__ if issubclass(cls, PreTrainedModel)):
+        if _WITHOUT_TABLE.fullmatch(cls.__name__):
+            return None
+        for name, value in vars(sys.modules[cls.__module__]).items():
+            if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
+                return name
+    return None
+
+
+def adapt_pooling(module: Any) -> None:
+    """Give SigLIP 2's pooling, which uses PyTorch's own attention, a config of exact attention.
+
+    Transformers makes its mask for the implementation in the config.
+    """
+    if type(module).__name__ == "Siglip2MultiheadAttentionPoolingHead" and method_of(module.config) is not None:
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation_internal = EXACT
+
+
+def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Give a module a forward pre-hook that it does not have yet."""
+    if hook not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(hook, with_kwargs=True)

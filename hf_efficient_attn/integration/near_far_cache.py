@@ -3,12 +3,9 @@
 A layer keeps the newest keys as they are and landmarks for all older ones (`ops.coreset`). Its attention is the
 exact merge of the two. When it holds as many keys and landmarks as its budget, the older keys join the landmarks of
 their batch row. What happens to a row depends on its own valid tokens only, and is the same for tokens that come one at
-a time or together. The tokens of the first call, usually the prompt, are computed by the method itself, as without a
-cache. `cache` describes the protocol of the layers.
+a time or together. The tokens of the first call, usually the prompt, are computed by the method as without a cache.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.integration.cache import RECORD, MethodLayer, StateLayer, Tokens
+from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
@@ -58,34 +55,23 @@ class NearFarLayer(MethodLayer):
 
     def __init__(self, method: MethodConfig, columns: int, seed: int = 0) -> None:
         super().__init__(method)
-        self.columns, self.seed = columns, seed
+        self.columns, self.seed, self.scale = columns, seed, 0.0
         # Half of the budget for landmarks and an eighth for neighbors had larger errors with GPT-2.
         self.num_newest = columns // 8
         self.num_landmarks = columns - self.num_newest - columns // 4
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        super().reset()
-        self.scale = 0.0
 
     @property
     def merged(self) -> Tensor:
         """Number of keys of each row that the landmarks represent, int64 (B,)."""
         return torch.as_tensor(self.valid - self.counts)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Begin with no keys, of these sizes and types."""
-        batch = key_states.shape[0]
-        self.dtype, self.device, self.is_initialized = value_states.dtype, key_states.device, True
-        self.keys, self.values = key_states[:, :, :0].to(self.dtype), value_states[:, :, :0]
-        self.position = torch.zeros(batch, 0, dtype=torch.int64, device=self.device)
-        self.counts = self.valid = torch.zeros(batch, dtype=torch.int64)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function."""
         _check_eager()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if self.keys is None:
+            self.keys, self.values = key_states[:, :, :0].to(value_states.dtype), value_states[:, :, :0]
+            self.position = torch.zeros(len(key_states), 0, dtype=torch.int64, device=key_states.device)
+            self.counts = self.valid = torch.zeros(len(key_states), dtype=torch.int64)
         return self._take(key_states), value_states
 
     def _attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:
@@ -93,40 +79,28 @@ class NearFarLayer(MethodLayer):
         query, key = query.to(value.dtype), key.to(value.dtype)
         if mask is not None:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (key, value))
-        new = Tokens(key, value, mask)
         self.scale = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
-        self._record(new)
-        if self.seen > new.number:
-            attend = functools.partial(self._attend, query, dropout_p=options["dropout_p"])
-            return torch.cat(self._add(new, attend), 2)
-        out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
-        self._add(new)
-        return out
-
-    def _add(self, new: Tokens, attend: Callable[[slice, int], Tensor] | None = None) -> list[Tensor]:
-        """Keep the new tokens, and merge the older ones of rows that are full; of the first tokens after all are added.
-
-        Whenever a piece of the new tokens is kept, `attend` is called with it and the position of its first token.
-        Returns what these calls return.
-        """
-        outs, start, earlier = [], 0, self.seen - new.number
+        number = key.shape[2]
+        earlier = self.seen - number
         if earlier == 0:
-            self._append(new, 0)
+            out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
+            self._append(Tokens(key, value, mask), 0)
             self._merge_rows(self.counts > self.columns)
-            return []
-        while start < new.number:
+            return out
+        outs, start = [], 0
+        while start < number:  # as many tokens at a time as fit before a row has to merge
             self._merge_rows(self.counts >= self._rooms())
             left = self._rooms() - self.counts
             fitting = int(left.min())
-            if new.mask is not None:  # the number of next tokens for which no row has to merge
-                used = new.mask[:, start:].cumsum(1)
+            if mask is not None:
+                used = mask[:, start:].cumsum(1)
                 fitting = int((used <= left.to(used.device)[:, None]).sum(1).min())
             piece = slice(start, start + fitting)
-            self._append(new.piece(piece), earlier + start)
-            if attend is not None:
-                outs.append(attend(piece, earlier + start))
+            new = Tokens(key[:, :, piece], value[:, :, piece], None if mask is None else mask[:, piece])
+            self._append(new, earlier + start)
+            outs.append(self._attend(query[:, :, piece], earlier + start, options["dropout_p"]))
             start += fitting
-        return outs
+        return torch.cat(outs, 2)
 
     def _rooms(self) -> Tensor:
         """How many keys each row may keep, (B,)."""
@@ -134,8 +108,8 @@ class NearFarLayer(MethodLayer):
 
     def _append(self, new: Tokens, first: int) -> None:
         """Keep the keys of tokens from position `first` on."""
-        position = torch.arange(first, first + new.number, device=self.device).expand(len(self.counts), -1)
-        added: Tensor | int = new.number
+        added: Any = new.key.shape[2]
+        position = torch.arange(first, first + added, device=self.keys.device).expand(len(self.counts), -1)
         if new.mask is not None:
             position, added = position.masked_fill(~new.mask, -1), new.mask.sum(1).cpu()
         self.keys, self.values = torch.cat((self.keys, new.key), 2), torch.cat((self.values, new.value), 2)
@@ -144,14 +118,13 @@ class NearFarLayer(MethodLayer):
         if self.keys.shape[2] > self.columns and self.counts.max() <= self.columns:
             self._drop_empty()
 
-    def _attend(self, query: Tensor, piece: slice, first: int, dropout_p: float) -> Tensor:
-        """Attention of a piece of the queries (B, H, N, D), from position `first` on, to kept keys and landmarks."""
-        query = query[:, :, piece]
+    def _attend(self, query: Tensor, first: int, dropout_p: float) -> Tensor:
+        """Attention of queries (B, H, N, D), from position `first` on, to kept keys and landmarks."""
         (batch, num_heads, q_len, _), num_kv_heads = query.shape, self.keys.shape[1]
         # The query heads of a group are passed as if they were several queries of one head.
         groups = num_heads // num_kv_heads
         flat = query.reshape(batch * num_kv_heads, groups * q_len, -1)
-        row = torch.arange(first, first + q_len, device=self.device)[:, None]
+        row = torch.arange(first, first + q_len, device=self.keys.device)[:, None]
         pairs = (self.position[:, None] >= 0) & (self.position[:, None] <= row)
         bias = mask_bias(pairs.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0), query.dtype)
         blocks = (x[:, None] for x in (flat, self.keys.flatten(0, 1), self.values.flatten(0, 1), bias))
@@ -168,7 +141,7 @@ class NearFarLayer(MethodLayer):
             return
         if self.coreset is None:
             self.coreset = empty_coreset(self.keys, self.values, self.num_landmarks)
-        index = full.nonzero()[:, 0].to(self.device)
+        index = full.nonzero()[:, 0].to(self.keys.device)
         position = self.position[index]
         newest = position.topk(self.num_newest, dim=1).values[:, -1:]
         old = (position >= 0) & (position < newest)
@@ -199,18 +172,6 @@ class NearFarLayer(MethodLayer):
         tensors = [self.keys, self.values, self.position, *(self.coreset or ())]
         return sum(x.numel() for x in tensors if x is not None)
 
-    def _forget(self, number: int) -> None:
-        kept = (self.position >= 0) & (self.position < self.seen - number)
-        counts = kept.sum(1).cpu()
-        if ((self.merged > 0) & (counts == 0)).any():
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: {number} tokens cannot be taken back, because landmarks represent some of "
-                f"them: remove fewer than {self.num_newest} tokens, {RECORD}"
-            )
-        self.seen, self.counts, self.valid = self.seen - number, counts, self.merged + counts
-        self.position = self.position.masked_fill(~kept, -1)
-        self._drop_empty()
-
 
 class NearFarCache(Cache):
     """A cache of bounded memory for decoding: each layer keeps its newest keys, and landmarks for all older ones.
@@ -228,7 +189,7 @@ class NearFarCache(Cache):
     Landmarks forget single keys: a model that copies from far back needs a budget about as large as the distance.
 
     Layers that the config keeps exact, and layers with a sliding window of the model's own, keep the keys that
-    `DynamicCache` keeps. Beam search, left padding and assisted generation work. A cache belongs to one sequence:
+    `DynamicCache` keeps. Beam search and left padding work. A cache belongs to one sequence:
     call `reset()`, or make a new one, before the next.
 
     Sources: a memory of recent tokens and a compressed one of older tokens, Rae et al. 2020 ("Compressive
@@ -251,12 +212,10 @@ class NearFarCache(Cache):
             )
         if not isinstance(config, PreTrainedConfig):
             raise UnsupportedAttentionError(
-                f"NearFarCache takes the config of a model, not {shown(config)}: "
-                "hea.NearFarCache(model.config, columns=256)"
+                f"NearFarCache: give the config of a model, model.config, not {shown(config)}"
             )
         config = config.get_text_config(decoder=True)
-        name = method_of(config)
-        usable = methods_with("decodes_exactly")
+        name, usable = method_of(config), methods_with("decodes_exactly")
         if name is None:
             raise UnsupportedAttentionError(
                 f"NearFarCache: the model computes {config._attn_implementation!r}, which cannot use landmarks: switch "
@@ -264,7 +223,7 @@ class NearFarCache(Cache):
             )
         settings, layers = settings_of(config, name), DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
-            method = settings.for_cached_layer(index)
+            method = settings.for_layer(index)
             if method is None or type(layer) not in (DynamicLayer, StateLayer):
                 continue
             if not method.decodes_exactly:

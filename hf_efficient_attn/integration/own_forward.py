@@ -1,24 +1,22 @@
 """Forwards that single modules have of their own: those of methods that are cheaper from the hidden states.
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values, so that P
-tokens are projected instead of N. The attention interface comes after these projections. In the modules of `_LAYOUTS`,
-the instance therefore gets a forward of its own, which is removed when the model is switched to another method. In all
-other modules, the method gets keys and values and contracts those, with the same result up to rounding. A layer of
-BERT's size takes 1.3 to 1.5 times as long that way (FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
+tokens are projected instead of N. The attention interface comes after these projections, so the modules of `_LAYOUTS`
+get a forward of their own, until the model is switched to another method. In all other modules, the method contracts
+keys and values, with the same result up to rounding. A layer of BERT's size takes 1.3 to 1.5 times as long that way
+(FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
 
-`copy.deepcopy` copies such a forward with the module. `torch.nn.DataParallel` makes replicas whose attributes are those
-of the original; a forward that is bound to the original would compute with its parameters. A module with a forward of
-its own therefore also makes its replicas itself.
+`torch.nn.DataParallel` makes replicas whose attributes are those of the original; a forward that is bound to the
+original would compute with its parameters. A module with a forward of its own therefore makes its replicas itself.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from hf_efficient_attn.integration.attention import sharded_parameters
 from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.head_numbers import sharded_parameters
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import read_mask
@@ -32,47 +30,14 @@ from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, ref
 _REPLICATE = "_replicate_for_data_parallel"
 
 
-def give(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give a module a forward of its own, a `functools.partial` of the module; None for that of its class."""
-    if forward is None:
-        for name in ("forward", _REPLICATE):
-            vars(module).pop(name, None)
-    elif forward is not vars(module).get("forward"):
-        module.forward = forward
-        setattr(module, _REPLICATE, functools.partial(_replicate, module))
-
-
-def computes(module: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether the forward that a module has of its own calls this function."""
-    return getattr(vars(module).get("forward"), "func", None) is function
-
-
-def _replicate(module: nn.Module) -> nn.Module:
-    """A replica of a module, with a forward that is bound to the replica."""
-    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
-    forward = vars(module).get("forward")
-    if isinstance(forward, functools.partial) and forward.args[:1] == (module,):
-        give(replica, functools.partial(forward.func, replica, *forward.args[1:]))
-    return replica
-
-
-class _Layout(NamedTuple):
-    """Attributes of an attention module: projections (`output` None: there is none), size of a head, dropout."""
-
-    query: str
-    key: str
-    value: str
-    output: str | None
-    head_dim: str
-    dropout: str
-
-
-_BERT = _Layout("query", "key", "value", None, "attention_head_size", "dropout")
-_VIT = _Layout("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout")
-_LAYOUTS = {
+# By class: the attributes with the projections of queries, keys, values and outputs (or None), the size of a head, and
+# the dropout.
+_BERT = ("query", "key", "value", None, "attention_head_size", "dropout")
+_VIT = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout")
+_LAYOUTS: dict[str, tuple[Any, ...]] = {
     "BertSelfAttention": _BERT,
     "RobertaSelfAttention": _BERT,
-    "DistilBertSelfAttention": _Layout("q_lin", "k_lin", "v_lin", "out_lin", "attention_head_size", "dropout"),
+    "DistilBertSelfAttention": ("q_lin", "k_lin", "v_lin", "out_lin", "attention_head_size", "dropout"),
     "ViTAttention": _VIT,
     "DeiTAttention": _VIT,
     "T2TViTAttention": _VIT,
@@ -80,31 +45,47 @@ _LAYOUTS = {
 _PACKAGES = ("transformers.models.", "hf_efficient_attn.models.")
 
 
-def plan(module: nn.Module, method: MethodConfig | None) -> Callable[..., Any] | None:
-    """The forward that an attention module needs of its own to compute a method; None if it needs its class's forward.
+def attach(module: nn.Module, method: MethodConfig | None) -> None:
+    """Give an attention module the forward that it needs of its own to compute a method; otherwise its class's forward.
 
     A forward that something else has set on the instance stays.
     """
-    present = vars(module).get("forward")
-    if present is not None and not computes(module, _forward):
-        return present
     takes = method is not None and get_method(method.method).forward_hidden_states is not None
-    return (present or functools.partial(_forward, module)) if takes and _layout(module) is not None else None
+    if takes and _layout(module) is not None and "forward" not in vars(module):
+        _bind(module)
+    elif not takes and _is_bound(module):
+        for name in ("forward", _REPLICATE):
+            vars(module).pop(name)
 
 
-def _layout(module: nn.Module) -> _Layout | None:
+def _is_bound(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is _forward
+
+
+def _bind(module: nn.Module) -> None:
+    module.forward = functools.partial(_forward, module)
+    setattr(module, _REPLICATE, functools.partial(_replicate, module))
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """A replica of a module, with a forward that is bound to the replica."""
+    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+    if _is_bound(module):
+        _bind(replica)
+    return replica
+
+
+def _layout(module: nn.Module) -> tuple[Any, ...] | None:
     """The layout of a module of Transformers or of this package that is known here and not causal."""
-    kind = type(module)
-    layout = _LAYOUTS.get(kind.__name__) if kind.__module__.startswith(_PACKAGES) else None
-    if layout is None or getattr(module, "is_causal", True):
-        return None
-    return layout if all(hasattr(module, name) for name in (*layout, "scaling") if name is not None) else None
+    layout = _LAYOUTS.get(type(module).__name__) if type(module).__module__.startswith(_PACKAGES) else None
+    is_known = layout is not None and all(hasattr(module, name) for name in (*layout, "scaling") if name is not None)
+    return layout if is_known and not getattr(module, "is_causal", True) else None
 
 
 def _forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Replace the module's own forward: the same arguments, and the same output up to rounding."""
+    """The forward of the class, from the hidden states where that is possible: the same output up to rounding."""
     name, layout, location = method_of(module.config), _layout(module), location_of(module)
     method: Any = method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
@@ -117,16 +98,14 @@ def _forward(
         or is_parallel(module)
         or sharded_parameters(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
+        or read_mask(method.method, attention_mask).is_causal
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    mask, is_causal, _ = read_mask(method.method, attention_mask)
-    if is_causal:
-        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, module, kwargs)
+    refuse_arguments(method.method, kwargs)
     refuse_tracing(method)
-    query_projection = getattr(module, layout.query)
-    query = query_projection(hidden_states).unflatten(2, (-1, getattr(module, layout.head_dim))).transpose(1, 2)
-    dropout = getattr(module, layout.dropout)
+    mask = read_mask(method.method, attention_mask).keys
+    project, key, value, output, head_dim, dropout = (name and getattr(module, name) for name in layout)
+    query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
     dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else layer_seed(location.layer)
@@ -134,7 +113,6 @@ def _forward(
         hidden_states = hidden_states.masked_fill(~mask[:, :, None], 0.0)
     parameters = required_tensors(module, method, location.name)
     options = AttentionOptions(mask, False, module.scaling, dropout, seed + method.seed, parameters)
-    projections = HiddenProjections(getattr(module, layout.key), getattr(module, layout.value))
-    out = refuse_second_gradient(form(method, query, hidden_states, projections, options), method.method)
-    out = out.transpose(1, 2).flatten(2)
-    return (out if layout.output is None else getattr(module, layout.output)(out)), None
+    out = form(method, query, hidden_states, HiddenProjections(key, value), options)
+    out = refuse_second_gradient(out, method.method).transpose(1, 2).flatten(2)
+    return (out if output is None else output(out)), None

@@ -18,12 +18,7 @@ TABLES = "_efficient_attention_positions"
 
 
 class PositionTable(NamedTuple):
-    """Where a learned table over token positions is.
-
-    Attributes:
-        module: the module that holds the table. It is asked each time, because the table can be replaced.
-        name: the attribute of the module.
-    """
+    """A learned table over token positions: the attribute `name` of `module`, in which it can be replaced."""
 
     module: nn.Module
     name: str
@@ -41,10 +36,9 @@ class PositionTable(NamedTuple):
 
 def position_offset(embedding: nn.Embedding) -> int:
     """Number of entries before position 0: those of BART begin at `offset`, those of RoBERTa at padding_idx + 1."""
+    padding: int = -1 if embedding.padding_idx is None else embedding.padding_idx
     offset: Any = getattr(embedding, "offset", None)
-    if isinstance(offset, int):
-        return offset
-    return 0 if embedding.padding_idx is None else embedding.padding_idx + 1
+    return offset if isinstance(offset, int) else padding + 1
 
 
 def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[PositionTable]:
@@ -54,13 +48,12 @@ def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[Position
     are not counted there.
     """
     count = getattr(config, "max_position_embeddings", None)
-    for module in model.modules():
-        for name in _NAMES:
-            table = getattr(module, name, None)
-            if isinstance(table, nn.Embedding) and "Sinusoidal" not in type(table).__name__:
-                extra = getattr(table, "offset", 0)
-                if isinstance(extra, int) and table.num_embeddings - extra == count:
-                    yield PositionTable(module, name)
+    for module, name in ((module, name) for module in model.modules() for name in _NAMES):
+        table = getattr(module, name, None)
+        if isinstance(table, nn.Embedding) and "Sinusoidal" not in type(table).__name__:
+            extra = getattr(table, "offset", 0)
+            if isinstance(extra, int) and table.num_embeddings - extra == count:
+                yield PositionTable(module, name)
 
 
 def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
@@ -87,56 +80,26 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
     """
     tables: tuple[PositionTable, ...] = getattr(model, TABLES, ())
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    if isinstance(ids, Tensor) and ids.ndim >= 2:
-        length = ids.shape[-1]
-    elif isinstance(embeds, Tensor) and embeds.ndim >= 3:
-        length = embeds.shape[-2]
-    else:
+    if not tables or not isinstance(tokens := embeds if ids is None else ids, Tensor):
         return
+    length = tokens.shape[-1 if ids is not None else -2]
     # Transformers 5.24 calls the argument `cache`.
     past: Any = kwargs.get("past_key_values", kwargs.get("cache"))
-    num_past = past.get_seq_length() if tables and hasattr(past, "get_seq_length") else 0
-    if not isinstance(num_past, Tensor):
-        length = length + num_past
-    for table in tables:
-        if length <= table.num_positions:
-            continue
-        position_ids, mask, embedding = kwargs.get("position_ids"), kwargs.get("attention_mask"), table.embedding
-        has_offset, used = isinstance(getattr(embedding, "offset", None), int), length
+    num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
+    length = length if isinstance(num_past, Tensor) else length + num_past
+    for table in (table for table in tables if length > table.num_positions):
+        position_ids, embedding, used = kwargs.get("position_ids"), table.embedding, length
         if isinstance(position_ids, Tensor):
+            has_offset = isinstance(getattr(embedding, "offset", None), int)
             used = _largest(position_ids + 1 - (0 if has_offset else position_offset(embedding)))
-        elif embedding.padding_idx is not None and isinstance(ids, Tensor):
+        elif embedding.padding_idx is not None and ids is not None:
             # Padding has no position. Which cached tokens are padding is unknown here, so all of them count.
             used = _largest((ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1])
-        elif isinstance(mask, Tensor) and "attention_mask" in inspect.signature(embedding.forward).parameters:
-            used = _largest(mask.sum(-1))
         if used > table.num_positions:
             raise UnsupportedAttentionError(
-                f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions (of a "
-                "decoder, a prompt counts together with what is generated): shorten the input, or extend the positions "
-                f"before the call with hf_efficient_attn.extend_positions(model, {used})"
-            )
-
-
-def refuse_long_generation(model: PreTrainedModel, num_tokens: int, kwargs: Mapping[str, Any]) -> None:
-    """Refuse `generate` before it begins if its last tokens would exceed the position table.
-
-    Raises:
-        UnsupportedAttentionError: there are fewer positions.
-    """
-    for table in getattr(model, TABLES, ()):
-        if num_tokens <= table.num_positions:
-            continue
-        position_ids, mask, used = kwargs.get("position_ids"), kwargs.get("attention_mask"), num_tokens
-        if isinstance(position_ids, Tensor):
-            used += _largest(position_ids) + 1 - position_ids.shape[-1]
-        elif isinstance(mask, Tensor) and mask.ndim == 2:
-            used += _largest(mask.sum(1)) - mask.shape[1]
-        if used > table.num_positions:
-            raise UnsupportedAttentionError(
-                f"generate would need {used} positions for the prompt and the new tokens (max_new_tokens or "
-                f"max_length), and {type(model).__name__} has {table.num_positions}: generate fewer tokens, shorten "
-                f"the prompt, or extend the positions first with hf_efficient_attn.extend_positions(model, {used})"
+                f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions, for a "
+                "prompt and what is generated together: shorten the input, or extend the positions before the call "
+                f"with hf_efficient_attn.extend_positions(model, {used})"
             )
 
 

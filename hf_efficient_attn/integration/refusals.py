@@ -3,14 +3,10 @@
 A switch refuses what it can see before it changes the model (`check`). The rest is refused at the call.
 
 Tensors among the keyword arguments of a call need a rule, because Transformers hands everything that a model does not
-know itself through to its attention function. Attention would lose an argument
-
-- that one of Transformers' attention functions reads (`_ATTENTION_ARGUMENTS`), whatever its type;
-- that is a tensor and whose name speaks of attention (`_ATTENTION_WORDS`);
-- that is a tensor and that the model's own attention code names (`model_code.attention_arguments`).
-
-Everything else passes through to no effect, as it does with exact attention: arguments of a loss (`labels`,
-`shift_labels`, `num_items_in_batch`, weights) and inputs that the model has used already (`_INPUTS`).
+know itself through to its attention function. Attention would lose an argument that is one of `_ATTENTION_ARGUMENTS`,
+whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`). No model of Transformers names
+another one in its call. Everything else passes through to no effect, as it does with exact attention: arguments of a
+loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
 """
 
 import warnings
@@ -18,42 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, names_of
-from hf_efficient_attn.integration.model_code import (
-    attention_arguments,
-    attention_table,
-    composes_mask,
-    own_mask,
-    reads_cache,
-    score_change,
-    uses_interface,
-)
-from hf_efficient_attn.integration.models import (
-    LOCATION,
-    WINDOW,
-    AttentionModule,
-    ModuleLocation,
-    is_attention,
-    layer_type,
-    models_in,
-)
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute of an attention module whose exact cross attention has been warned of.
 WARNED = "_efficient_attention_warned"
 # Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
-_ATTENTION_ARGUMENTS = (
-    "position_bias", "softcap", "s_aux", "sinks", "alibi", "cache", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
-    "seq_idx", "head_mask", "layer_head_mask", "indices", "block_indices", "block_table", "read_index", "write_index",
-)  # fmt: skip
+_ATTENTION_ARGUMENTS = ("softcap", "s_aux", "cache", "read_index", "write_index")
 _ATTENTION_WORDS = (
     "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
     "indices",
@@ -66,17 +41,14 @@ _INPUTS = (
 )  # fmt: skip
 
 
-# What a switch refuses.
-
-
-def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete: bool) -> None:
+def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_complete: bool) -> None:
     """Refuse what a model cannot run of what its configs ask for, `chosen` being the modules to which they apply.
 
     A model that becomes part of another one (`is_complete` is False) may lack layers that `layers` names, or all
     attention. The other one is checked later.
     """
-    kind, through = type(model).__name__, [found for found in chosen if uses_interface(type(found.module))]
-    named = {part: name for part in models_in(model) if (name := method_of(part.config))}
+    kind, through = type(model).__name__, [found for found in chosen if models.uses_interface(type(found.module))]
+    named = {part: name for part in models.models_in(model) if (name := method_of(part.config))}
     for part, name in named.items():
         refuse_unknown_implementation(type(part), name)
     if not through and (chosen or is_complete):
@@ -84,22 +56,24 @@ def check(model: PreTrainedModel, chosen: Sequence[AttentionModule], is_complete
             f"{kind} does not compute its attention through Transformers' attention interface, so that "
             f"attn_implementation={next(iter(named.values()))!r} would have no effect: load it without that argument"
         )
-    for what, module, path in _needs_of_a_matrix(model, named, through):
+    for what, module, path in _needs_of_a_matrix(model, through):
+        if what is None:
+            continue
         exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
         raise UnsupportedAttentionError(
-            f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), which no method here can keep, "
-            "because a (queries, keys) matrix of scores or of a mask is never built: use "
-            f"attn_implementation={exact!r}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), for which no method here builds a "
+            f"matrix: use attn_implementation={exact!r}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     if is_complete:
         _check_layers(kind, chosen)
-        _check_windows(kind, through)
-    _check_forms(kind, chosen)
+    for found in chosen:
+        if found.chosen is not None:
+            _check_form(kind, found, found.chosen)
 
 
 def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> None:
     """Refuse a method for a model class that takes its attention class from a table by the implementation's name."""
-    table = attention_table(kind)
+    table = models.attention_table(kind)
     if table is not None:
         raise UnsupportedAttentionError(
             f"{kind.__name__} chooses its attention from a table ({table}) that knows only Transformers' own "
@@ -108,45 +82,36 @@ def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> Non
 
 
 def _needs_of_a_matrix(
-    model: PreTrainedModel, named: Iterable[PreTrainedModel], through: Sequence[AttentionModule]
-) -> Iterator[tuple[str, nn.Module, str]]:
+    model: PreTrainedModel, through: Sequence[models.AttentionModule]
+) -> Iterator[tuple[str | None, nn.Module, str]]:
     """What a model does that only a (queries, keys) matrix could keep: in words, and the module with its path.
 
     A bias of relative positions belongs to the attention modules, or to the layers and models around them. Modules
     inside of attention modules, and attention modules that do not ask the interface, are no concern of a method.
     """
-    for part in named:
-        if composes_mask(part):
-            yield "composes its masks itself (use_bidirectional_attention=True)", part, ""
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
-        if (change := score_change(module, is_attention=False)) is not None:
-            yield f"adds {change} to the scores of its attention", module, path
-    for found in through:
-        module, kind, config, path = found.module, type(found.module), found.config, found.location.name
-        change = None if has_distance_bias(kind) else score_change(module, is_attention=True)
-        if change is not None:
-            yield f"adds {change} to the scores of its attention", module, path
-        if (maker := own_mask(kind)) is not None:
-            yield f"makes a mask of its own ({kind.__name__}.{maker})", module, path
-        if found.location.window is not None and WINDOW not in (found.location.arguments or ()):
-            yield "attends to a window of its own that only a mask knows", module, path
-        size, positions = (
-            getattr(config, "attention_chunk_size", None),
-            getattr(config, "max_position_embeddings", None),
-        )
+        yield models.matrix_need(module, is_attention=False), module, path
+    for module, location, config, owner in through:
+        if not has_distance_bias(type(module)):
+            yield models.matrix_need(module, is_attention=True), module, location.name
+        if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
+            yield "attends to a window of its own that only a mask knows", module, location.name
+        size: Any = getattr(config, "attention_chunk_size", None)
+        positions = getattr(config, "max_position_embeddings", None)
         is_shorter = size is not None and (positions is None or size < positions)
-        if is_shorter and "chunked" in (layer_type(module, config) or ""):
-            yield "attends within chunks of its own", module, path
+        if is_shorter and "chunked" in (models.layer_type(module, config) or ""):
+            yield "attends within chunks of its own", module, location.name
         # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
-        if not found.owner._supports_sdpa:
-            yield f"does not support attn_implementation={EXACT!r}: possibly only a mask makes it causal", module, path
+        if not owner._supports_sdpa:
+            what = f"does not support attn_implementation={EXACT!r}: possibly only a mask makes it causal"
+            yield what, module, location.name
 
 
 def _around_attention(
     module: nn.Module, owners: Set[int], path: str = "", is_concerned: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules of some models, by their ids, that are neither attention modules nor inside of one; with paths."""
-    if not is_attention(module):
+    if not models.is_attention(module):
         is_concerned = id(module) in owners if isinstance(module, PreTrainedModel) else is_concerned
         if is_concerned:
             yield path, module
@@ -154,87 +119,66 @@ def _around_attention(
             yield from _around_attention(child, owners, f"{path}.{name}".lstrip("."), is_concerned)
 
 
-def _settings(config: PreTrainedConfig) -> EfficientAttentionConfig:
-    return settings_of(config, str(method_of(config)))
-
-
-def _selects(layer: Layer, found: AttentionModule) -> bool:
-    return is_selected(layer, found.location.layer, found.location.name)
-
-
-def _check_layers(kind: str, chosen: Sequence[AttentionModule]) -> None:
-    """Refuse layers that the model does not have, and modules that two entries of a mix select."""
-    configs = {id(found.config): found.config for found in chosen}.values()
-    named = in_order(layer for config in configs for layer in _settings(config).named_layers())
-    missing = [layer for layer in named if not any(_selects(layer, found) for found in chosen)]
+def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
+    """Refuse layers that the model does not have, items of `layers` with windows only, and modules of two entries."""
+    selected: dict[Layer | None, list[models.AttentionModule]] = {}
+    for found in chosen:
+        settings = settings_of(found.config, str(method_of(found.config)))
+        selected |= {x: selected.get(x, []) for x in settings.named_layers()}
+        layer, name, methods = found.location.layer, found.location.name, []
+        for entry in settings.entries:
+            items = [x for x in entry.layers or (None,) if x is None or is_selected(x, layer, name)]
+            methods += [entry.config.method] if items else []
+            for item in items if models.uses_interface(type(found.module)) else ():
+                selected.setdefault(item, []).append(found)
+        if len(methods) > 1:
+            raise UnsupportedAttentionError(
+                f"{len(methods)} entries of 'layers' select {name} ({', '.join(methods)}): each layer uses one method"
+            )
+    missing = in_order(layer for layer, group in selected.items() if not group)
     if missing:
         layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
-        notes = {getattr(config, "attention_note", None) for config in configs}
-        names = ", ".join(map(repr, names_of(found.location.name for found in chosen)))
+        notes = {str(note) for found in chosen if (note := getattr(found.config, "attention_note", None))}
         raise UnsupportedAttentionError(
-            f"{kind} has no attention in layers {missing}; its layers are {layers}"
-            f"{''.join(f'; {note}' for note in notes if note)}. Names that select several of them: {names}"
+            f"{kind} has no attention in layers {missing}; its layers are {'; '.join([str(layers), *notes])}. Names "
+            f"that select several of them: {', '.join(map(repr, names_of(x.location.name for x in chosen)))}"
         )
-    for found in chosen:
-        selecting = [
-            entry.config.method
-            for entry in _settings(found.config).entries
-            if entry.layers is None or any(_selects(layer, found) for layer in entry.layers)
-        ]
-        if len(selecting) > 1:
-            raise UnsupportedAttentionError(
-                f"{len(selecting)} entries of 'layers' select {found.location.name} of {kind} "
-                f"({', '.join(selecting)}): each layer uses one method"
-            )
-
-
-def _check_windows(kind: str, through: Sequence[AttentionModule]) -> None:
-    """Refuse a choice, or an item of `layers`, that selects modules with a sliding window only."""
-    selected: dict[Layer | None, list[AttentionModule]] = {}
-    for found in through:
-        for entry in _settings(found.config).entries:
-            for layer in entry.layers or (None,):
-                if layer is None or _selects(layer, found):
-                    selected.setdefault(layer, []).append(found)
     for group in selected.values():
         if all(found.location.window is not None for found in group):
-            more = f" and {len(group) - 1} more of the chosen layers" if len(group) > 1 else ""
-            others = ", ".join(found.location.name for found in through if found.location.window is None)
+            others = ", ".join(found.location.name for found in chosen if found.location.window is None)
             another = f"use attn_implementation={EXACT!r} for this model, or another model"
             raise UnsupportedAttentionError(
                 f"{method_of(group[0].config)}: {kind} has a sliding window of its own in {group[0].location.name}"
-                f"{more}, which is sub-quadratic already and would be lost: "
+                f"{f' and {len(group) - 1} more of the chosen layers' if len(group) > 1 else ''}, which is "
+                "sub-quadratic already and would be lost: "
                 f"{f'choose layers without a window: {others}' if others else another}"
             )
 
 
-def _check_forms(kind: str, chosen: Sequence[AttentionModule]) -> None:
-    """Refuse methods without the form that a module needs."""
-    for found in chosen:
-        method, location, attention = found.chosen, found.location, type(found.module)
-        if method is None:
-            continue
-        if not location.is_cross and has_distance_bias(attention) and not method.adds_distance_bias:
-            raise UnsupportedAttentionError(
-                f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
-                f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep, because it does not "
-                f"compute the scores of all pairs: use {' or '.join(methods_with('adds_distance_bias'))} without "
-                f"global tokens, whose window adds it, or attn_implementation={EXACT!r}, or a model with learned or "
-                "rotary positions, such as BERT, GPT-2 or Llama"
-            )
-        check_methods(
-            [method],
-            is_causal=not location.is_cross and getattr(found.module, "is_causal", None) is True,
-            is_rectangular=getattr(found.module, "is_rectangular", False),
-            model=f"{kind} (at {location.name})",
-            allow_learned=True,
+def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) -> None:
+    """Refuse a method without the form that a module needs."""
+    location, attention = found.location, type(found.module)
+    if not location.is_cross and has_distance_bias(attention) and not method.adds_distance_bias:
+        raise UnsupportedAttentionError(
+            f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
+            f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep: use "
+            f"{' or '.join(methods_with('adds_distance_bias'))} without global tokens, whose window adds it, or "
+            f"attn_implementation={EXACT!r}, or a model without it, such as BERT, GPT-2 or Llama"
         )
-        if get_method(method.method).info.recurrent and not location.is_cross and reads_cache(attention):
-            others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
-            raise UnsupportedAttentionError(
-                f"{kind} reads cached keys itself ({attention.__name__} at {location.name}), and {method.method} keeps "
-                f"a state instead of keys: use a method that keeps keys, such as {', '.join(others)}"
-            )
+    check_methods(
+        [method],
+        is_causal=not location.is_cross and getattr(found.module, "is_causal", None) is True,
+        is_rectangular=getattr(found.module, "is_rectangular", False),
+        model=f"{kind} (at {location.name})",
+        allow_learned=True,
+    )
+    reads_cache = any(base.__name__ == "DiffusionGemmaDecoderTextAttention" for base in attention.__mro__)
+    if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
+        others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
+        raise UnsupportedAttentionError(
+            f"{kind} reads cached keys itself ({attention.__name__} at {location.name}), and {method.method} keeps "
+            f"a state instead of keys: use a method that keeps keys, such as {', '.join(others)}"
+        )
 
 
 def check_methods(
@@ -251,8 +195,8 @@ def check_methods(
         UnsupportedAttentionError: a method does not suit the model. The message names the methods that do.
     """
     for config in configs:
-        name, info = config.method, get_method(config.method).info
-        if is_causal and not info.causal:
+        name = config.method
+        if is_causal and not config.causal:
             raise UnsupportedAttentionError(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
                 f"{', '.join(methods_with('causal'))}"
@@ -276,10 +220,9 @@ def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None
     """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen."""
     if not method.causal:
         raise UnsupportedAttentionError(
-            f"{name} is causal and {method.method} has no causal form: either {type(module).__name__} calls itself "
-            "bidirectional and its model gives it a causal mask, or config.efficient_attention was changed without "
-            "switching the model by hf_efficient_attn.convert(model, ...). Methods that have a causal form: "
-            f"{', '.join(methods_with('causal'))}"
+            f"{name} is causal and {method.method} has no causal form: use one of {', '.join(methods_with('causal'))}. "
+            f"Either {type(module).__name__} calls itself bidirectional and gets a causal mask, or the config was "
+            "changed without switching the model by hf_efficient_attn.convert(model, ...)"
         )
 
 
@@ -287,18 +230,20 @@ def why_cross_attention_is_exact(method: MethodConfig, config: object) -> str | 
     """The reason why cross attention stays exact in a model with this config; None if the method computes it."""
     if method.needs_square:
         return f"{method.method} needs as many queries as keys"
-    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     # GPT-2's config does not say that the model is a decoder, but only a decoder adds cross attention.
-    if method.mixes_queries and (decodes or getattr(config, "add_cross_attention", False)):
+    decodes = (getattr(config, x, False) for x in ("is_decoder", "is_encoder_decoder", "add_cross_attention"))
+    if method.mixes_queries and any(decodes):
         return f"with {method.method} later tokens of a decoder would influence earlier ones"
     return None
 
 
 @replaced_in_graphs(nothing)
-def warn_of_exact_cross_attention(module: nn.Module, reason: str, names: list[str]) -> None:
-    """Warn once per module that cross attention stays exact. No warning is given while a graph is traced."""
-    if not getattr(module, WARNED, False):
-        warnings.warn(f"{reason}: cross attention stays exact in {', '.join(names)}", stacklevel=2)
+def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, models.ModuleLocation]]) -> None:
+    """Warn once per module that its attention stays exact. No warning is given while a graph is traced."""
+    new = {location.name: module for module, location in found if not getattr(module, WARNED, False)}
+    if new:
+        warnings.warn(f"{reason} {', '.join(new)}", stacklevel=2)
+    for module in new.values():
         setattr(module, WARNED, True)
 
 
@@ -308,7 +253,7 @@ def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kw
     Raises:
         UnsupportedAttentionError: the module, its mask and the switch of its model do not agree on the window.
     """
-    size = kwargs.get(WINDOW)
+    size = kwargs.get(models.WINDOW)
     if not is_local and (size is None or size >= kv_len):
         return None
     if expected is None or size is None or not is_local:
@@ -319,29 +264,19 @@ def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kw
     return int(size)
 
 
-def refuse_arguments(name: str, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(name: str, kwargs: Mapping[str, Any]) -> None:
     """Refuse everything in a call of an attention module that would silently be lost, in the name of a method."""
     refuse_attentions(name, kwargs.get("output_attentions"))
     for argument, value in kwargs.items():
-        if value is not None and (argument in _ATTENTION_ARGUMENTS or _is_lost(module, argument, value)):
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        is_harmless = argument in _INPUTS or any(word in argument for word in _LOSS_WORDS)
+        is_lost = not is_harmless and any(word in argument for word in _ATTENTION_WORDS)
+        is_lost = is_lost and any(isinstance(item, Tensor) for item in items)
+        if value is not None and (argument in _ATTENTION_ARGUMENTS or is_lost):
             raise UnsupportedAttentionError(
                 f"{name}: the argument {argument!r} of the attention would be lost: use attn_implementation={EXACT!r} "
                 "or 'eager' for this model, or leave the argument out"
             )
-
-
-def _is_lost(module: nn.Module, argument: str, value: object) -> bool:
-    """Whether attention would lose an argument that is or holds a tensor; see the rule at the top."""
-    items = value if isinstance(value, (tuple, list)) else (value,)
-    if argument in _INPUTS or not any(isinstance(item, Tensor) for item in items):
-        return False
-    if any(word in argument for word in _LOSS_WORDS):
-        return False
-    if any(word in argument for word in _ATTENTION_WORDS):
-        return True
-    location: ModuleLocation | None = getattr(module, LOCATION, None)
-    known = None if location is None else location.arguments
-    return argument in (attention_arguments(type(module)) if known is None else known)
 
 
 def refuse_attentions(name: str, requested: object) -> None:

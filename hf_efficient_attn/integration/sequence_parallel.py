@@ -1,17 +1,15 @@
 """`hea.sequence_parallel`: a model whose processes each hold a contiguous shard of the tokens of every sequence.
 
-All parts of a Transformers model but attention compute each token by itself. So a process computes its own tokens, and
-only the attention function talks to the others: `methods.sharded_attention` for a method, `over_heads` for exact
-attention. What attention has to know is agreed upon once for each call of the model, in a forward pre-hook: the lengths
+Only the attention function talks to the other processes: `methods.sharded_attention` for a method, `over_heads` for
+exact attention. What it has to know is agreed upon once for each call of the model, in a forward pre-hook: the lengths
 of all shards, the mask of all tokens, and in training a common seed. It reaches the attention function as the keyword
-argument `sequence_shards`, which layers also pass when gradient checkpointing computes them again.
-
-A refusal must be one in all processes, because the others would wait for a process that refuses alone. So each tells
-the others its problem in the first collective of a call.
+argument `sequence_shards`, which layers also pass when gradient checkpointing computes them again. A refusal must be
+one in all processes, because the others would wait for a process that refuses alone. So each tells the others its
+problem in the first collective of a call.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +19,10 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import positions
+from hf_efficient_attn.integration import models, positions
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.model_code import uses_interface
-from hf_efficient_attn.integration.models import attention_modules, is_attention, models_in, transformers_models
 from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather_plain, over_heads
@@ -41,19 +37,6 @@ _SHARDS = "sequence_shards"
 _WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 _check_eager = refused_in_graphs(
     "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
-)
-_CACHES = ("past_key_values", "cache")
-_PROBLEMS = (
-    "",
-    "gives the model no input_ids or inputs_embeds with tokens: give every process at least one token of each sequence",
-    "gives an attention_mask that is not (batch, tokens of this process): give the part of the 2-D mask that belongs "
-    "to these tokens",
-    "gives a key-value cache or use_cache=True, which several processes cannot share: leave them out; generate with a "
-    "model in one process",
-    "gives labels, from which the model would compute the loss of its own tokens alone and without the token after "
-    "the last: compute the loss from the logits, with labels that are shifted before they are divided",
-    "gives no position_ids, and the model counts positions from the token ids of the call: give the position_ids of "
-    "the tokens in the whole sequence",
 )
 
 
@@ -84,7 +67,7 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
         UnsupportedAttentionError: the model cannot be divided: exact attention of Transformers, an encoder-decoder,
             images or audio, convolutions over tokens, or an output that comes from one token of the sequence.
     """
-    parts, group = transformers_models(model), mesh_or_group
+    parts, group = models.transformers_models(model), mesh_or_group
     if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:
         group = group.get_group()
     elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
@@ -94,10 +77,11 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
             "torch.distributed.group.WORLD"
         )
     for part in parts:
-        _check(part)
+        for reason in _reasons(part):
+            raise UnsupportedAttentionError(f"sequence_parallel: {type(part).__name__} {reason}")
     parallel = SequenceParallel(group)
     for part in parts:
-        for found in attention_modules(part):
+        for found in models.attention_modules(part):
             setattr(found.module, _PARALLEL, parallel)
         if getattr(part, _PARALLEL, None) is None:
             part.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -106,43 +90,36 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
     return model
 
 
-def _check(model: PreTrainedModel) -> None:
-    """Refuse a model whose sequences cannot be divided."""
-    why, modules = None, list(attention_modules(model))
-    windowed = next((found.location.name for found in modules if found.location.window is not None), None)
+def _reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Why the sequences of a model cannot be divided."""
     layers = str(getattr(model.config, "layer_types", None))
-    if any(method_of(part.config) is None for part in models_in(model)):
-        why = (
+    if any(method_of(part.config) is None for part in models.models_in(model)):
+        yield (
             "computes Transformers' own attention, which would see only the tokens of its process: convert it first, "
             "hf_efficient_attn.convert(model, method)"
         )
-    elif getattr(model.config, "is_encoder_decoder", False):
-        why = "is an encoder-decoder, whose two sequences cannot be divided: use one of the two parts by itself"
-    elif type(model).__name__.endswith(_WHOLE_SEQUENCE):
-        why = (
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "is an encoder-decoder, whose two sequences cannot be divided: use one of the two parts by itself"
+    if type(model).__name__.endswith(_WHOLE_SEQUENCE):
+        yield (
             "computes its output from one token of the sequence, which only one process holds: use its base model "
             "(model.base_model) and compute the output from the hidden states of all processes"
         )
-    elif "input_ids" not in inspect.signature(model.forward).parameters:
-        why = "does not take tokens, so that its input cannot be divided along them: use it in one process"
-    elif windowed is not None:
-        why = f"attends to a sliding window in {windowed}, which is not divided over processes: use a model without"
-    elif any(has_distance_bias(type(found.module)) for found in modules):
-        why = (
-            "adds a bias of relative positions to its scores, which is not divided over processes: use a model with "
-            "learned or rotary positions, such as BERT or Llama"
-        )
-    elif "recurrent" in layers or "linear_attention" in layers:
-        why = "has layers with a state along the sequence, which would begin again in each process"
-    for path, module in model.named_modules() if why is None else ():
-        inner = [type(x) for x in module.modules() if is_attention(x)] if is_attention(module) else []
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        yield "does not take tokens, so that its input cannot be divided along them: use it in one process"
+    if "recurrent" in layers or "linear_attention" in layers:
+        yield "has layers with a state along the sequence, which would begin again in each process"
+    for found in models.attention_modules(model):
+        if found.location.window is not None or has_distance_bias(type(found.module)):
+            what = "a bias of relative positions" if found.location.window is None else "a sliding window"
+            yield f"has {what} in {found.location.name}, which is not divided over processes: use a model without"
+    for path, module in model.named_modules():
+        inner = [type(x) for x in module.modules() if models.is_attention(x)] if models.is_attention(module) else []
         convolves = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)
         if convolves or isinstance(module, nn.RNNBase):
-            why = f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process"
-        elif inner and not any(map(uses_interface, inner)):
-            why = f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
-    if why is not None:
-        raise UnsupportedAttentionError(f"sequence_parallel: {type(model).__name__} {why}")
+            yield f"mixes tokens outside of attention, in {path} ({type(module).__name__}): use it in one process"
+        elif inner and not any(map(models.uses_interface, inner)):
+            yield f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
 
 
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -173,53 +150,52 @@ def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
     return output
 
 
-def _problem(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> int:
-    """What is wrong with a call in this process: an index of `_PROBLEMS`."""
+def _problems(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> dict[str, bool]:
+    """What can be wrong with a call in this process, and whether it is."""
     mask, has_positions = given.get("attention_mask"), given.get("position_ids") is not None
     counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape:
-        return 1
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]):
-        return 2
-    if any(given.get(name) is not None for name in _CACHES) or given.get("use_cache"):
-        return 3
-    if given.get("labels") is not None:
-        return 4
-    return 0 if has_positions or (not counts and "position_ids" in inspect.signature(model.forward).parameters) else 5
+    counts = counts or "position_ids" not in inspect.signature(model.forward).parameters
+    has_tokens = isinstance(tokens, Tensor) and tokens.ndim > 1 and 0 not in tokens.shape
+    fits = mask is None or (has_tokens and isinstance(mask, Tensor) and mask.shape == tokens.shape[:2])
+    caches = [given.get(name) is not None for name in ("past_key_values", "cache")]
+    return {
+        "no input_ids or inputs_embeds with tokens: give every process some tokens of each sequence": not has_tokens,
+        "an attention_mask that is not (batch, tokens of this process): give the part of the mask for them": not fits,
+        "a key-value cache or use_cache=True, which several processes cannot share: leave them out; generate with a "
+        "model in one process": any(caches) or bool(given.get("use_cache")),
+        "labels, from which the model would compute the loss of its own tokens alone: compute the loss from the "
+        "logits, with labels that are shifted before they are divided": given.get("labels") is not None,
+        "no position_ids, and the model counts positions from the token ids of the call: give the position_ids of "
+        "the tokens in the whole sequence": counts and not has_positions,
+    }
 
 
 def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens: Any) -> Shards:
     """The shards of a call, the same in all processes. If the call of one of them is refused, all of them raise."""
-    mask, problem = given.get("attention_mask"), _problem(model, given, tokens)
+    problems, mask = _problems(model, given, tokens), given.get("attention_mask")
+    problem = next((i for i, is_wrong in enumerate(problems.values()) if is_wrong), -1)
     device = tokens.device if isinstance(tokens, Tensor) else next(model.parameters()).device
-    batch, length = (0, 0) if problem == 1 else tokens.shape[:2]
+    batch, length = (0, 0) if problem == 0 else tokens.shape[:2]
     valid = torch.ones(batch, length, dtype=torch.bool, device=device)
-    if mask is not None and not problem:
+    if mask is not None and problem < 0:
         valid = mask.to(torch.bool)
     seed = int(torch.randint(2**31 - 1, (), device="cpu")) if model.training else -1
     mine = torch.tensor([problem, batch, length, not valid.all(), seed], device=device)
     found = gather_plain(mine, group).tolist()
-    for rank, (code, *_) in enumerate(found):
-        if code:
-            raise UnsupportedAttentionError(f"sequence_parallel: process {rank} {_PROBLEMS[code]}")
-    batches, lengths, seeds = [x[1] for x in found], tuple(x[2] for x in found), [x[4] for x in found]
+    codes, batches, lengths, is_padded, seeds = zip(*found, strict=True)
+    for rank in (rank for rank, code in enumerate(codes) if code >= 0):
+        what = list(problems)[codes[rank]]
+        raise UnsupportedAttentionError(f"sequence_parallel: process {rank} gives the model {what}")
     if len(set(batches)) > 1 or len({seed < 0 for seed in seeds}) > 1:
         raise UnsupportedAttentionError(
-            f"sequence_parallel: the processes have batches of {batches} sequences and "
-            f"{sum(seed >= 0 for seed in seeds)} of {len(seeds)} are in training: give all of them their part of the "
-            "same sequences, in the same mode"
+            f"sequence_parallel: the processes have batches of {list(batches)} sequences, and "
+            f"{sum(seed >= 0 for seed in seeds)} are in training: give all of them the same sequences and mode"
         )
     # Only the last process would notice by itself that the sequence is longer than a position table.
-    for part in models_in(model) if given.get("position_ids") is None else ():
-        for table in getattr(part, positions.TABLES, ()):
-            if sum(lengths) > table.num_positions:
-                raise UnsupportedAttentionError(
-                    f"the shards of all processes have {sum(lengths)} tokens together and {type(model).__name__} has "
-                    f"{table.num_positions} positions: shorten the input, or extend the positions first with "
-                    f"hf_efficient_attn.extend_positions(model, {sum(lengths)})"
-                )
+    for part in models.models_in(model) if given.get("position_ids") is None else ():
+        positions.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
     key_mask = None
-    if any(x[3] for x in found):
+    if any(is_padded):
         whole = gather_plain(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)
         key_mask = torch.cat([x[:, :n] for x, n in zip(whole.unbind(0), lengths, strict=True)], 1)
     return Shards(group, lengths, group.rank(), key_mask, seeds[0] if seeds[0] >= 0 else None)
@@ -233,8 +209,7 @@ class SequenceParallel:
         self.current: Shards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceParallel":
-        """A copy of the model belongs to the same processes."""
-        return SequenceParallel(self.group)
+        return SequenceParallel(self.group)  # a copy of the model belongs to the same processes
 
 
 def is_parallel(module: nn.Module) -> bool:
@@ -248,11 +223,10 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
     Raises:
         UnsupportedAttentionError: the shards are not known.
     """
-    parallel: SequenceParallel | None = getattr(module, _PARALLEL, None)
-    if parallel is None:
+    if not is_parallel(module):
         return None
     _check_eager()
-    shards: Shards | None = kwargs.get(_SHARDS) or parallel.current
+    shards: Shards | None = kwargs.get(_SHARDS) or getattr(module, _PARALLEL).current
     if shards is None:
         raise UnsupportedAttentionError(
             f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "
@@ -262,36 +236,30 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
 
 
 def shard_attention(
-    method: MethodConfig | None,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    shards: Shards,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: int,
-    parameters: Mapping[str, Tensor],
+    method: MethodConfig | None, tensors: tuple[Tensor, Tensor, Tensor], shards: Shards, **options: Any
 ) -> Tensor:
-    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None."""
-    query, key, value = tensors
-    if key.shape[2] != query.shape[2] or query.shape[2] != shards.lengths[shards.rank]:
+    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None.
+
+    The options are is_causal, scale, dropout_p, seed and parameters of `methods.attention`.
+    """
+    (query, key, _), own = tensors, shards.lengths[shards.rank]
+    if key.shape[2] != query.shape[2] or query.shape[2] != own:
         raise UnsupportedAttentionError(
-            f"sequence_parallel: a layer has {query.shape[2]} queries and {key.shape[2]} keys, and the call "
-            f"{shards.lengths[shards.rank]} tokens in this process: caches and cross attention cannot be divided"
+            f"sequence_parallel: a layer has {query.shape[2]} queries and {key.shape[2]} keys, and the call {own} "
+            "tokens in this process: caches and cross attention cannot be divided"
         )
-    if dropout_p:
+    if options.pop("dropout_p"):
         raise UnsupportedAttentionError(
             "sequence_parallel: dropout of attention weights would draw other numbers in each process than one process "
             "draws: set it to 0 in the config (attention_probs_dropout_prob, attention_dropout or attn_pdrop)"
         )
     if method is not None:
-        # In training all processes draw the same, which the model's call has agreed upon.
-        seed = seed if shards.seed is None else (shards.seed + seed) % (2**31 - 1)
-        return sharded_attention(
-            method, query, key, value, shards=shards, is_causal=is_causal, scale=scale, seed=seed, parameters=parameters
-        )
+        if shards.seed is not None:  # in training all processes draw the same, which the model's call has agreed upon
+            options["seed"] = (shards.seed + options["seed"]) % (2**31 - 1)
+        return sharded_attention(method, *tensors, shards=shards, **options)
+    exact = {"is_causal": options["is_causal"], "scale": options["scale"], "dropout_p": 0.0}
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, _: HeadSlice) -> Tensor:
-        return exact_layer(query, key, value, shards.key_mask, is_causal=is_causal, scale=scale, dropout_p=0.0)
+        return exact_layer(query, key, value, shards.key_mask, **exact)
 
-    return over_heads(some_heads, query, key, value, shards)
+    return over_heads(some_heads, *tensors, shards)

@@ -4,18 +4,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, as_dict, shown, unknown_name
-from hf_efficient_attn.integration.layers import (
-    Layer,
-    check_layer,
-    in_order,
-    is_cached_layer,
-    is_selected,
-)
+from hf_efficient_attn.integration.layers import Layer, check_layer, in_order, is_selected
 from hf_efficient_attn.methods import MethodConfig, get_method, make_config
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
@@ -70,33 +64,30 @@ class EfficientAttentionConfig(KnownFields):
         length = self.calibrated_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise UnsupportedAttentionError(
-                f"calibrated_length={length!r} must be a number of tokens, an integer of 1 or more; leave it out if "
-                "the errors were not measured"
+                f"calibrated_length={length!r} must be an integer of 1 or more; leave it out if nothing was measured"
             )
-        hyperparameters = as_dict(self.hyperparameters or {}, "hyperparameters")
-        layers = _as_list(self.layers)
+        hyperparameters, layers = as_dict(self.hyperparameters or {}, "hyperparameters"), _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
             if hyperparameters or isinstance(self.method, MethodConfig):
                 raise UnsupportedAttentionError(
                     "the hyperparameters of a mix of methods belong inside the entries of 'layers', not beside them"
                 )
             entries = tuple(_mix_entry(layer, self.method) for layer in layers)
-            method = self.method or entries[0].config.method
-            get_method(method)
         elif self.method is None:
             raise UnsupportedAttentionError(
                 "efficient_attention names no method: add 'method', or pass attn_implementation=<name> as well"
             )
         else:
-            config = make_config(self.method, **hyperparameters)
             checked = None if layers is None else tuple(map(check_layer, layers))
-            method, entries = config.method, (Entry(checked, config),)
-        named = [index for entry in entries for index in entry.layers or ()]
-        twice = in_order(layer for layer, count in Counter(named).items() if count > 1)
+            entries = (Entry(checked, make_config(self.method, **hyperparameters)),)
+        counts = Counter(index for entry in entries for index in entry.layers or ())
+        twice = in_order(layer for layer, count in counts.items() if count > 1)
         if twice:
             raise UnsupportedAttentionError(
                 f"'layers' names some layers more than once: {twice}; each layer uses one method"
             )
+        method = self.method if isinstance(self.method, str) else entries[0].config.method
+        get_method(method)
         values: dict[str, Any] = {"method": method, "entries": entries, "hyperparameters": {}, "layers": layers}
         if len(entries) == 1 and entries[0].config.method == method:
             values["hyperparameters"] = {k: v for k, v in entries[0].config.to_dict().items() if k != "method"}
@@ -111,11 +102,6 @@ class EfficientAttentionConfig(KnownFields):
                 return entry.config
         return None
 
-    def for_cached_layer(self, index: int) -> MethodConfig | None:
-        """The same for the layer of a decoder whose keys a cache holds under this index."""
-        chosen = (e for e in self.entries if e.layers is None or any(is_cached_layer(x, index) for x in e.layers))
-        return next((entry.config for entry in chosen), None)
-
     def named_layers(self) -> list[Layer]:
         """All layers that the entries name, in order."""
         return in_order(index for entry in self.entries for index in entry.layers or ())
@@ -123,23 +109,16 @@ class EfficientAttentionConfig(KnownFields):
     def to_dict(self, *, defaults: bool = True) -> dict[str, Any]:
         """Values for JSON, which `from_dict` reads.
 
-        Args:
-            defaults: whether to write hyperparameters that have their default values too. What a model saves contains
-                them, so that it computes the same with a later version that has other defaults. A proposal that people
-                read, such as that of `analyze`, is clearer without them.
+        With `defaults`, hyperparameters that have their default values are written too, so that a saved model computes
+        the same with a later version that has other defaults. A proposal that people read is clearer without them.
         """
-
-        def values_of(config: MethodConfig) -> dict[str, Any]:
-            return config.to_dict() if defaults else {"method": config.method, **changed_hyperparameters(config)}
-
-        first = self.entries[0]
-        if len(self.entries) == 1 and first.config.method == self.method:
-            values = values_of(first.config)
-            if first.layers is not None:
-                values["layers"] = list(first.layers)
-        else:
-            mix = [{"layers": list(entry.layers or ()), **values_of(entry.config)} for entry in self.entries]
-            values = {"method": self.method, "layers": mix}
+        items = []
+        for entry in self.entries:
+            named = {} if entry.layers is None else {"layers": list(entry.layers)}
+            chosen = entry.config.to_dict() if defaults else changed_hyperparameters(entry.config)
+            items.append({**named, "method": entry.config.method, **chosen})
+        is_mix = len(items) > 1 or items[0]["method"] != self.method
+        values: dict[str, Any] = {"method": self.method, "layers": items} if is_mix else items[0]
         if self.calibrated_length is None:
             return {**values, "version": 1}
         return {**values, "calibrated_length": self.calibrated_length, "version": FORMAT_VERSION}
@@ -148,21 +127,17 @@ class EfficientAttentionConfig(KnownFields):
     def from_dict(cls, values: Mapping[str, Any], method: str | None = None) -> "EfficientAttentionConfig":
         """Inverse of `to_dict`.
 
-        Args:
-            values: the dictionary.
-            method: the method if the dictionary names none.
+        `method` is the method if the dictionary names none.
 
         Raises:
             UnsupportedAttentionError: as the class does, for an unknown key, and for a newer version of the format.
         """
         values = as_dict(values, "efficient_attention")
         version = values.pop("version", FORMAT_VERSION)
-        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-            raise UnsupportedAttentionError(f"efficient_attention: version={version!r} must be a positive integer")
-        if version > FORMAT_VERSION:
+        if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
             raise UnsupportedAttentionError(
-                f"efficient_attention has format version {version}, written by a newer hf_efficient_attn. This one "
-                f"reads versions up to {FORMAT_VERSION}: upgrade it from where you got it"
+                f"efficient_attention: version={version!r} must be an integer from 1 to {FORMAT_VERSION}; for a larger "
+                "one, of a newer hf_efficient_attn, upgrade it from where you got it"
             )
         method, layers = values.pop("method", method), values.pop("layers", None)
         length = values.pop("calibrated_length", None)
@@ -180,10 +155,6 @@ def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if value != defaults.get(key)}
 
 
-# The attribute of an `EfficientAttentionConfig` whose models have warned of a sequence that is longer than calibrated.
-_WARNED = "_warned_of_length"
-
-
 @replaced_in_graphs(nothing)
 def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
     """Warn once for each choice of a sequence that is longer than those that the choice was calibrated on.
@@ -191,12 +162,12 @@ def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key
     No warning is given while a graph is traced: the length would become a condition of the graph.
     """
     limit = settings.calibrated_length
-    if limit is None or kv_len <= limit or hasattr(settings, _WARNED):
+    if limit is None or kv_len <= limit or "_warned" in vars(settings):
         return
     # Padding does not count. Only inputs longer than the limit take the time to count their tokens.
     longest = kv_len if key_mask is None else int(key_mask.sum(1).max())
     if longest > limit:
-        object.__setattr__(settings, _WARNED, True)
+        object.__setattr__(settings, "_warned", True)
         warnings.warn(
             f"a sequence has {longest} tokens, but the attention of this model was calibrated on sequences of up to "
             f"{limit} tokens, and its errors grow with the length: calibrate it again with sequences as long as those "
@@ -225,44 +196,19 @@ def _as_list(layers: Any) -> list[Any] | None:
         raise UnsupportedAttentionError(
             f"'layers' must be a list of layer indices or of entries, not {shown(layers)}: write layers=[...]"
         )
-    layers = list(layers)
-    if not layers:
-        raise UnsupportedAttentionError(
-            "'layers' is empty, so that nothing would change; leave it out to choose all layers"
-        )
-    return layers
+    items = list(layers)
+    if not items:
+        raise UnsupportedAttentionError("'layers' is empty, so that nothing would change; leave it out for all layers")
+    return items
 
 
 def _mix_entry(entry: Any, method: str | None) -> Entry:
-    if not isinstance(entry, Mapping) or entry.get("layers") is None:
+    is_entry = isinstance(entry, Mapping) and entry.get("layers") is not None
+    if not is_entry or any(key in entry for key in ("version", "calibrated_length")):
         raise UnsupportedAttentionError(
-            f'\'layers\' contains {shown(entry)}; in a mix every entry is {{"layers": [indices], "method": name, ...}}'
+            f"'layers' contains {shown(entry)}; in a mix every entry is "
+            '{"layers": [indices], "method": name, hyperparameters}'
         )
-    for key in ("version", "calibrated_length"):
-        if key in entry:
-            raise UnsupportedAttentionError(f"{key!r} belongs beside 'layers', not inside its entries")
     if any(isinstance(layer, Mapping) for layer in _as_list(entry["layers"]) or ()):
         raise UnsupportedAttentionError("an entry of 'layers' contains indices, not entries again")
     return EfficientAttentionConfig.from_dict(entry, method).entries[0]
-
-
-class Stored(dict[str, Any]):
-    """The read-only dictionary that `config.efficient_attention` is, together with its parsed form.
-
-    The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
-    """
-
-    def __init__(self, settings: EfficientAttentionConfig) -> None:
-        super().__init__(settings.to_dict())
-        self.settings = settings
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedAttentionError(
-            "config.efficient_attention is read-only: assign a new dictionary instead, "
-            "config.efficient_attention = {**config.efficient_attention, key: value}"
-        )
-
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
-
-    def __reduce__(self) -> tuple[type["Stored"], tuple[EfficientAttentionConfig]]:
-        return Stored, (self.settings,)

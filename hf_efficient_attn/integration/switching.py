@@ -1,143 +1,100 @@
-"""Switching the attention modules of a model to what the model's configs say, as one transaction."""
+"""Switching the attention modules of a model to what its configs say, and where Transformers does it.
 
-import warnings
+The second part extends `PreTrainedModel`, `GenerationMixin` and `DynamicCache`; the docstring of the package lists how.
+"""
+
+import functools
+import inspect
+import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from transformers.modeling_utils import PreTrainedModel
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from hf_efficient_attn.integration import learned, own_forward, positions
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
+from hf_efficient_attn.integration import learned, models, own_forward, positions, refusals
+from hf_efficient_attn.integration.cache import StateLayer
+from hf_efficient_attn.integration.configs import check_parts, method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.masks import refuse_packed_rows
-from hf_efficient_attn.integration.model_code import adapt_mask_reader, hook_once, uses_interface
-from hf_efficient_attn.integration.models import LOCATION, AttentionModule, attention_modules, models_in, snapshot
-from hf_efficient_attn.integration.refusals import (
-    WARNED,
-    check,
-    refuse_attentions,
-    warn_of_exact_cross_attention,
-    why_cross_attention_is_exact,
-)
+from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
+from hf_efficient_attn.methods import available_methods, get_method
+from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 
 def switch(
-    models: Sequence[PreTrainedModel], change_configs: Callable[[], Any] | None = None, *, is_complete: bool = True
+    roots: Sequence[PreTrainedModel], change_configs: Callable[[], Any] | None = None, *, is_complete: bool = True
 ) -> None:
     """Change the configs of models, and give all their attention modules what the configs then ask for.
 
-    This is one transaction: if anything fails, all models and configs are restored. All checks are made and all new
-    parameters created before the first module is changed.
+    This is one transaction: if anything fails, all models and configs are restored.
 
     Args:
-        models: outermost Transformers models.
+        roots: outermost Transformers models.
         change_configs: changes their configs; by default they stay as they are.
         is_complete: False for models that become parts of others, which have the layers that `layers` names, or all
             attention.
 
     Raises:
-        UnsupportedAttentionError: a decoder with a method without a causal form; a module with fewer keys than queries
-            and a method that needs as many; a model that does not use the attention interface; `layers` that a model
-            does not have; learned parameters whose sizes cannot be determined.
+        UnsupportedAttentionError: a model cannot run what its configs ask for.
     """
-    before = snapshot(models)
+    before = models.snapshot(roots)
     try:
         if change_configs is not None:
             change_configs()
-        plans = [_plan(model, is_complete) for model in models]
-        for plan in plans:
-            plan.warn()
-        for plan in plans:
-            plan.carry_out()
+        checked = [(root, _checked(root, is_complete)) for root in roots]
+        for root, modules in checked:
+            _switch_modules(root, modules, is_complete)
     except BaseException:
         before.restore()
         raise
 
 
-class _Change(NamedTuple):
-    """What a switch changes in one attention module, by assignments alone: what the module gets of its own."""
-
-    found: AttentionModule
-    parameters: learned.LearnedParameters | None
-    forward: Callable[..., Any] | None
-
-
-class _Plan(NamedTuple):
-    """What a switch changes in one model.
-
-    Attributes:
-        parts: the models in the model, for the checks of their calls; empty if it is switched to no method.
-        changes: of every attention module.
-        exact: modules whose cross attention stays exact and was not warned of yet, by the reason.
-        windowed: modules that stay exact because of a window, and were not warned of yet.
-    """
-
-    parts: list[PreTrainedModel]
-    changes: list[_Change]
-    exact: dict[str, list[AttentionModule]]
-    windowed: list[AttentionModule]
-
-    def warn(self) -> None:
-        """Warn of cross attention and of layers with a window, which stay exact."""
-        if self.windowed:
-            names = ", ".join(found.location.name for found in self.windowed)
-            warnings.warn(
-                f"{method_of(self.windowed[0].config)}: layers with a sliding window of the model's own stay exact, "
-                f"at the cost of their window: {names}",
-                stacklevel=2,
-            )
-        for reason, found in self.exact.items():
-            warn_of_exact_cross_attention(found[0].module, reason, [each.location.name for each in found])
-
-    def carry_out(self) -> None:
-        """Change the modules."""
-        for (module, location, config, _), parameters, forward in self.changes:
-            learned.attach(module, parameters)
-            own_forward.give(module, forward)
-            if method_of(config) is not None:
-                setattr(module, LOCATION, location)
-                attach_hook(module)
-        for found in (*self.windowed, *(each for group in self.exact.values() for each in group)):
-            setattr(found.module, WARNED, True)
-        for part, tables in positions.tables_of(self.parts).items():
-            hook_once(part, _refuse_call)
-            if tables:
-                setattr(part, positions.TABLES, tables)
-            for module in part.modules():
-                adapt_mask_reader(module)
-
-
-def _plan(model: PreTrainedModel, is_complete: bool) -> _Plan:
-    """Check a model against what its configs ask for, and make what it needs for it."""
-    parts, modules = models_in(model), list(attention_modules(model))
+def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionModule]:
+    """The attention modules of a model, after a check of what its configs ask for."""
+    parts, modules = models.models_in(root), list(models.attention_modules(root))
     if any(method_of(part.config) for part in parts):
-        _hand_down(model, parts)
-        check(model, [found for found in modules if method_of(found.config)], is_complete)
-    else:
-        parts = []
-    requests, exact, windowed = [], dict[str, list[AttentionModule]](), []
+        # A choice on the config of a composite model goes down to its parts, as `attn_implementation` does.
+        stored = root.config.efficient_attention
+        for part in parts if stored is not None else ():
+            if part.config.efficient_attention is None and method_of(part.config) == stored["method"]:
+                part.config.efficient_attention = stored
+        refusals.check(root, [found for found in modules if method_of(found.config)], is_complete)
+    return modules
+
+
+def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_complete: bool) -> None:
+    """Give the modules of a model what their method needs, and warn of attention that stays exact."""
+    parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, models.ModuleLocation]]]()
     for found in modules:
-        method, location, is_new = found.chosen, found.location, not getattr(found.module, WARNED, False)
+        (module, location, config, _), name, method, reason = found, method_of(found.config), found.chosen, None
         if method is not None and location.is_cross:
-            reason = why_cross_attention_is_exact(method, found.config)
-            if reason is not None:
-                method = None
-                if is_new:
-                    exact.setdefault(reason, []).append(found)
-        elif is_new and is_complete and location.window is not None:
-            windowed += [found] if found._replace(location=location._replace(window=None)).chosen is not None else []
-        requests.append((found, method if uses_interface(type(found.module)) else None))
-    changes = [_Change(x, learned.plan(x, method), own_forward.plan(x.module, method)) for x, method in requests]
-    return _Plan(parts, changes, exact, windowed)
-
-
-def _hand_down(model: PreTrainedModel, parts: Sequence[PreTrainedModel]) -> None:
-    """Apply a choice on the config of a composite model to its parts, as Transformers does `attn_implementation`."""
-    stored = model.config.efficient_attention
-    for part in parts:
-        missing = part.config.efficient_attention is None
-        if stored is not None and missing and method_of(part.config) == stored.settings.method:
-            part.config.efficient_attention = stored.settings
+            why = refusals.why_cross_attention_is_exact(method, config)
+            reason = None if why is None else f"{why}: cross attention stays exact in"
+        elif is_complete and models.method_at(config, name, location._replace(window=None)) != method:
+            reason = "layers with a sliding window of the model's own stay exact, at the cost of their window:"
+        if reason is not None:
+            exact.setdefault(reason, []).append((module, location))
+        method = method if reason is None and models.uses_interface(type(module)) else None
+        learned.attach(found, method)
+        own_forward.attach(module, method)
+        if name is not None:
+            setattr(module, models.LOCATION, location)
+            attach_hook(module)
+    for reason, group in exact.items():
+        refusals.warn_of_exact_layers(reason, group)
+    tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
+    for part, found_tables in tables.items():
+        models.hook_once(part, _refuse_call)
+        if found_tables:
+            setattr(part, positions.TABLES, found_tables)
+        for module in part.modules():
+            models.adapt_pooling(module)
 
 
 def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,10 +103,145 @@ def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     Some models do not pass these arguments on to their attention.
     """
     name = method_of(model.config)
-    if name is None:
-        return
-    given = positions.by_name(model, args, kwargs)
-    refuse_packed_rows(given)
-    positions.refuse_long_input(model, given)
-    requested = given.get("output_attentions")
-    refuse_attentions(name, model.config.output_attentions if requested is None else requested)
+    if name is not None:
+        given = positions.by_name(model, args, kwargs)
+        refuse_packed_rows(given)
+        positions.refuse_long_input(model, given)
+        requested = given.get("output_attentions")
+        refusals.refuse_attentions(name, model.config.output_attentions if requested is None else requested)
+
+
+# Extensions of Transformers' classes.
+
+
+def extend_classes() -> None:
+    """Extend the classes. Called once."""
+    for cls, name, extension in (
+        (PreTrainedModel, "post_init", _post_init),
+        (PreTrainedModel, "_from_config", _from_config),
+        (PreTrainedModel, "set_attn_implementation", _set_implementation),
+        (PreTrainedModel, "get_correct_attn_implementation", _correct_implementation),
+        (PreTrainedModel, "_initialize_weights", _initialize_weights),
+        (GenerationMixin, "init_continuous_batching", _init_continuous_batching),
+        (DynamicCache, "__init__", _init_cache),
+    ):
+        original = inspect.getattr_static(cls, name)
+        is_of_class = isinstance(original, classmethod)
+        extended = _extended(original.__func__ if is_of_class else original, extension)
+        setattr(cls, name, classmethod(extended) if is_of_class else extended)
+
+
+def _extended(original: Any, extension: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return extension(original, *args, **kwargs)
+
+    return call
+
+
+def _post_init(original: Any, self: PreTrainedModel) -> None:
+    """Switch a new model to what its config says. Every constructor ends with `post_init`."""
+    original(self)
+    if any(method_of(part.config) for part in models.models_in(self)):
+        switch([self], is_complete=not _is_part())
+
+
+def _is_part() -> bool:
+    """Whether a model whose `post_init` is called becomes part of another one, or gets more parts itself.
+
+    Then the constructor of the other one, or that of a derived class, is a caller of its constructor. Only the callers
+    know: a part is made by the same calls as a model of its own.
+    """
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "__init__")
+    return sum(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames) > 1
+
+
+def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """Leave the config of a refused model as it was: the original writes the implementation into it first."""
+    before = models.Snapshot([], models.with_parts([config]))
+    try:
+        model: PreTrainedModel = original(cls, config, **kwargs)
+    except BaseException:
+        before.restore()
+        raise
+    return model
+
+
+def _set_implementation(
+    original: Any, self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    """Switch the modules too."""
+    check_parts(self.config, attn_implementation)
+
+    def change_configs() -> None:
+        if isinstance(attn_implementation, str) and attn_implementation in available_methods():
+            # The original skips classes whose source it cannot read, for example classes that a notebook defines.
+            for config in models.configs_of(self):
+                config._attn_implementation_internal = attn_implementation
+        else:
+            original(self, attn_implementation, *args, **kwargs)
+
+    switch([self], change_configs)
+
+
+def _correct_implementation(
+    original: Any, self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> str:
+    """Explain names that are refused: the original's message names only Transformers' own implementations."""
+    name = str(requested_attention)
+    if requested_attention in available_methods():
+        refusals.refuse_unknown_implementation(type(self), name)
+    try:
+        return str(original(self, requested_attention, *args, **kwargs))
+    except ValueError as error:
+        # A known one that the model does not support, or a repository with a kernel.
+        if name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) or "/" in name:
+            raise
+        hint = did_you_mean(name, [*available_methods(), *EXACT_IMPLEMENTATIONS])
+        raise UnsupportedAttentionError(f"{error}{hint} {OWN_FILE}") from error
+
+
+def _initialize_weights(original: Any, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Initialize learned parameters that a checkpoint lacks: models' own `_init_weights` do not know the class."""
+    if isinstance(module, learned.LearnedParameters):
+        module.reset_parameters()
+        vars(module)["_is_hf_initialized"] = True  # by which Transformers knows that nothing is left to do
+    else:
+        original(self, module, *args, **kwargs)
+
+
+def _init_continuous_batching(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse `generate_batch` and `continuous_batching_context_manager` with a method of this package.
+
+    Where flash attention is installed, Transformers would switch the model to that, and generate with exact attention.
+    """
+    for name in filter(None, map(method_of, models.configs_of(self))):
+        raise UnsupportedAttentionError(
+            f"{name}: continuous batching (generate_batch) packs the tokens of several texts into one sequence "
+            "and keeps their keys in pages, which only exact attention can use: call generate, or switch the "
+            f"model with hf_efficient_attn.convert(model, {EXACT!r})"
+        )
+    return original(self, *args, **kwargs)
+
+
+def _init_cache(
+    original: Any, self: DynamicCache, data: Any = None, config: PreTrainedConfig | None = None, *args: Any, **more: Any
+) -> None:
+    original(self, more.pop("ddp_cache_data", data), config, *args, **more)
+    if type(self) is DynamicCache and config is not None:
+        _add_states(self, config.get_text_config(decoder=True))
+
+
+@replaced_in_graphs(nothing)  # a graph keeps the keys
+def _add_states(cache: DynamicCache, config: PreTrainedConfig) -> None:
+    """Give a cache made for a config a `StateLayer` in every layer whose method has a recurrence.
+
+    Layers with a sliding window of their own, and layers that get keys when the cache is made, do not change, nor those
+    that the config chooses by name, because a cache does not know the modules. They keep keys, with the same output.
+    """
+    name = method_of(config)
+    for index, layer in enumerate(cache.layers if name is not None else ()):
+        method = settings_of(config, str(name)).for_layer(index)
+        is_plain = type(layer) is DynamicLayer and not layer.is_initialized
+        if is_plain and method is not None and get_method(method.method).info.recurrent:
+            cache.layers[index] = StateLayer(method)

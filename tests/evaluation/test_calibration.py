@@ -290,7 +290,7 @@ def test_the_calibrated_length_is_stored(methods, tmp_path):
         written = json.loads((tmp_path / str(turn) / "config.json").read_text())["efficient_attention"]
         assert (written["calibrated_length"], written["version"]) == (70, 2)
         model = transformers.AutoModel.from_pretrained(tmp_path / str(turn))
-        assert model.config.efficient_attention.settings == config
+        assert hea.EfficientAttentionConfig.from_dict(model.config.efficient_attention) == config
     hea.convert(model, config.to_dict())
     assert model.config.efficient_attention["calibrated_length"] == 70
 

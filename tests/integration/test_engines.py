@@ -1,9 +1,6 @@
-"""Engines that divide a model over processes: Ulysses, tensor parallelism, FSDP2, and what is refused."""
+"""Engines that divide a model over processes: tensor parallelism, FSDP2, and what is refused."""
 
-import contextlib
 import copy
-import sys
-import types
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 import processes
-from hf_efficient_attn.ops.shards import Shards, to_heads, to_tokens
 from processes import refused
 
 LENGTH = 48
@@ -24,7 +20,6 @@ METHODS = {
     "eva": {"num_landmarks": 4, "window_size": 4},
     "nearfar": {"block_size": 4, "num_samples": 12},
 }
-STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
 def llama(method, num_kv_heads=4, noise=0.1):
@@ -49,73 +44,29 @@ def relative(found, wanted):
     return float((found - wanted).detach().abs().max() / wanted.detach().abs().max())
 
 
-@contextlib.contextmanager
-def emulated_ulysses(name):
-    """What DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` does: it wraps the attention function."""
-    state = types.ModuleType(STATE)
-    state._SEQUENCE_PARALLEL_GROUP = dist.group.WORLD
-    state.get_sequence_parallel_rank, state.get_sequence_parallel_world_size = dist.get_rank, dist.get_world_size
-    attend, size = ALL_ATTENTION_FUNCTIONS[name], dist.get_world_size()
-
-    def wrapper(module, query, key, value, attention_mask, *args, **kwargs):
-        shards = Shards(dist.group.WORLD, (query.shape[2],) * size, dist.get_rank())
-        num_heads, copies = query.shape[1], max(1, size // key.shape[1])
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        tensors = to_heads((query, key, value), shards)
-        out = attend(module, *tensors, None, *args, **kwargs)[0]
-        return to_tokens(out.transpose(1, 2), num_heads, shards).transpose(1, 2), None
-
-    sys.modules[STATE] = state
-    ALL_ATTENTION_FUNCTIONS[name] = wrapper
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS[name] = attend
-        del sys.modules[STATE]
-
-
-def by_ulysses(method, num_kv_heads):
-    """The differences of the logits and of the gradients from one process."""
-    model, tokens, size, rank = llama(method, num_kv_heads), ids(), dist.get_world_size(), dist.get_rank()
-    divided, own = copy.deepcopy(model), slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
-    wanted = model(tokens).logits
-    position_ids = torch.arange(LENGTH)[None, own]
-    with emulated_ulysses(method):
-        found = divided(tokens[:, own], position_ids=position_ids, use_cache=False).logits
-        found.square().sum().backward()
-    wanted.square().sum().backward()
-    errors = [relative(found, wanted[:, own])]
-    for one, other in zip(model.parameters(), divided.parameters(), strict=True):
-        dist.all_reduce(other.grad)
-        errors.append(float((other.grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
+def largest_error(whole, divided, is_summed=lambda name: True):
+    """The largest difference of the gradients, summed over the processes where `is_summed` says so."""
+    errors = []
+    for (name, one), (_, other) in zip(whole.named_parameters(), divided.named_parameters(), strict=True):
+        if one.grad is not None:
+            grad = torch.zeros_like(one) if other.grad is None else other.grad.clone()
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            if is_summed(name):
+                dist.all_reduce(grad)
+            errors.append(float((grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
     return max(errors)
 
 
-def refusals_of_ulysses():
-    model, own = llama("kdeformer"), slice(0, LENGTH // 2)
-    tokens, mask = ids()[:, own], torch.ones(2, LENGTH // 2, dtype=torch.int64)
-    positions, left = torch.arange(LENGTH // 2)[None], mask.clone()
-    mask[:, -3:], left[:, :3] = 0, 0
-    with emulated_ulysses("kdeformer"):
-        harmless = refused(lambda: model(tokens, attention_mask=mask, position_ids=positions, use_cache=False))
-        lost = refused(lambda: model(tokens, attention_mask=left, position_ids=positions, use_cache=False))
-        sys.modules[STATE]._SEQUENCE_PARALLEL_GROUP = None
-        unknown = refused(lambda: model(tokens, position_ids=positions, use_cache=False))
-    return harmless, lost, unknown
+def test_an_engine_that_gives_attention_some_heads_is_refused(monkeypatch):
+    """As DeepSpeed's Ulysses does, it puts a function of its own in the place of the method's."""
+    attend = ALL_ATTENTION_FUNCTIONS["kdeformer"]
 
+    def wrapper(module, query, key, value, *args, **kwargs):
+        return attend(module, query[:, :4], key[:, :2], value[:, :2], *args, **kwargs)
 
-def ulysses(cases):
-    return {case: by_ulysses(*case) for case in cases}, refusals_of_ulysses()
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_ulysses(tmp_path, size):
-    cases = [(method, 4) for method in METHODS] + [("kdeformer", 2), ("linear", 2), ("kdeformer", 1)]
-    for errors, (harmless, lost, unknown) in processes.run(size, tmp_path, ulysses, cases):
-        assert all(error < 1e-6 for error in errors.values()), errors
-        assert harmless is None
-        assert "without the attention_mask" in lost
-        assert "it is not known which they are" in unknown
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "kdeformer", wrapper)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"4 of 8 heads, .* not known which .*Ulysses \(sp_size\)"):
+        llama("kdeformer")(ids())
 
 
 def by_tensor_parallelism(folder, methods):
@@ -133,18 +84,16 @@ def by_tensor_parallelism(folder, methods):
         found[method].append(float((mine != other).sum()))
         divided(ids()).logits.square().sum().backward()
         whole(ids()).logits.square().sum().backward()
-        for (name, one), (_, mine) in zip(whole.named_parameters(), divided.named_parameters(), strict=True):
-            grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
-            if "learned_parameters" in name:  # every process has those of its own heads
-                dist.all_reduce(grad)
-            found[method].append(float((grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
+        # Every process has the learned parameters of its own heads.
+        found[method].append(largest_error(whole, divided, lambda name: "learned_parameters" in name))
     return found
 
 
 def test_tensor_parallelism(tmp_path):
-    for method in METHODS:
+    methods = ("kdeformer", "linear", "eva")
+    for method in methods:
         llama(method).save_pretrained(tmp_path / "models" / method)
-    arguments = str(tmp_path / "models"), list(METHODS)
+    arguments = str(tmp_path / "models"), methods
     for found in processes.run(2, tmp_path / "run", by_tensor_parallelism, *arguments):
         assert all(max(errors) < 1e-6 for errors in found.values()), found
 
@@ -161,13 +110,10 @@ def by_fsdp2(methods):
             fully_shard(layer)
         fully_shard(divided)
         logits, wanted = divided(ids()[rank : rank + 1]).logits, whole(ids()).logits
-        errors = [relative(logits, wanted[rank : rank + 1])]
         logits.square().sum().backward()
         (wanted.square().sum() / 2).backward()  # FSDP takes the mean over the processes
-        for one, other in zip(whole.parameters(), divided.parameters(), strict=True):
-            grad = other.grad.full_tensor()
-            errors.append(float((grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
-        found[method] = max(errors)
+        error = largest_error(whole, divided, lambda name: False)
+        found[method] = max(relative(logits, wanted[rank : rank + 1]), error)
     return found
 
 
@@ -190,7 +136,7 @@ def in_context_parallelism():
 def test_context_parallelism_is_refused(tmp_path):
     for inside, outside in processes.run(2, tmp_path, in_context_parallelism):
         assert outside is None
-        assert "cp_size" in inside and "sp_size" in inside and "hf_efficient_attn.sequence_parallel" in inside
+        assert "cp_size" in inside and "hf_efficient_attn.sequence_parallel" in inside
 
 
 def test_modules_that_accelerate_prepared_for_context_parallelism_are_refused():

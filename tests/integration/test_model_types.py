@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_efficient_attn.integration.model_code import uses_interface
+from hf_efficient_attn.integration.models import uses_interface
 from recipes.compatibility.checks import REFUSED, WORKS, check
 from recipes.compatibility.testers import Case
 

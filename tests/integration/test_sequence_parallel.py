@@ -24,6 +24,7 @@ import hf_efficient_attn as hea
 import processes
 from processes import refused
 from recipes.benchmarks.sequence_parallel import Traffic
+from test_engines import largest_error, relative
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
 LENGTH = 61
@@ -101,13 +102,7 @@ def compare(model, method, padding, **options):
     grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(4)).double()
     (wanted * grad).sum().backward()
     (found * grad[:, own]).sum().backward()
-    differences = [float((found - wanted[:, own]).detach().abs().max() / wanted.detach().abs().max())]
-    for (_, one), (_, other) in zip(whole.named_parameters(), divided.named_parameters(), strict=True):
-        if one.grad is not None:
-            total = torch.zeros_like(one) if other.grad is None else other.grad.clone()
-            dist.all_reduce(total)
-            differences.append(float((total - one.grad).abs().max() / max(1.0, one.grad.abs().max())))
-    return max(differences)
+    return max(relative(found, wanted[:, own]), largest_error(whole, divided))
 
 
 def compare_all(cases):
@@ -189,14 +184,14 @@ def training_draws(group, ids):
 def test_traffic_refusals_and_training(tmp_path):
     results = processes.run(2, tmp_path, traffic_and_refusals)
     sentences = {
-        "labels": "process 0 gives labels",
+        "labels": "process 0 gives the model labels",
         "one process": r"batches of \[1, 2\] sequences",
-        "cache": "process 1 gives a key-value cache or use_cache=True",
-        "mask": "process 0 gives an attention_mask that is not",
+        "cache": "process 1 gives the model a key-value cache or use_cache=True",
+        "mask": "process 0 gives the model an attention_mask that is not",
         "generate": "generate with a model in one process",
         "module": "outside of a call of its model",
         "dropout": "attention_probs_dropout_prob",
-        "long": r"90 tokens together and .* has 80 positions.*extend_positions\(model, 90\)",
+        "long": r"has 90 tokens and .* has 80 positions.*extend_positions\(model, 90\)",
     }
     for name, sentence in sentences.items():
         for found in results:

@@ -19,7 +19,7 @@ from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.methods.linear import LinearConfig
-from instances import unregister
+from test_generation import few_methods
 from tiny_models import (
     DECODERS,
     ENCODERS,
@@ -35,35 +35,14 @@ from tiny_models import (
 )
 
 Refused = hea.UnsupportedAttentionError
-each_method = pytest.mark.parametrize("method", METHODS)
 each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture
-def no_causal():
-    """A registered method that has no causal form and needs as many queries as keys."""
-
-    def forward(config, query, key, value, options):
-        return value.mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1)
-
-    class AverageConfig(LinearConfig):
-        method = "average"
-        causal = rectangular = False
-        learned_parameters = ()
-
-    methods.register_method(AverageConfig, forward=forward, naive=forward)
-    register()
-    yield "average"
-    unregister("average")
-    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        del type(interface)._global_mapping["average"]
 
 
 # All ways of switching
 
 
 @each_family
-@each_method
+@few_methods
 def test_all_ways_of_switching_give_the_same_model(family, method, tmp_path):
     exact = tiny_model(family)
     inputs = tiny_batch(family, padding="none")
@@ -104,19 +83,6 @@ def test_all_ways_of_switching_give_the_same_model(family, method, tmp_path):
         assert not unexpected and all(".learned_parameters." in key for key in missing), way
         assert model.config._attn_implementation == method, way
         assert torch.equal(output(model.eval(), inputs), expected), way
-
-
-@each_family
-def test_going_back_gives_the_exact_model(family):
-    model, inputs = tiny_model(family), tiny_batch(family)
-    before = output(model, inputs)
-    for back in (lambda: hea.convert(model, "sdpa"), lambda: model.set_attn_implementation("sdpa")):
-        hea.convert(model, "performer")
-        assert not torch.equal(output(model, inputs), before)
-        back()
-        assert torch.equal(output(model, inputs), before)
-    assert hea.convert(model, "eager").config._attn_implementation == "eager"
-    assert model.config.efficient_attention is None
 
 
 @pytest.mark.parametrize("method", EXACT)
@@ -240,7 +206,7 @@ def test_padding_never_leaks(family, method, padding, layers):
     assert torch.equal(first[mask], second[mask])
 
 
-@each_method
+@few_methods
 @pytest.mark.parametrize("family", ENCODERS + DECODERS)
 def test_batch_rows_without_any_token(family, method):
     inputs = tiny_batch(family, padding="right")
@@ -349,7 +315,7 @@ def test_unknown_names_and_values_are_refused_at_once():
         ({"method": "kdeformer", "block_size": 0}, "at least 1"),
         ({"method": "kdeformer", "block_size": "8"}, "must be an integer"),
         ({"method": "kdeformer", "version": 3}, "newer.*upgrade"),
-        ({"method": "kdeformer", "version": "1"}, "positive integer"),
+        ({"method": "kdeformer", "version": "1"}, "an integer from 1 to 2"),
         ({"method": "kdeformer", "layers": []}, "empty"),
         ({"method": "kdeformer", "layers": [-1]}, "non-negative"),
         ({"method": "kdeformer", "layers": [0, 0]}, "more than once"),
@@ -381,7 +347,7 @@ def test_unknown_names_and_values_are_refused_at_once():
             call()
         assert model.config._attn_implementation == "sdpa" and model.config.efficient_attention is None
     config.efficient_attention = {"method": "kdeformer"}
-    with pytest.raises(Refused, match="read-only"):
+    with pytest.raises(TypeError, match="does not support item assignment"):
         config.efficient_attention["num_samples"] = 8
 
 
@@ -405,22 +371,20 @@ def test_a_misspelt_implementation_names_the_nearest_method(tmp_path):
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_decoder_refuses_a_method_without_causal_form(family, no_causal, tmp_path):
-    model, inputs = tiny_model(family), tiny_batch(family)
+def test_a_decoder_refuses_a_method_without_causal_form(family, tmp_path):
+    model, inputs, name = tiny_model(family), tiny_batch(family), "reformer"
     before = output(model, inputs)
     model.save_pretrained(tmp_path)
     for call in (
-        lambda: tiny_class(family).from_pretrained(tmp_path, attn_implementation=no_causal),
-        lambda: transformers.AutoModel.from_config(tiny_config(family), attn_implementation=no_causal),
-        lambda: model.set_attn_implementation(no_causal),
-        lambda: hea.convert(model, no_causal),
+        lambda: tiny_class(family).from_pretrained(tmp_path, attn_implementation=name),
+        lambda: transformers.AutoModel.from_config(tiny_config(family), attn_implementation=name),
+        lambda: model.set_attn_implementation(name),
+        lambda: hea.convert(model, name),
     ):
-        with pytest.raises(Refused, match=r"average has no causal form\. Methods that have one: .*longformer"):
+        with pytest.raises(Refused, match=rf"{name} has no causal form\. Methods that have one: .*longformer"):
             call()
         assert model.config._attn_implementation == "sdpa"
     assert torch.equal(output(model, inputs), before)
-    # An encoder takes it.
-    hea.convert(tiny_model("bert"), no_causal)
 
 
 def test_masks_other_than_padding_are_refused():
@@ -495,10 +459,13 @@ def test_output_attentions_is_refused(family):
     assert len(hea.convert(eager, "eager")(**inputs, output_attentions=True).attentions) == 2
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive), "bert"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("gpt2", "bert"))]
+)
 def test_arguments_of_a_loss_pass(family):
     """Transformers passes them on to the attention function too."""
-    model, inputs = tiny_model(family, "linear", head=True), tiny_batch(family)
+    layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
+    model, inputs = tiny_model(family, "linear", head=True, **layers), tiny_batch(family)
     labels = inputs["input_ids"].roll(-1, 1)
     expected = output(model, inputs)
     loss = {"num_items_in_batch": torch.tensor(140)}
@@ -513,26 +480,6 @@ def test_arguments_of_a_loss_pass(family):
     output(body, inputs, labels=labels, shift_labels=labels, class_weights=torch.ones(60), rewards=[torch.ones(2)])
     with pytest.raises(Refused, match="'my_attention_bias' of the attention would be lost"):
         output(body, inputs, my_attention_bias=torch.ones(2))
-
-
-def test_what_the_attention_code_of_a_model_names_is_refused():
-    """Whatever it is called: the model's own attention function reads it, and ours would not."""
-    forward = ALL_ATTENTION_FUNCTIONS["linear"]
-    source = inspect.getmodule(transformers.BertModel)
-    q = torch.randn(1, 2, 9, 16)
-
-    class RelativeAttention(torch.nn.Module):
-        is_causal, layer_idx = False, 0
-
-        def forward(self, distances):
-            interface = source.ALL_ATTENTION_FUNCTIONS.get_interface("linear", None)
-            return interface(self, q, q, q, None, distances=distances, other=torch.ones(1))
-
-    with pytest.raises(Refused, match="'distances'"):
-        RelativeAttention()(torch.ones(9, 9))
-    with pytest.raises(Refused, match="'other'"):
-        RelativeAttention()(None)
-    forward(RelativeAttention(), q, q, q, None, unknown=torch.ones(1))
 
 
 @pytest.mark.exhaustive
@@ -552,7 +499,8 @@ def test_the_names_of_all_arguments_that_transformers_gives_to_attention():
         "value", "deterministic", "max_length_q", "max_length_k",
     }  # fmt: skip
     for name in names - standard:
-        known = name in (*refusals._ATTENTION_ARGUMENTS, *refusals._INPUTS)
+        words = any(word in name for word in refusals._ATTENTION_WORDS)
+        known = words or name in (*refusals._ATTENTION_ARGUMENTS, *refusals._INPUTS)
         assert known, f"{name}: decide whether attention would lose it"
 
 
@@ -575,8 +523,7 @@ def test_arguments_that_change_the_meaning_are_refused():
         with pytest.raises(Refused, match=name if name != "sliding_window" else "window of 4"):
             forward(layer, q, q, q, None, **{name: value})
     harmless = {"position_ids": torch.arange(9), "use_cache": True, "sliding_window": 9, "softcap": None,
-                "num_items_in_batch": torch.tensor(3), "position_embeddings": (q, q), "shift_labels": torch.arange(9),
-                "labels": torch.arange(9), "loss_weights": torch.ones(9), "class_weights": torch.ones(9)}  # fmt: skip
+                "position_embeddings": (q, q)}  # fmt: skip
     out, weights = forward(layer, q, q, q, None, **harmless)
     assert weights is None and out.shape == (1, 9, 2, 16) and out.is_contiguous()
 

@@ -132,21 +132,19 @@ def check_assisted(model, inputs, kind, **options):
 def assisted(family, method, kind):
     model, inputs = model_of(family, method), tiny_batch(family, batch=1)
     plain = new_tokens(model, inputs, kind)
-    drafts = [model_of(family, "sdpa"), model_of(family, method, seed=1)]
-    for assistant in [*drafts, model_of(family, "linear")] if RECORDS else drafts:
+    for assistant in (model_of(family, "sdpa"), model_of(family, method, seed=1)):
         tokens = check_assisted(model, inputs, kind, assistant_model=assistant)
-        assert kind in ("exact steps", "landmarks") or torch.equal(tokens, plain)
+        assert kind == "exact steps" or torch.equal(tokens, plain)
     exact = model_of(family, "sdpa")
-    if RECORDS or kind != "state":
-        tokens = new_tokens(exact, inputs, "", assistant_model=model_of(family, method))
-        assert torch.equal(tokens, new_tokens(exact, inputs, ""))
+    tokens = new_tokens(exact, inputs, "", assistant_model=model_of(family, method))
+    assert torch.equal(tokens, new_tokens(exact, inputs, ""))
 
 
 def prompt_lookup(family, method, kind):
     model = model_of(family, method)
     inputs = {"input_ids": tiny_batch(family, batch=1, length=7)["input_ids"].repeat(1, 10)}
     tokens = check_assisted(model, inputs, kind, prompt_lookup_num_tokens=5)
-    assert kind in ("exact steps", "landmarks") or torch.equal(tokens, new_tokens(model, inputs, kind))
+    assert kind == "exact steps" or torch.equal(tokens, new_tokens(model, inputs, kind))
 
 
 def chunks(family, method, kind):
@@ -168,16 +166,13 @@ def chunks(family, method, kind):
 @torch.no_grad()
 def crop(family, method, kind):
     model, ids = model_of(family, method), tiny_batch(family)["input_ids"]
-    for is_recorded in (True, False) if RECORDS else (False,):
-        cache = new_cache(model, kind) or DynamicCache(config=model.config)
-        model(ids[:, :40], past_key_values=cache)
-        if is_recorded:
-            cache.activate_past_recording()
-        model(ids[:, 50:65], past_key_values=cache)
-        # In earlier versions `crop` takes the length that remains.
-        cache.crop(-15 if hasattr(CacheLayerMixin, "get_max_length") else 40)
-        last = model(ids[:, 40:41], past_key_values=cache).logits
-        torch.testing.assert_close(last, logits_of(model, ids[:, :41], [40], kind)[:, 40:], atol=1e-4, rtol=1e-4)
+    cache = new_cache(model, kind) or DynamicCache(config=model.config)
+    model(ids[:, :40], past_key_values=cache)
+    model(ids[:, 50:65], past_key_values=cache)
+    # In earlier versions `crop` takes the length that remains.
+    cache.crop(-15 if hasattr(CacheLayerMixin, "get_max_length") else 40)
+    last = model(ids[:, 40:41], past_key_values=cache).logits
+    torch.testing.assert_close(last, logits_of(model, ids[:, :41], [40], kind)[:, 40:], atol=1e-4, rtol=1e-4)
 
 
 class Stream:

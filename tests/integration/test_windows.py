@@ -205,7 +205,7 @@ def test_the_window_costs_what_it_is_long(is_causal):
     assert (out[:, :, ~rows] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("padding", [pytest.param("none", marks=pytest.mark.exhaustive), "left"])
 @pytest.mark.parametrize("name", ["ModernBert", pytest.param("Qwen2", marks=pytest.mark.exhaustive)])
 def test_compiled(name, padding, backend):
