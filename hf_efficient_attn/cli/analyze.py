@@ -1,7 +1,9 @@
 """`hf-efficient-attn analyze`."""
 
 import functools
+import json
 import pathlib
+import shlex
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -38,8 +40,7 @@ def analyze(
         pathlib.Path,
         typer.Option(
             metavar="FILE",
-            help='Text (.txt, .jsonl with "text", or gzipped), a folder or zip file of pictures, or for a model of '
-            "speech a .wav file or a folder of them.",
+            help='Text (.txt, .jsonl with "text", or gzipped), or a folder or zip file of pictures.',
         ),
     ],
     length: Annotated[
@@ -49,12 +50,10 @@ def analyze(
             min=2,
             show_default=False,
             help="Number of tokens; pictures are resized. Use the length of your inputs, because errors grow with it. "
-            "[default: 2048, or the whole text if it is shorter; for speech the only length that the model takes]",
+            "[default: 2048, or the whole text if it is shorter]",
         ),
     ] = None,
-    rows: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of texts, pictures or excerpts of recordings.")
-    ] = 4,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Number of texts or pictures.")] = 4,
     methods: Annotated[
         list[str],
         typer.Option(
@@ -112,7 +111,6 @@ def analyze(
     from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
     from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
     from hf_efficient_attn.evaluation.progress import Execution
-    from hf_efficient_attn.evaluation.recommendation import apply_command
     from hf_efficient_attn.evaluation.timing import describe, use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
 
@@ -123,7 +121,6 @@ def analyze(
         execution = Execution(
             minutes,
             on_begin=lambda about: typer.echo(f"{title_of(about)}\n{describe(about['machine'])}"),
-            on_estimate=typer.echo,
             on_row=_row_printer(),
         )
     work = functools.partial(
@@ -142,7 +139,7 @@ def analyze(
         result, status = until_interrupted(work)
 
     def with_command(config: pathlib.Path | None) -> dict[str, Any]:
-        return {**result, "command": apply_command(source, result, config)}
+        return {**result, "command": _apply_command(source, result, config)}
 
     written = [] if output is None else write_results(with_command, output, "analysis", draw_analysis, force=force)
     result = with_command(written[0] if written else None)
@@ -151,6 +148,22 @@ def analyze(
     else:
         typer.echo("\n".join([*_report(result), *(f"Written: {path}" for path in written)]))
     raise typer.Exit(status)
+
+
+def _apply_command(source: str, result: dict[str, Any], config: pathlib.Path | None) -> str | None:
+    """The command line that applies a recommendation, quoted for a shell; None if nothing is recommended.
+
+    Without `config`, the file that the result is written to, the command writes the recommendation into a file first.
+    """
+    if result["calibrated"] is None:
+        return None
+    before, words = "", ["--config", "calibrated.json" if config is None else str(config)]
+    if config is None:
+        before = shlex.join(["printf", "%s", json.dumps(result["calibrated"])]) + " > calibrated.json && "
+    if result["max_length"] is not None:
+        words += ["--max-length", str(result["max_length"])]
+    name = str(result["source"]).rpartition("/")[2].lstrip("-") + "-efficient"
+    return before + shlex.join(["hf-efficient-attn", "convert", source, *words, "-o", name])
 
 
 def _row_printer() -> Callable[[dict[str, Any]], None]:
@@ -211,15 +224,12 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
     from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
     from hf_efficient_attn.integration.layers import ranges
 
-    limit, found, nearest = _short(result["max_error"]), result["recommended"], result["nearest"]
+    limit, found = _short(result["max_error"]), result["recommended"]
     if found is None:
-        lines = [f"Recommendation: keep the model exact. No method keeps an error of {limit} in any layer."]
-        if nearest is not None:
-            lines.append(
-                f"The nearest is layer {nearest['layer']} with {nearest['attention']}, {nearest['columns']} columns: "
-                f"at most {_short(nearest['bound'])}. Allow a larger error, or give larger --budgets."
-            )
-        return lines
+        return [
+            f"Recommendation: keep the model exact. No method keeps an error of {limit} in any layer. Allow a larger "
+            "error, or give larger --budgets."
+        ]
     lines = [f"Recommendation for errors below {limit} on unseen inputs of up to {found['tokens']} tokens:"]
     lines += [
         f"    {one['layer']}: {one['attention']}, {one['columns']} columns, error {_short(one['error'])} (unseen: at "

@@ -38,7 +38,6 @@ _AGREEMENT = {
     "causal-lm": "perplexity divided by that of exact attention",
     "masked-lm": "share of the masked tokens (every seventh) whose best guess is that of exact attention",
     "text-to-text": "share of the decoder's tokens whose most likely successor is that of exact attention",
-    "speech-to-text": "share of the decoder's tokens whose most likely successor is that of exact attention",
     "image-classification": "share of the pictures whose first class is that of exact attention",
 }
 _PERPLEXITY = {
@@ -69,8 +68,7 @@ def benchmark(
             metavar="N",
             show_default=False,
             help="Numbers of tokens; repeated or separated by commas. Pictures are resized to about as many. [default: "
-            "up to four times the model's maximum, as far as a minute, or --minutes, allows; for speech the only "
-            "length that the model takes]",
+            "up to four times the model's maximum, as far as a minute, or --minutes, allows]",
         ),
     ] = [],  # noqa: B006
     setting: Settings = [],  # noqa: B006
@@ -78,8 +76,7 @@ def benchmark(
         pathlib.Path | None,
         typer.Option(
             metavar="FILE",
-            help='Text (.txt, .jsonl with "text", or gzipped), a folder or zip file of pictures, or for a model of '
-            "speech a .wav file or a folder of them.",
+            help='Text (.txt, .jsonl with "text", or gzipped), or a folder or zip file of pictures.',
         ),
     ] = None,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Inputs of a forward pass.")] = 1,
@@ -89,7 +86,7 @@ def benchmark(
             metavar="N",
             min=1,
             show_default=False,
-            help="Inputs on which the agreement is measured. [default: 4 texts or excerpts of recordings, 32 pictures]",
+            help="Inputs on which the agreement is measured. [default: 4 texts, 32 pictures]",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Measurements of each time.")] = 3,

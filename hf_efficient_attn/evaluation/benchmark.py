@@ -22,7 +22,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import forward, takes_pictures
 from hf_efficient_attn.evaluation.comparison import (
     AGREEMENT,
-    ERROR_INPUTS,
     LengthComparison,
     Procedure,
     chunk_label,
@@ -40,8 +39,8 @@ from hf_efficient_attn.evaluation.data import (
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.recommendation import pays_from, recommend_method, summarise, timing_of
+from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, duration, partial_result
+from hf_efficient_attn.evaluation.recommendation import conclude, timing_of
 from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, timer, use_device
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
@@ -52,7 +51,7 @@ from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConf
 from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
-# Default numbers of texts, or excerpts of recordings, and of pictures on which agreement is measured.
+# Default numbers of texts and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 _SHORTEST, _LONGEST = 512, 16384
 # Estimated duration that limits the default lengths.
@@ -82,11 +81,11 @@ def benchmark_checkpoint(
         methods: label -> method. None for the method of a converted checkpoint, or else for the default methods.
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
             tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute, or
-            the time limit of `execution`, allows; for models of speech, the only length that they take.
+            the time limit of `execution`, allows.
         data: as in `data.ModelData`. No errors are measured on random numbers.
         procedure: how the methods are measured.
-        execution: a limit of time, and functions that get the estimate and each row of "measurements". With a limit,
-            the greatest length that fits comes first, then shorter ones; what does not fit is left out.
+        execution: a limit of time, and functions that get the estimate and each row of "measurements". What does not
+            fit into the limit is left out, the longest inputs first.
         allow_pickle: see `source`.
 
     Returns:
@@ -120,6 +119,8 @@ def benchmark_checkpoint(
     with memory_errors("give shorter lengths or a smaller batch"):
         benchmark = Benchmark(source, methods, lengths, data, procedure or Procedure(), execution, allow_pickle)
         execution.on_begin(benchmark.result())
+        expected = duration(sum(step.cost for step in benchmark.plan))
+        execution.on_estimate(f"Expected: {expected} for {len(benchmark.plan)} measurements.")
         with (
             partial_result(lambda: benchmark.result() if benchmark.measurements else None),
             contextlib.closing(carry_out(benchmark.plan, execution)) as steps,
@@ -170,10 +171,8 @@ class Benchmark:
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        self._notes: list[str | None] = []
-        if lengths and model.main_input_name == "input_ids":
-            self._notes.append(allow_length(model, longest))
-        self._data = data_ = ModelData(
+        self._notes = [allow_length(model, longest) if lengths and not is_image else None]
+        self._data = ModelData(
             model,
             checked.folder,
             None if data is None else pathlib.Path(data),
@@ -181,63 +180,46 @@ class Benchmark:
             rows=max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
             shorter=lengths is None,
         )
-        self._chunk = native if self._task == "embedding" and data_.is_text and not is_pair else None
+        self._chunk = native if self._task == "embedding" and not is_image and not is_pair else None
         if is_pair and own is None:
-            decoder = "The decoder, which gets the beginning of the same text," if data_.is_text else "The decoder"
-            self._notes.append(f"The methods are in the encoder. {decoder} stays exact.")
-        chosen = self._choose_lengths(lengths, native or _SHORTEST, execution)
+            self._notes.append(
+                "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
+            )
+        chosen = sorted({self._data.tokens_for(length) for length in lengths or self._default_lengths(native)})
+        for length in chosen:
+            self._data.check_length(length)
+        with use_device(model.device):
+            self._pass_time = _pass_time(exact_copy(model), self._data, chosen[0], procedure.batch)
+        dropped: list[str] = []
+        limit = _SECONDS if execution.minutes is None else execution.seconds_left()
+        while not lengths and len(chosen) > 1 and sum(step.cost for step in self._make_plan(chosen)) > limit:
+            dropped.insert(0, str(chosen.pop()))
+        if dropped:
+            left_out = ", ".join(dropped)
+            self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
+        if not lengths and not is_image:
+            self._notes.append(allow_length(model, chosen[-1]))
         self.plan = self._make_plan(chosen)
         self.variants = make_variants(model, settings, own if methods is None else None, max(chosen), self._chunk)
         self.measurements: list[dict[str, Any]] = []
-        self._comparison: tuple[int, LengthComparison] | None = None
 
-    def _choose_lengths(self, lengths: Sequence[int] | None, native: int, execution: Execution) -> list[int]:
-        """The lengths in their order. By default they double, up to four times the model's maximum."""
-        data, proposed = self._data, list(lengths or [])
-        if not proposed and data.is_text:
-            proposed = [min(native, _SHORTEST)]
-            while 2 * proposed[-1] <= 4 * native:
-                proposed.append(2 * proposed[-1])
-            proposed = [length for length in proposed if length <= data.longest] or [data.longest]
-        elif not proposed:
-            factors = (1, 2, 4) if data.is_image and data.resizes else (1,)
-            proposed = [factor * data.native_tokens for factor in factors]
-        chosen = sorted(set(map(data.tokens_for, proposed)))
-        for length in chosen:
-            data.check_length(length)
-        with use_device(self._model.device):
-            self._pass_time = _pass_time(exact_copy(self._model), data, chosen[0], self._procedure.batch)
-        is_limited = execution.minutes is not None
-        left = execution.seconds_left() if is_limited else _SECONDS
-        if lengths is None:
-            dropped: list[str] = []
-            while len(chosen) > 1 and self._seconds(*(chosen[-1:] if is_limited else chosen)) > left:
-                dropped.insert(0, str(chosen.pop()))
-            if dropped:
-                left_out = ", ".join(dropped)
-                self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
-            if data.is_text:
-                self._notes.append(allow_length(self._model, chosen[-1]))
-        if is_limited:  # those that fit from the greatest on, then the others from the smallest on
-            chosen.sort(key=lambda length: (0, -length) if self._seconds(length) <= left else (1, length))
-        return chosen
-
-    def _seconds(self, *lengths: int) -> float:
-        return sum(step.seconds for step in self._make_plan(lengths))
+    def _default_lengths(self, native: int | None) -> list[int]:
+        """Lengths that double, up to four times the model's maximum, as far as the text allows."""
+        data, native = self._data, native or _SHORTEST
+        if data.is_image:
+            return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
+        shortest = min(native, _SHORTEST)
+        lengths = [shortest << power for power in range((4 * native // shortest).bit_length())]
+        return [length for length in lengths if length <= data.longest] or [data.longest]
 
     def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
-        """For each length exact attention, then each method, with durations that are estimated from one short pass."""
-        batch, rounds, data = self._procedure.batch, self._procedure.rounds, self._data
-        # The first pass is not timed. Generation passes the prompt once a round, and its tokens take little time.
-        passes = 1 + max(rounds, math.ceil(data.rows / batch) if data.is_real else 0)
-        passes += rounds if self._task == "causal-lm" and self._procedure.new_tokens > 1 else 0
-        steps = []
+        """For each length exact attention, then each method, with seconds that are estimated from one short pass."""
+        rounds, data, steps = self._procedure.rounds, self._data, []
+        # The first pass is not timed.
+        passes = 1 + max(rounds, math.ceil(data.rows / self._procedure.batch) if data.is_real else 0)
         for length in lengths:
             exact, method = (self._pass_time(length, keys) for keys in (length, min(length, _METHOD_KEYS)))
             seconds = {EXACT: passes * exact, **dict.fromkeys(self._labels, passes * method + exact)}
-            if data.is_real:
-                errors = min(ERROR_INPUTS, data.rows) / batch * (exact + len(self._labels) * method / 2)
-                seconds[EXACT] += errors
             if self._chunk is not None and length > self._chunk:
                 seconds[chunk_label(self._chunk)] = passes * self._pass_time(length, self._chunk)
             steps += [Step(f"{label} at {length} tokens", one, (length, label)) for label, one in seconds.items()]
@@ -246,19 +228,18 @@ class Benchmark:
     def measure(self, step: Step) -> dict[str, Any]:
         """Carry out the next step of the plan; returns a row of "measurements"."""
         length, label = step.key
-        if self._comparison is None or self._comparison[0] != length:
-            self._comparison = length, LengthComparison(self.variants, self._data, length, self._procedure)
+        if label == EXACT:
+            self._comparison = LengthComparison(self.variants, self._data, length, self._procedure)
         with use_device(self._model.device):
-            self.measurements.append(self._comparison[1].measure(label))
+            self.measurements.append(self._comparison.measure(label))
         return self.measurements[-1]
 
     def result(self) -> dict[str, Any]:
         """The result of the measurements that are done."""
         rows = self.measurements
         left_out = [step.name for step in self.plan[len(rows) :]]
-        measured = {row["attention"] for row in rows}
         missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
-        result = {
+        return {
             "format": FORMAT,
             "source": self._source,
             "task": self._task,
@@ -268,31 +249,23 @@ class Benchmark:
             "labels": self._labels,
             "chunk": self._chunk,
             "measurements": rows,
-            "pays_from": {label: pays_from(rows, label) for label in self._labels if label in measured},
             "complete": not left_out,
             "left_out": left_out,
             "notes": [note for note in [*self._notes, *self._notes_on(rows), missing] if note],
+            **conclude(rows, self._labels),
         }
-        compared = [row for row in rows if row["attention"] in self._labels]
-        return {**result, "summary": summarise(result), **recommend_method(compared)}
 
     def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         data, notes = self._data, []
         if data.is_image:
-            sides = {row["length"]: data.pixels_for(row["length"]) for row in rows}
+            sides = {row["length"]: row["pixels"] for row in rows}
             sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
-            notes.append(
-                f"Pictures are resized: {sizes}. The model was trained with {data.native} x {data.native} pixels."
-                if set(sides.values()) - {data.native}
-                else f"Pictures are resized to {data.native} x {data.native} pixels, with which the model was trained."
-            )
-        if data.speech is not None:
-            notes.append(data.speech.note)
+            trained = f"The model was trained with {data.native} x {data.native} pixels."
+            notes.append(f"Pictures are resized: {sizes}. {trained}")
         if data.name == DOCUMENTATION:
             notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
         if not data.is_real:
-            kind = "token ids, since the checkpoint contains no tokenizer" if data.is_text else "features of speech"
-            kind = "pixels" if data.is_image else kind
+            kind = "pixels" if data.is_image else "token ids, since the checkpoint contains no tokenizer"
             notes.append(f"The data are generated: random {kind}. Time and memory are measured, but no errors.")
         if any(timing_of(row).unsteady for row in rows):
             notes.append(UNSTEADY)
@@ -315,7 +288,7 @@ def _pass_time(model: PreTrainedModel, data: ModelData, tokens: int, batch: int)
     per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    inputs = data.inputs(min(tokens, _PROBED_TOKENS) if data.is_text else tokens, 0, batch)
+    inputs = data.inputs(tokens if data.is_image else min(tokens, _PROBED_TOKENS), 0, batch)
     with torch.no_grad():
         forward(model, inputs.values)
         start = timer()

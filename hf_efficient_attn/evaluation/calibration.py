@@ -7,7 +7,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -126,12 +126,11 @@ def calibrate(
     summary = summarize_attention(model, largest(batches))
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
     study = Study(candidates, summary)
-    with capture_attention(model, lambda call: study.add(call, number)):
-        bar = tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)
-        for number, batch in enumerate(bar):
+    with capture_attention(model, study.add):
+        for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False):
             forward(model, batch)
-            study.drop(number, max_error)
-    table, tokens = study.errors(), study.tokens
+            study.end_batch(max_error)
+    table, tokens = study.table, study.tokens
     # The length is known without its padding only now. What computes all sequences exactly says nothing about others.
     longest = max(tokens.values(), default=0)
     useful = [one for one in candidates if one.columns < longest]
@@ -239,9 +238,9 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
 
     def visit(call: Call) -> None:
         config = _method_in(call, settings)
-        works = {} if config is None else {"": functools.partial(call.compute, config)}
-        exact, timed = paired_seconds(call.compute_exact, works, _ROUNDS)
-        seconds.append(timed.get("", list(zip(exact, exact, strict=True))))
+        works = {} if config is None else {"method": functools.partial(call.compute, config)}
+        timed = paired_seconds(call.compute_exact, works, _ROUNDS)
+        seconds.append(timed.get("method", timed[""]))
 
     with capture_attention(model, visit):
         forward(model, batch)
@@ -299,68 +298,46 @@ def largest(batches: Sequence[Batch]) -> Batch:
 
 
 class Study:
-    """Measurements of the attention modules of a model, which are collected call by call.
+    """Errors of methods in the layers of a model, which are collected call by call.
 
     Attributes:
-        values: module -> candidate, or name of a property -> (batch, index in it, number of the call) -> (H,).
-        tokens: of the longest sequence in each layer.
-        layers: module -> layer.
+        table: the errors; of several calls in a layer, such as self and cross attention, the largest.
+        tokens: the number of tokens of the longest sequence in each layer.
     """
 
     def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
-        self.values: dict[str, dict[Any, dict[tuple[int, int, int], Tensor]]] = {}
+        self.table: ErrorTable = {}
         self.tokens = Counter[Layer]()
-        self.layers = {call.name: call.layer for call in summary.calls}
-        self._calls = Counter(call.name for call in summary.calls)
-        self._done = Counter[str]()  # the calls of each module that are measured
+        self._batch = 0
         causal = set(methods_with("causal"))
         self._candidates = {
-            call.name: [
+            call.layer: [
                 one for one in candidates if call.layer not in summary.causal_layers or one.config.method in causal
             ]
             for call in summary.calls
         }
 
-    def add(self, call: Call, batch: int, properties: Sequence[Mapping[str, Tensor]] = ()) -> None:
-        """Measure the errors of a call, and keep properties of some of its sequences."""
-        values, turn = self.values.setdefault(call.name, {}), self._done[call.name]
-        for candidate in self._candidates[call.name]:
-            errors = call.errors(candidate.config.to_measure())
-            values.setdefault(candidate, {}).update({(batch, b, turn): errors[b] for b in call.sequences})
-        for index, found in enumerate(properties):
-            for name, heads in found.items():
-                values.setdefault(name, {})[batch, index, turn] = heads
-        if call.layer is not None:
-            self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
-        self._done[call.name] += 1
+    def add(self, call: Call) -> dict[Candidate, Tensor]:
+        """Measure the methods in a call: candidate -> errors (B, H)."""
+        found = {one: call.errors(one.config.to_measure()) for one in self._candidates[call.layer]}
+        if call.layer is None:
+            return found
+        self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
+        for candidate, errors in found.items():
+            known = self.table.setdefault((call.layer, candidate), {})
+            for b in call.sequences:
+                known[self._batch, b] = max(errors[b].mean().item(), known.get((self._batch, b), 0.0))
+        return found
 
-    def batches_done(self, name: str) -> int:
-        """The number of batches in which all calls of a module are measured."""
-        return self._done[name] // self._calls[name]
-
-    def drop(self, batch: int, max_error: float) -> None:
-        """Measure no longer in a module what exceeds a limit in some sequence of a batch."""
-        for name, rest in self._candidates.items():
-            found = [self.values.get(name, {}).get(one, {}).items() for one in rest]
+    def end_batch(self, max_error: float) -> None:
+        """Go on to the next batch, and measure no longer in a layer what exceeds a limit there in some sequence."""
+        self._batch += 1
+        for layer, rest in self._candidates.items():
             rest[:] = [
                 one
-                for one, errors in zip(rest, found, strict=True)
-                if all(heads.mean().item() <= max_error for (number, *_), heads in errors if number == batch)
+                for one in rest
+                if layer is None or all(error <= max_error for error in self.table.get((layer, one), {}).values())
             ]
-
-    def errors(self) -> ErrorTable:
-        """The errors of the layers in batches in which all their modules are measured: the largest of the calls."""
-        table: ErrorTable = {}
-        for name, layer in self.layers.items():
-            done = min(self.batches_done(other) for other, of in self.layers.items() if of == layer)
-            for candidate, values in self.values.get(name, {}).items():
-                if layer is None or not isinstance(candidate, Candidate):
-                    continue
-                known = table.setdefault((layer, candidate), {})
-                for (batch, index, _), heads in values.items():
-                    if batch < done:
-                        known[batch, index] = max(heads.mean().item(), known.get((batch, index), 0.0))
-        return table
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:

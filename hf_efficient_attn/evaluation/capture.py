@@ -23,7 +23,7 @@ from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.head_numbers import head_slice_of
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask, read_mask
-from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
+from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.own_forward import give, plan
 from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
@@ -129,7 +129,7 @@ def exact_output(call: Call) -> Tensor:
 @contextlib.contextmanager
 def capture_attention(
     model: nn.Module,
-    visit: Callable[[Call], None],
+    visit: Callable[[Call], object],
     compute: Callable[[Call], Tensor] = exact_output,
     *,
     windows: bool = False,
@@ -206,10 +206,8 @@ def capture_attention(
         visit(call._replace(exact=exact))
         return exact.to(value.dtype).transpose(1, 2).contiguous(), None
 
-    configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
-    # Modules of a converted model that give their method the hidden states would not ask the interface.
-    forwards = [(module, vars(module).get("forward")) for module in known]
-    training = [(module, module.training) for module in model.modules()]
+    configs = [config for root in roots for config in configs_of(root)]
+    saved = Snapshot([model], configs)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
@@ -217,21 +215,17 @@ def capture_attention(
     ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
     try:
         # `set_attn_implementation` would delete learned parameters.
-        for config, _ in configs:
+        for config in configs:
             config._attn_implementation_internal = _NAME
         for module in known:
+            # Modules of a converted model that give their method the hidden states would not ask the interface.
             give(module, plan(module, None))
             attach_hook(module)
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
-        for module, mode in training:
-            module.training = mode
-        for module, own in forwards:
-            give(module, own)
-        for config, implementation in configs:
-            config._attn_implementation_internal = implementation
+        saved.restore()
         ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 

@@ -155,7 +155,7 @@ def title_of(result: Mapping[str, Any]) -> str:
     parts = [f"{result['tokens']:,} tokens"]
     if "data" in result:
         rows, pixels = result["data"]["rows"], result.get("pixels")
-        kind = "excerpt" if result.get("excerpt_seconds") else "text" if pixels is None else "picture"
+        kind = "text" if pixels is None else "picture"
         parts = [result["source"], result["data"]["name"], f"{rows} {kind}{'s' if rows > 1 else ''} of {parts[0]}"]
     return ", ".join(parts)
 

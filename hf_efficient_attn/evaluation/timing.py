@@ -1,7 +1,6 @@
 """Time and memory of function calls, and the machine on which they are measured.
 
-Times are paired: every measured call runs between two calls of a reference, so that slow changes in the load of the
-machine cancel. The clock is that of torch.utils.benchmark.
+Every measured call runs between two calls of a reference, so that slow changes in the load of the machine cancel.
 """
 
 import contextlib
@@ -65,8 +64,7 @@ UNSTEADY = "Some rounds differ by more than half: the machine was busy, and the 
 
 def timer() -> float:
     """The time in seconds by the clock of `torch.utils.benchmark`, which waits for the work of a GPU."""
-    # Not imported above: it imports setuptools, and `import hf_efficient_attn` imports this module.
-    from torch.utils.benchmark import timer as clock
+    from torch.utils.benchmark import timer as clock  # it imports setuptools, and the package imports this module
 
     return clock()
 
@@ -93,18 +91,18 @@ def paired(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[Timing, dict[str, Timing]]:
     """The timing of `reference`, and label -> timing of the call, from `paired_seconds`."""
-    references, times = paired_seconds(reference, calls, rounds, bar)
-    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
+    times = {label: summary(pairs) for label, pairs in paired_seconds(reference, calls, rounds, bar).items()}
+    return times.pop(""), times
 
 
 def paired_seconds(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
-) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
+) -> dict[str, list[tuple[float, float]]]:
     """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
     Returns:
-        the seconds of every measurement of the reference, and label -> (seconds of the call, of the reference) of each
-        round. The bar is updated once per round and call.
+        label -> (seconds of the call, of the reference) of each round. The label "" has those of all measurements of
+        the reference. The bar is updated once per round and call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
@@ -118,7 +116,7 @@ def paired_seconds(
             times[label].append((taken, statistics.fmean(references[-2:])))
             if bar is not None:
                 bar.update()
-    return references, times
+    return {"": [(x, x) for x in references], **times}
 
 
 def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
@@ -189,14 +187,7 @@ def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far.
-
-    On Linux `ru_maxrss` of a child process includes the peak of its parent; `VmHWM` does not.
-    """
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+    """Largest resident memory of this process so far; on Linux at least the peak of the process that started it."""
     import resource  # not available on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -232,11 +223,9 @@ def peak_of(work: Work, device: torch.device | None = None) -> int | None:
 def processor_name() -> str:
     """The processor's name according to the operating system."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def machine(model: torch.nn.Module) -> dict[str, Any]:

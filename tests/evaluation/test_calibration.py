@@ -220,10 +220,10 @@ def test_padding_does_not_count():
     summary = capture.summarize_attention(model, data)
     study = calibration.Study([candidate], summary)
     data["attention_mask"][0, 60:] = 0
-    with capture.capture_attention(model, lambda call: study.add(call, 0)):
+    with capture.capture_attention(model, study.add):
         capture.forward(model, data)
     assert study.tokens == {0: 60, 1: 60}
-    assert [set(errors) for errors in study.errors().values()] == [{(0, 0)}, {(0, 0)}]
+    assert [set(errors) for errors in study.table.values()] == [{(0, 0)}, {(0, 0)}]
 
 
 def test_bound_and_spread_of_errors():
