@@ -179,7 +179,7 @@ def _converted_folder(source: str) -> pathlib.Path:
 
 
 class Report:
-    """Prints the rows of a benchmark as they are measured, and before them the estimate; nothing if it is silent."""
+    """Prints the rows of a benchmark as they are measured; nothing if it is silent."""
 
     def __init__(self, procedure: "Procedure", *, is_silent: bool) -> None:
         self._procedure, self._is_silent = procedure, is_silent
@@ -192,7 +192,7 @@ class Report:
 
         if self._is_silent:
             return Execution(minutes)
-        return Execution(minutes, on_begin=self.begin, on_estimate=typer.echo, on_row=self.add)
+        return Execution(minutes, on_begin=self.begin, on_row=self.add)
 
     def begin(self, result: dict[str, Any]) -> None:
         """Say what is compared, from what is known before the measurements."""

@@ -59,7 +59,7 @@ def crossover(
         is_new = found is None
         if found is None:
             path.parent.mkdir(parents=True, exist_ok=True)  # fails before the work
-            found = measured.measure_crossover(method, where, progress=not as_json)
+            found = measured.measure_crossover(method, where)
             measured.store_crossover(method, where, found)
     if as_json:
         rows = {name: one._asdict() for name, one in found.items()}

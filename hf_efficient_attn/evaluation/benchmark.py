@@ -8,6 +8,7 @@ also compared with what needs no long attention: the mean of the embeddings of p
 """
 
 import contextlib
+import dataclasses
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import forward, takes_pictures
+from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.comparison import (
     AGREEMENT,
     LengthComparison,
@@ -39,9 +40,9 @@ from hf_efficient_attn.evaluation.data import (
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
-from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, duration, partial_result
+from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.recommendation import conclude, timing_of
-from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, timer, use_device
+from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
@@ -54,12 +55,10 @@ FORMAT = 1
 # Default numbers of texts and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 _SHORTEST, _LONGEST = 512, 16384
-# Estimated duration that limits the default lengths.
-_SECONDS = 60.0
+# The limit of time if no lengths are given.
+_DEFAULT_MINUTES = 1.0
 # Larger numbers overflow where tensors are created, or end in nobody's lifetime.
 _MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
-# Number of tokens of the pass that is timed for the estimates.
-_PROBED_TOKENS = 512
 # About as many keys per query as the methods have at their default budgets.
 _METHOD_KEYS = 512
 
@@ -80,12 +79,12 @@ def benchmark_checkpoint(
         source: folder or hub id of a checkpoint; with `allow_pickle`, weights in a .bin file may be read.
         methods: label -> method. None for the method of a converted checkpoint, or else for the default methods.
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
-            tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute, or
-            the time limit of `execution`, allows.
+            tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as a minute, or the
+            time limit of `execution`, allows.
         data: as in `data.ModelData`. No errors are measured on random numbers.
         procedure: how the methods are measured.
-        execution: a limit of time, and functions that get the estimate and each row of "measurements". What does not
-            fit into the limit is left out, the longest inputs first.
+        execution: a limit of time, and functions that get each row of "measurements". What does not fit into the
+            limit is left out, the longest inputs first.
         allow_pickle: see `source`.
 
     Returns:
@@ -116,11 +115,11 @@ def benchmark_checkpoint(
         Interrupted: the user interrupted the benchmark after some measurements; contains the result so far.
     """
     execution = execution or Execution()
+    if not lengths and execution.minutes is None:
+        execution = dataclasses.replace(execution, minutes=_DEFAULT_MINUTES)
     with memory_errors("give shorter lengths or a smaller batch"):
-        benchmark = Benchmark(source, methods, lengths, data, procedure or Procedure(), execution, allow_pickle)
+        benchmark = Benchmark(source, methods, lengths, data, procedure or Procedure(), allow_pickle)
         execution.on_begin(benchmark.result())
-        expected = duration(sum(step.cost for step in benchmark.plan))
-        execution.on_estimate(f"Expected: {expected} for {len(benchmark.plan)} measurements.")
         with (
             partial_result(lambda: benchmark.result() if benchmark.measurements else None),
             contextlib.closing(carry_out(benchmark.plan, execution)) as steps,
@@ -146,8 +145,7 @@ class Benchmark:
         lengths: Sequence[int] | None,
         data: "str | pathlib.Path | None",
         procedure: Procedure,
-        execution: Execution,
-        allow_pickle: bool = False,
+        allow_pickle: bool,
     ) -> None:
         if lengths and max(lengths) > _MAX_LENGTH:
             raise UnsupportedAttentionError(f"a length of {max(lengths)} tokens is more than any machine can hold")
@@ -188,15 +186,6 @@ class Benchmark:
         chosen = sorted({self._data.tokens_for(length) for length in lengths or self._default_lengths(native)})
         for length in chosen:
             self._data.check_length(length)
-        with use_device(model.device):
-            self._pass_time = _pass_time(exact_copy(model), self._data, chosen[0], procedure.batch)
-        dropped: list[str] = []
-        limit = _SECONDS if execution.minutes is None else execution.seconds_left()
-        while not lengths and len(chosen) > 1 and sum(step.cost for step in self._make_plan(chosen)) > limit:
-            dropped.insert(0, str(chosen.pop()))
-        if dropped:
-            left_out = ", ".join(dropped)
-            self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
         if not lengths and not is_image:
             self._notes.append(allow_length(model, chosen[-1]))
         self.plan = self._make_plan(chosen)
@@ -213,16 +202,15 @@ class Benchmark:
         return [length for length in lengths if length <= data.longest] or [data.longest]
 
     def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
-        """For each length exact attention, then each method, with seconds that are estimated from one short pass."""
-        rounds, data, steps = self._procedure.rounds, self._data, []
-        # The first pass is not timed.
-        passes = 1 + max(rounds, math.ceil(data.rows / self._procedure.batch) if data.is_real else 0)
+        """For each length exact attention, then each method, which is timed between two passes of exact attention."""
+        steps, cost_of = [], _cost_of_pass(self._model)
+        passes = max(self._procedure.rounds, math.ceil(self._data.rows / self._procedure.batch))
         for length in lengths:
-            exact, method = (self._pass_time(length, keys) for keys in (length, min(length, _METHOD_KEYS)))
-            seconds = {EXACT: passes * exact, **dict.fromkeys(self._labels, passes * method + exact)}
+            exact, method = cost_of(length, length), cost_of(length, min(length, _METHOD_KEYS))
+            costs = {EXACT: passes * exact, **dict.fromkeys(self._labels, passes * method + exact)}
             if self._chunk is not None and length > self._chunk:
-                seconds[chunk_label(self._chunk)] = passes * self._pass_time(length, self._chunk)
-            steps += [Step(f"{label} at {length} tokens", one, (length, label)) for label, one in seconds.items()]
+                costs[chunk_label(self._chunk)] = passes * cost_of(length, self._chunk)
+            steps += [Step(f"{label} at {length} tokens", cost, (length, label)) for label, cost in costs.items()]
         return steps
 
     def measure(self, step: Step) -> dict[str, Any]:
@@ -278,23 +266,15 @@ class Benchmark:
         return notes
 
 
-def _pass_time(model: PreTrainedModel, data: ModelData, tokens: int, batch: int) -> Callable[[int, int], float]:
-    """Time a short pass of `batch` inputs; returns seconds(tokens, keys), estimates for a pass at any length.
+def _cost_of_pass(model: PreTrainedModel) -> Callable[[int, int], int]:
+    """cost(tokens, keys): the number of multiplications in a pass whose tokens attend to this many keys.
 
-    The time is taken to be proportional to the number of multiplications: for each token, one with every weight, and
-    two with every hidden dimension of every layer for each key that it attends to. The model computes exact attention,
-    on its device; `tokens` is a length that will be measured.
+    They are, for each token, one with every weight, and two with every hidden dimension of every layer for each key.
     """
     per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    inputs = data.inputs(tokens if data.is_image else min(tokens, _PROBED_TOKENS), 0, batch)
-    with torch.no_grad():
-        forward(model, inputs.values)
-        start = timer()
-        forward(model, inputs.values)
-    unit = (timer() - start) / max(1.0, inputs.tokens * (per_token + per_key * inputs.tokens))
-    return lambda tokens, keys: unit * tokens * (per_token + per_key * keys)
+    return lambda tokens, keys: tokens * (per_token + per_key * keys)
 
 
 def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:

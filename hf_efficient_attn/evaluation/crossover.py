@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import pathlib
-import statistics
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import Work, processor_name, time_calls, use_device
+from hf_efficient_attn.evaluation.timing import Work, processor_name, use_device
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import (
@@ -37,8 +36,8 @@ _HEAD_DIM = 64
 _SHORTEST, _FIRST, _LONGEST = 256, 4096, 1 << 17
 # Exact attention is not measured at longer sequences: its time grows with the square of the length.
 _QUADRATIC = 2048
-# Calls are repeated until they take this time in seconds, in so many rounds that their number is odd.
-_MIN_SECONDS, _MAX_ROUNDS = 0.02, 5
+# Calls are repeated until they take this time in seconds.
+_MIN_SECONDS = 0.05
 # A call of a method that takes longer is not followed by one at twice the length: the ratio is taken to grow in
 # proportion to the length.
 _MAX_SECONDS = 2.0
@@ -50,11 +49,10 @@ _MAX_BYTES = 1 << 20
 _COMMAND = "hf-efficient-attn crossover --renew"
 
 
-def measure_crossover(method: str, device: torch.device, *, progress: bool = False) -> dict[str, crossover.Crossover]:
+def measure_crossover(method: str, device: torch.device) -> dict[str, crossover.Crossover]:
     """Measure the lengths of a method with its default hyperparameters, which takes some seconds.
 
-    On an otherwise idle machine two measurements of a length differ by up to a tenth. With `progress` there is a bar on
-    stderr if that is a terminal.
+    On an otherwise idle machine two measurements of a length differ by up to a tenth.
 
     Returns:
         row of the table -> lengths, for float32 and bfloat16, and causal if the method has a causal form.
@@ -76,7 +74,7 @@ def measure_crossover(method: str, device: torch.device, *, progress: bool = Fal
     dims = (crossover.SMALL_DIM, crossover.LARGE_DIM)
     cases = list(itertools.product((torch.float32, torch.bfloat16), (False, True)[: 1 + config.causal], dims))
     lengths: dict[str, list[int]] = {}
-    with torch.no_grad(), use_device(device), tqdm(cases, leave=False, disable=None if progress else True) as bar:
+    with torch.no_grad(), use_device(device), tqdm(cases, leave=False, disable=None) as bar:
         for dtype, is_causal, dim in bar:
             row, num_heads = crossover.table_key(dtype, is_causal), dim // _HEAD_DIM
             bar.set_description(f"{method}, {row}, {num_heads} heads")
@@ -96,25 +94,19 @@ def default_method() -> str:
 def measure_ratio(
     length: int, *, config: MethodConfig, num_heads: int, dtype: torch.dtype, device: torch.device, is_causal: bool
 ) -> tuple[float, float]:
-    """Time of exact attention of one sequence divided by that of a method, and the seconds of the method.
+    """Median time of exact attention of one sequence divided by that of a method, and the seconds of the method."""
+    from torch.utils.benchmark import Timer  # it imports setuptools, and the package imports this module
 
-    Both are medians over rounds in which they are measured in turn. A call before the first round fills memory and
-    caches, and determines how often each is called in a round. There are fewer rounds of long calls, which other work
-    of the machine disturbs less.
-    """
+    def seconds(work: Work) -> float:
+        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=_MIN_SECONDS).median
+
     generator = torch.Generator().manual_seed(0)
     tensors = torch.randn(3, 1, num_heads, length, _HEAD_DIM, generator=generator).to(device, dtype)
     query, key, value = tensors[:, :, :, :_QUADRATIC]
-    works: list[Work] = [
-        lambda: scaled_dot_product_attention(query, key, value, is_causal=is_causal),
-        lambda: attention(config, *tensors, is_causal=is_causal),
-    ]
-    seconds = [max(1e-6, time_calls(work)) for work in works]
-    numbers = [math.ceil(_MIN_SECONDS / _MAX_ROUNDS / one) for one in seconds]
-    rounds = min(_MAX_ROUNDS, math.ceil(_MIN_SECONDS * _MAX_ROUNDS / max(seconds)) | 1)
-    pairs = [[time_calls(*one) for one in zip(works, numbers, strict=True)] for _ in range(rounds)]
-    ratio = statistics.median(exact / method for exact, method in pairs)
-    return ratio * (length / query.shape[2]) ** 2, statistics.median(method for _, method in pairs)
+    method = seconds(lambda: attention(config, *tensors, is_causal=is_causal))
+    exact = seconds(lambda: scaled_dot_product_attention(query, key, value, is_causal=is_causal))
+    return exact / method * (length / query.shape[2]) ** 2, method
 
 
 def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int) -> int:
@@ -188,9 +180,8 @@ def _read_table(path: pathlib.Path, machine: str, method: str) -> crossover.Tabl
             return None
         table = {name: crossover.Crossover(*pair) for name, pair in rows.items()}
         lengths = [length for pair in table.values() for length in pair]
-        if not lengths or not set(table) <= set(crossover.built_in_table("cpu")):
-            raise ValueError(f"it has no known calls of {method}")
-        if not all(type(length) is int and 1 <= length <= crossover.NEVER for length in lengths):
+        is_known = bool(lengths) and set(table) <= set(crossover.built_in_table("cpu"))
+        if not is_known or not all(type(length) is int and 1 <= length <= crossover.NEVER for length in lengths):
             raise ValueError(f"the lengths of {method} are damaged")
         return table
     except (ValueError, TypeError, AttributeError) as error:

@@ -1,6 +1,5 @@
 """The pictures of `hf-efficient-attn benchmark` and `analyze`."""
 
-import itertools
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -76,20 +75,16 @@ def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def label_ends(axes: Any, ends: Iterable[tuple[float, float, str, str]], distance: float = 0.055) -> None:
-    """Write texts to the right of the last points of lines, moved up or down so that they do not overlap.
+    """Write texts to the right of the last points of lines, moved up so that they do not overlap.
 
     Args:
         axes: the panel, whose limits are final.
         ends: x and y of each point, its text and its colour.
         distance: smallest distance between two texts, as a share of the height of the panel.
     """
-    to_share = axes.transScale + axes.transLimits
-    placed = sorted((float(to_share.transform((x, y))[1]), x, y, text, color) for x, y, text, color in ends)
-    # Upwards until nothing overlaps, and then down into the panel.
-    up = list(itertools.accumulate((share for share, *_ in placed), lambda low, share: max(share, low + distance)))
-    down = itertools.accumulate(reversed(up), lambda high, share: min(share, high - distance), initial=1.0 + distance)
-    heights = reversed(list(down)[1:])
-    for height, (_, x, y, text, color) in zip(heights, placed, strict=True):
+    to_share, height = axes.transScale + axes.transLimits, -math.inf
+    for share, x, y, text, color in sorted((float(to_share.transform(end[:2])[1]), *end) for end in ends):
+        height = max(share, height + distance)
         line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5), "color": color}
         axes.annotate(
             text, xy=(x, y), xytext=(1.04, height), textcoords="axes fraction", va="center", color=color,
@@ -118,33 +113,30 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
     errors = [entry["errors"] for entry in layers]
     largest = max((max(heads) for one in errors for sizes in one.values() for heads in sizes.values()), default=0.0)
     scale = Normalize(0.0, min(1.0, largest) if largest > 0 else 1.0)
-    budgets = [str(budget) for budget in result["budgets"]]
-    rows += [
-        [(f"{label}\n{budget} columns", [one[label][budget] for one in errors], scale) for budget in budgets]
-        for label in errors[0]
-    ]
+    for label in errors[0]:
+        budgets = [str(columns) for columns in result["budgets"]]
+        rows.append(
+            [(f"{label}\nerror at {key} columns", [one[label][key] for one in errors], scale) for key in budgets]
+        )
     rows = [maps for maps in rows if maps]
     num_columns = max(map(len, rows))
     num_heads = max(len(heads) for maps in rows for _, values, _ in maps for heads in values if heads)
     width, height = max(2.4, min(0.3 * num_heads, 5.0) + 0.8), min(6.0, max(1.2, 0.2 * len(layers))) + 1.0
     # A title that is wider than the maps below it would be cut.
     figure = Figure(figsize=(max(7.0, width * num_columns + 1.0), height * len(rows) + 0.7), layout="constrained")
-    panels = figure.subplots(len(rows), num_columns, squeeze=False)
-    for axes in panels.flat:
-        axes.axis("off")
-    with_errors = []
-    for maps, places in zip(rows, panels, strict=True):
-        for (title, values, norm), axes in zip(maps, places, strict=False):
-            image = _draw_map(axes, values, norm, names)
+    step = max(1, round(len(names) / 16))
+    for maps, panels in zip(rows, figure.subplots(len(rows), num_columns, squeeze=False), strict=True):
+        for axes in panels[len(maps) :]:
+            axes.axis("off")
+        for (title, values, norm), axes in zip(maps, panels, strict=False):
+            # Layers may have different numbers of heads.
+            padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in values]
+            image = axes.imshow(padded, aspect="auto", norm=norm)
             axes.set_title(title, fontsize="small")
-            if norm is scale:
-                with_errors.append(axes)
-            else:
-                figure.colorbar(image, ax=axes, shrink=0.9)
-    if with_errors:
-        extend = "max" if largest > 1.0 else "neither"
-        bar = figure.colorbar(with_errors[-1].images[0], ax=with_errors, extend=extend, aspect=25)
-        bar.set_label("relative error (operator norm)" + (f", up to {largest:.1f}" if largest > 1.0 else ""))
+            axes.set(xlabel="head", ylabel="layer")
+            axes.set_yticks(range(0, len(names), step), names[::step])
+            axes.tick_params(labelsize="x-small", length=2)
+            figure.colorbar(image, ax=axes, extend="max" if norm is scale and largest > 1.0 else "neither")
     figure.suptitle(title_of(result))
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120)
@@ -154,22 +146,6 @@ def title_of(result: Mapping[str, Any]) -> str:
     """Model, data and length, as far as they are known, for a title."""
     parts = [f"{result['tokens']:,} tokens"]
     if "data" in result:
-        rows, pixels = result["data"]["rows"], result.get("pixels")
-        kind = "text" if pixels is None else "picture"
+        rows, kind = result["data"]["rows"], "text" if result["pixels"] is None else "picture"
         parts = [result["source"], result["data"]["name"], f"{rows} {kind}{'s' if rows > 1 else ''} of {parts[0]}"]
     return ", ".join(parts)
-
-
-def _draw_map(axes: Any, values: Values, norm: Any, names: list[str]) -> Any:
-    """Draw one heat map; layers may have different numbers of heads."""
-    num_heads = max(len(heads or ()) for heads in values)
-    padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in values]
-    axes.axis("on")
-    image = axes.imshow(padded, aspect="auto", norm=norm)
-    axes.set_xlabel("head", fontsize="x-small")
-    axes.set_ylabel("layer", fontsize="x-small")
-    step = max(1, round(len(names) / 16))
-    axes.set_yticks(range(0, len(names), step), names[::step], fontsize="x-small")
-    axes.set_xticks(range(0, num_heads, max(1, round(num_heads / 16))))
-    axes.tick_params(labelsize="x-small", length=2)
-    return image

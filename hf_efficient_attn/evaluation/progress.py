@@ -49,13 +49,11 @@ class Execution:
 
     Attributes:
         minutes: limit of the duration; None for no limit. A step that is not expected to end in time is left out.
-        on_estimate: called once before the steps with a sentence about the expected duration, if it can be estimated.
         on_row: called with every row of the result as soon as it is complete.
         on_begin: called once before the steps with what is known of the result by then, such as the names of methods.
     """
 
     minutes: float | None = None
-    on_estimate: Callable[[str], None] = _ignore
     on_row: Callable[[Any], None] = _ignore
     on_begin: Callable[[Any], None] = _ignore
     _start: float = field(default_factory=time.monotonic, repr=False)
@@ -90,12 +88,3 @@ def carry_out(plan: Sequence[Step], execution: Execution) -> Generator[Step, Non
             yield step
             done += step.cost
             bar.update(step.cost)
-
-
-def duration(seconds: float) -> str:
-    """A duration in words, such as "about 40 seconds"."""
-    for unit, length in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
-        if seconds >= 1.5 * length:
-            return f"about {seconds / length:.0f} {unit}s"
-    count = max(1, round(seconds))
-    return f"about {count} second{'s' if count > 1 else ''}"

@@ -345,10 +345,7 @@ def test_a_method_that_fails_does_not_own_the_colours(figure, tmp_path):
     errors = [image for title, image in images.items() if "columns" in title]
     assert len(errors) == 4
     assert {(image.norm.vmin, image.norm.vmax) for image in errors} == {(0.0, 1.0)}
-    bars = [axes for axes in one.axes if axes.get_ylabel().startswith("relative error")]
-    assert len(bars) == 1 and bars[0].get_ylabel().endswith("up to 7.0")
-    assert errors[0].colorbar is None or errors[0].colorbar.extend == "max"
-    assert any(image.colorbar is not None and image.colorbar.extend == "max" for image in errors)
+    assert {image.colorbar.extend for image in errors} == {"max"}
     pictures.draw_analysis(drawn(13, 2, errors=(0.2,), properties=False), tmp_path / "a.png")
     images = [axes.images[0] for axes in figure[1].axes if axes.get_title().startswith("m0")]
     assert {image.norm.vmax for image in images} == {0.2}

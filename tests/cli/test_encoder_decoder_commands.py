@@ -93,15 +93,15 @@ def test_whisper_is_calibrated_and_analyzed_from_batches():
 
 def test_tasks_and_models_of_sound(tmp_path, capsys):
     assert task_of(tiny("bart")) == "text-to-text" and task_of(tiny("bart").model) == "embedding"
-    tiny("whisper").save_pretrained(tmp_path)
-    file = ("--data", tmp_path / "config.json")
+    tiny("whisper").save_pretrained(tmp_path / "sound")
+    file = ("--data", tmp_path / "sound" / "config.json")
     for words in (
         ["benchmark"],
         ["analyze", *file],
         ["distill", "--method", "linformer", "-o", tmp_path / "out", *file],
     ):
         capsys.readouterr()
-        assert command(words[0], tmp_path, *words[1:]) == 2
+        assert command(words[0], tmp_path / "sound", *words[1:]) == 2
         assert "takes input_features. Supported are models of text" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from hf_efficient_attn.evaluation import progress
-from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, duration, partial_result
+from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, partial_result
 
 
 class Clock:
@@ -63,11 +63,3 @@ def test_partial_results():
     with pytest.raises(Interrupted) as caught, partial_result(lambda: "outer"), partial_result(lambda: "inner"):
         raise KeyboardInterrupt
     assert caught.value.result == "inner"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "1 second"), (80, "80 seconds"), (100, "2 minutes"), (6000, "2 hours"), (5 * 86400, "5 days")],
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == f"about {text}"
