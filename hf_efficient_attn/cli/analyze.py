@@ -243,7 +243,7 @@ def _recommendation(result: dict[str, Any]) -> list[str]:
         f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
     )
     if found["output_error"] is not None:
-        lines.append(f"The output of the whole model is off by {found['output_error']:.3f} on one input.")
+        lines.append(f"The output of the whole model is off by {found['output_error']:.3f} on these inputs.")
     saves = found["saves"] is not False
     if found["speed_up"] is not None:
         speed = f"Measured here: attention is {found['speed_up']:.1f} times as fast as exact attention"

@@ -37,7 +37,6 @@ from hf_efficient_attn.evaluation.capture import (
     capture_attention,
     forward,
     summarize_attention,
-    tensors_of,
 )
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import make_candidates
@@ -89,7 +88,13 @@ def analyze(
         - "layers": [{"layer", "name", "stable_rank": [one number per head], "head_to_tail": the same, "errors": {label:
           {budget: [one number per head]}}}]. "head_to_tail" is None for attention between two sequences, and both
           properties are for sequences of more than 4,096 tokens.
-        - "recommended": see `recommend`; None if no method keeps the limit.
+        - "recommended": None if no method keeps the limit. Otherwise a dictionary of "layers" [{"layer", "attention" (a
+          label), "method", "columns", "settings" (without defaults), "error" (mean over sequences and heads), "bound"
+          (of the error on an unseen sequence)}], "exact_layers", "error" (mean of "layers"), "columns" (the cost per
+          query in keys, averaged over all layers), "keys" (that of exact attention), "tokens" (the length up to which
+          this was measured), "speed_up" (of the attention of all layers), "saves" (whether that is a gain,
+          `Timing.is_gain`) and "output_error" (of the last hidden states or the logits). The last three need a run of
+          the model, and are None after Ctrl-C.
         - "calibrated": the choice as `convert --config` and `hea.convert` take it, without default hyperparameters.
         - "warnings": sentences about what is left out.
         - "max_error", "per_layer", "budgets", "is_causal", "tokens".
@@ -139,7 +144,7 @@ def analyze(
         return {
             **about,
             "layers": entries,
-            "recommended": settings and recommend(chosen, settings, summary.layers, keys, run),
+            "recommended": settings and _recommend(chosen, settings, summary.layers, keys, run),
             "calibrated": settings and settings.to_dict(defaults=False),
             "warnings": [f"Left out: {short}."] if dropped else [],
             "max_error": max_error,
@@ -170,39 +175,21 @@ def analyze(
 
             with contextlib.suppress(_TimeOverError), capture_attention(model, visit):
                 forward(model, batch)
-        found = result((model, _first_sequence(batch)))
+        found = result((model, batch))
     assert found is not None  # the first step is always carried out
     return found
 
 
-def recommend(
+def _recommend(
     chosen: Mapping[Layer, Choice],
     settings: EfficientAttentionConfig,
     layers: Sequence[Layer],
     num_keys: float,
     run: tuple[nn.Module, Batch] | None,
 ) -> dict[str, Any]:
-    """Describe the choice for the layers of a model.
+    """What `analyze` returns as "recommended": a choice for some layers of a model, and the same as `settings`.
 
-    Args:
-        chosen: the choice.
-        settings: the same as settings of the model.
-        layers: all layers of the model.
-        num_keys: the cost of exact attention per query.
-        run: the model and a batch with which to measure the speed and the error of the output; None to leave that out.
-
-    Returns:
-        a dictionary for JSON:
-
-        - "layers": [{"layer", "attention" (a label), "method", "columns", "settings" (without defaults), "error" (mean
-          over sequences and heads), "bound" (of the error on an unseen sequence)}].
-        - "exact_layers": the layers that stay exact.
-        - "error": the mean of the errors of "layers".
-        - "columns": the cost per query in keys, averaged over all layers; "keys": that of exact attention.
-        - "speed_up": of the attention of all layers over exact attention, or None.
-        - "saves": whether that is a gain (`Timing.is_gain`), or None.
-        - "output_error": relative error of the last hidden states, or of the logits, or None.
-        - "tokens": the length up to which this was measured.
+    `num_keys` is the cost of exact attention per query. `run` is what to measure speed and output with, or None.
     """
     exact = [layer for layer in layers if layer not in chosen]
     speed = None if run is None else measure_speed(*run, settings)
@@ -228,15 +215,6 @@ def recommend(
         "output_error": None if run is None else measure_output_error(*run, settings),
         "tokens": settings.calibrated_length,
     }
-
-
-def _first_sequence(batch: Batch) -> Batch:
-    """The first sequence of a batch, or the whole batch if its tensors have different first dimensions."""
-    if isinstance(batch, Tensor):
-        return batch[:1]
-    tensors = tensors_of(batch)
-    is_aligned = len(set(map(len, tensors.values()))) == 1
-    return {**batch, **{name: x[:1] for name, x in tensors.items()}} if is_aligned else batch
 
 
 def _matrix_properties(call: Call) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -26,7 +25,6 @@ from hf_efficient_attn.evaluation.comparison import (
     LengthComparison,
     Procedure,
     chunk_label,
-    exact_copy,
     make_variants,
 )
 from hf_efficient_attn.evaluation.data import (
@@ -300,6 +298,7 @@ def _settings(
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
     if methods is None:
         configs = default_configs(
+            "compare",
             is_causal=is_decoder(model) and not is_pair,
             takes_pictures=takes_pictures(model),
             has_distance_bias=any(has_distance_bias(type(module)) for module, *_ in attention_modules(model)),

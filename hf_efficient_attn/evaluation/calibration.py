@@ -122,7 +122,12 @@ def calibrate(
             with their default hyperparameters; or no candidate that is accepted in any layer.
     """
     check_max_error(max_error)
-    batches = check_batches(batches)
+    is_batch = isinstance(batches, (Mapping, Tensor))
+    if is_batch or isinstance(batches, str) or not isinstance(batches, Iterable):
+        given = "a batch itself" if is_batch else shown(batches)
+        raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
+    if not (batches := list(batches)):
+        raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
     summary = summarize_attention(model, largest(batches))
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
     study = Study(candidates, summary)
@@ -137,21 +142,29 @@ def calibrate(
     if not useful:
         refuse_short(longest, sorted({one.columns for one in candidates}))
     chosen = choose_each(table, useful, max_error)
-    if budgets is None:
-        _refuse_exact([choice.candidate.config for choice in chosen.values()], longest)
+    # A small budget saves nothing on sequences that a method computes exactly by default, and its error says nothing
+    # about longer ones.
+    methods_used = dict.fromkeys(choice.candidate.config.method for choice in chosen.values())
+    limits = {method: make_config(method).to_measure().exact_length for method in methods_used}
+    if budgets is None and limits and longest <= min(limits.values()):
+        names = " and ".join(f"{method} (up to {limit} tokens)" for method, limit in limits.items())
+        raise UnsupportedAttentionError(
+            f"the longest sequence has {longest} tokens without its padding, which {names} computes exactly with the "
+            "default hyperparameters, so that there is nothing to choose: give sequences as long as those that the "
+            "model is for, or name smaller budgets, budgets=[...]"
+        )
     # Where no budget is accepted, a method that decides in each call can still be used.
-    stored = {config: config.calibrated(max_error, accepted=False) for config in configs_of(methods)}
-    for config, undecided in stored.items():
+    for config in configs_of(methods):
+        undecided = config.calibrated(max_error, accepted=False)
         if undecided is not None:
             undecided = make_config(undecided, seed=getattr(config, "seed", 0) + seed)
             rest = Choice(Candidate(0, undecided), math.nan, math.nan)
             chosen |= {layer: rest for layer in in_order(tokens) if layer not in chosen}
     if not chosen:
-        error, nearest = min((max(errors.values()), candidate) for (_, candidate), errors in table.items() if errors)
+        smallest = min(max(errors.values()) for errors in table.values() if errors)
         raise UnsupportedAttentionError(
-            f"no method keeps max_error={max_error} in any layer; the nearest is {nearest.config.method} at "
-            f"{nearest.columns} columns with an error of {error:.3g}. Keep the model exact, or allow a larger budget "
-            "or error"
+            f"no method keeps max_error={max_error} in any layer; the smallest error is {smallest:.3g}. Keep the model "
+            "exact, or allow a larger budget or error"
         )
     settings = make_settings(chosen, max(tokens[layer] for layer in chosen))
     speed = measure_speed(model, largest(batches), settings)
@@ -166,21 +179,6 @@ def calibrate(
     if off is not None:
         logger.info(f"calibrated at {settings.calibrated_length} tokens: the model's output is off by {off:.3g}")
     return settings
-
-
-def _refuse_exact(chosen: Sequence[MethodConfig], longest: int) -> None:
-    """Refuse a choice of methods that compute all sequences exactly with their default budget, unless some do not.
-
-    A smaller budget saves nothing on sequences so short, and its error says nothing about longer ones.
-    """
-    limits = {config.method: make_config(config.method).to_measure().exact_length for config in chosen}
-    if limits and longest <= min(limits.values()):
-        names = " and ".join(f"{method} (up to {limit} tokens)" for method, limit in limits.items())
-        raise UnsupportedAttentionError(
-            f"the longest sequence has {longest} tokens without its padding, which {names} computes exactly with the "
-            "default hyperparameters, so that there is nothing to choose: give sequences as long as those that the "
-            "model is for, or name smaller budgets, budgets=[...]"
-        )
 
 
 def choose_each(
@@ -230,16 +228,16 @@ def _method_in(call: Call, settings: EfficientAttentionConfig) -> MethodConfig |
 
 
 def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> Timing:
-    """How many times faster the attention of all layers is with `settings` than exact attention, on one batch.
+    """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
-    Projections and the other parts of the model are not included. Layers that stay exact are.
+    It is the first of the batch. Projections and other parts of the model are not included. Layers that stay exact are.
     """
     seconds: list[list[tuple[float, float]]] = []  # of the attention with `settings`, and exact, in each round
 
     def visit(call: Call) -> None:
-        config = _method_in(call, settings)
-        works = {} if config is None else {"method": functools.partial(call.compute, config)}
-        timed = paired_seconds(call.compute_exact, works, _ROUNDS)
+        config, one = _method_in(call, settings), call.row(0)
+        works = {} if config is None else {"method": functools.partial(one.compute, config)}
+        timed = paired_seconds(one.compute_exact, works, _ROUNDS)
         seconds.append(timed.get("method", timed[""]))
 
     with capture_attention(model, visit):
@@ -278,18 +276,6 @@ def check_max_error(max_error: float) -> None:
     """Raise `UnsupportedAttentionError` if a limit of the error is not a positive number."""
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
         raise UnsupportedAttentionError(f"max_error={max_error!r} must be a number above 0, such as 0.1")
-
-
-def check_batches(batches: Iterable[Batch]) -> list[Batch]:
-    """The batches as a list that is not empty."""
-    is_batch = isinstance(batches, (Mapping, Tensor))
-    if is_batch or isinstance(batches, str) or not isinstance(batches, Iterable):
-        given = "a batch itself" if is_batch else shown(batches)
-        raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
-    batches = list(batches)
-    if not batches:
-        raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
-    return batches
 
 
 def largest(batches: Sequence[Batch]) -> Batch:
