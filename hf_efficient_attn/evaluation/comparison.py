@@ -62,7 +62,8 @@ def make_variants(
     `own` is the one of `settings` that `model` has already: this variant is `model` itself. Inputs have at most
     `longest` tokens. For `chunk` see `Variant`; None for no such variant.
     """
-    exact = exact_copy(model)
+    exact = copy_with_shared_weights(model)
+    convert(exact, EXACT)
     variants = {EXACT: Variant(exact)}
     for label, wanted in settings.items():
         entry, converted = wanted.entries[0], model
@@ -86,13 +87,6 @@ def chunk_label(chunk: int) -> str:
 def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model that shares its parameters and buffers."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
-
-
-def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with exact attention that shares its parameters and buffers."""
-    exact = copy_with_shared_weights(model)
-    convert(exact, EXACT)
-    return exact
 
 
 class Answer(NamedTuple):

@@ -5,7 +5,6 @@ Every measured call runs between two calls of a reference, so that slow changes 
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from tqdm import tqdm
+from transformers.generation.streamers import BaseStreamer
 
 from hf_efficient_attn.version import __version__
 
@@ -131,43 +131,38 @@ def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
     )
 
 
-@torch.no_grad()
+class _Clock(BaseStreamer):
+    """Records when generation has the prompt, and each token after it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(timer())
+
+    def end(self) -> None: ...
+
+
 def time_generation(
     model: transformers.PreTrainedModel, input_ids: torch.Tensor, new_tokens: int, rounds: int
 ) -> tuple[float, float]:
     """Measure greedy generation of at least 2 tokens after prompts (B, N), with the cache that the model makes itself.
 
-    `GenerationMixin.generate` would add its own time, and the penalties and beams of the checkpoint's settings.
-
     Returns:
-        medians over rounds: the seconds of the pass of the prompt, which fills a new cache and gives the first token;
-        and the tokens per second after the first one, all inputs of the batch together.
+        medians over rounds: the seconds to the first token, and the tokens per second after it, all inputs of the batch
+        together.
     """
-    parameters = inspect.signature(model.forward).parameters
-    # Earlier versions of Transformers, and models from elsewhere, call the cache `past_key_values`.
-    name = "cache" if "cache" in parameters else "past_key_values"
-    # Without this, a model computes the logits of all tokens of the prompt, as no generation does.
-    last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-
-    def following(ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
-        """The most likely next token (B, 1), and the cache."""
-        output = model(ids, use_cache=True, **options)
-        return output.logits[:, -1:].argmax(-1), getattr(output, name)
-
+    options = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
     first, later = [], []
+    for prompt in (input_ids[:, :16], *[input_ids] * rounds):
+        clock = _Clock()
+        mask = torch.ones_like(prompt)
+        model.generate(prompt, attention_mask=mask, streamer=clock, pad_token_id=0, **options)  # type: ignore[operator]
+        start, token, *_, end = clock.times
+        first.append(token - start)
+        later.append(end - token)
     # What the first call of an operator takes does not count.
-    token, cache = following(input_ids[:, :16], **last_only)
-    following(token, **{name: cache})
-    for _ in range(rounds):
-        start = timer()
-        token, cache = following(input_ids, **last_only)
-        first.append(timer() - start)
-        start = timer()
-        for _ in range(new_tokens - 1):
-            token, cache = following(token, **{name: cache})
-        later.append(timer() - start)
-        del cache  # before the next round fills another one
-    return statistics.median(first), len(input_ids) * (new_tokens - 1) / max(statistics.median(later), 1e-9)
+    return statistics.median(first[1:]), len(input_ids) * (new_tokens - 1) / max(statistics.median(later[1:]), 1e-9)
 
 
 @contextlib.contextmanager
