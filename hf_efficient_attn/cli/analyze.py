@@ -197,11 +197,8 @@ def _report(result: dict[str, Any]) -> list[str]:
 
     rows, budgets = result["data"]["rows"], ", ".join(map(str, result["budgets"]))
     properties = (
-        "Stable rank and tail/head need tables of tokens by tokens and are measured up to 4,096 tokens."
-        if not result["property_inputs"]
-        else "Stable rank: of the attention matrix. Tail/head: the sum of all but the n largest entries of the n x n "
-        f"kernel matrix, divided by the sum of the n largest; both on {min(rows, result['property_inputs'])} of the "
-        "inputs."
+        "Stable rank: of the attention matrix. Tail/head: the sum of all but the n largest entries of the n x n kernel "
+        "matrix, divided by the sum of the n largest. Both are those of the first input, up to 4,096 tokens."
     )
     about = (
         f"{rows} inputs of {result['tokens']} tokens of {result['data']['name']}; means over inputs and heads (--json "

@@ -53,10 +53,8 @@ BUDGETS = (64, 128, 256, 512)
 # The first length in common use at which methods are faster than exact attention on a CPU.
 DEFAULT_LENGTH = 2048
 DEFAULT_MAX_ERROR = 0.2
-# Properties need dense matrices. They are measured up to this length, on as many inputs as have this many entries
-# together in one head: 16 inputs of 512 tokens, one of 2,048.
+# Properties need dense matrices. They are measured up to this length, on the first input.
 _MAX_LENGTH = 4096
-_PROPERTY_ENTRIES = 1 << 22
 
 
 class _TimeOverError(Exception):
@@ -86,8 +84,8 @@ def analyze(
         a dictionary for JSON:
 
         - "layers": [{"layer", "name", "stable_rank": [one number per head], "head_to_tail": the same, "errors": {label:
-          {budget: [one number per head]}}}]. "head_to_tail" is None for attention between two sequences, and both
-          properties are for sequences of more than 4,096 tokens.
+          {budget: [one number per head]}}}]. Both properties are those of the first
+          sequence, and None for more than 4,096 tokens; "head_to_tail" also for attention between two sequences.
         - "recommended": None if no method keeps the limit. Otherwise a dictionary of "layers" [{"layer", "attention" (a
           label), "method", "columns", "settings" (without defaults), "error" (mean over sequences and heads), "bound"
           (of the error on an unseen sequence)}], "exact_layers", "error" (mean of "layers"), "columns" (the cost per
@@ -98,7 +96,6 @@ def analyze(
         - "calibrated": the choice as `convert --config` and `hea.convert` take it, without default hyperparameters.
         - "warnings": sentences about what is left out.
         - "max_error", "per_layer", "budgets", "is_causal", "tokens".
-        - "property_inputs": the number of sequences that the properties were measured on.
         - "complete": whether all was measured; "left_out": the layers that were not. They stay exact.
 
     Raises:
@@ -114,10 +111,8 @@ def analyze(
     execution.on_begin(about)
     dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
     short = f"budgets of {', '.join(dropped)} columns, because an input has only {summary.max_kv_len} tokens"
-    # The calls of each module that are still to be measured, and the number of sequences with properties.
-    waiting = Counter(call.name for call in summary.calls)
+    waiting = Counter(call.name for call in summary.calls)  # the calls of each module that are still to be measured
     num_keys, entries = summary.max_kv_len, list[dict[str, Any]]()
-    inputs = 0 if num_keys > _MAX_LENGTH else max(1, _PROPERTY_ENTRIES // num_keys**2)
     # Module -> candidate, or name of a property -> the numbers of its heads (H,) for each sequence.
     values: dict[str, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     plan = [Step(call.name, math.prod(call.query.shape[1:3]) * call.key.shape[2], call.layer) for call in summary.calls]
@@ -151,7 +146,6 @@ def analyze(
             "per_layer": per_layer,
             "budgets": used,
             "is_causal": summary.is_causal,
-            "property_inputs": inputs,
             "complete": not missing,
             "left_out": list(dict.fromkeys(missing)),
         }
@@ -165,8 +159,8 @@ def analyze(
                     raise _TimeOverError
                 for candidate, errors in study.add(call).items():
                     values[call.name][candidate] += [errors[b] for b in call.sequences]
-                for index in range(min(inputs, len(call.query))):
-                    for name, heads in _matrix_properties(call.row(index)).items():
+                if num_keys <= _MAX_LENGTH:
+                    for name, heads in _matrix_properties(call.row(0)).items():
                         values[call.name][name].append(heads)
                 waiting[call.name] -= 1
                 if not waiting[call.name]:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -109,45 +109,19 @@ def benchmark_checkpoint(
         MemoryError: the memory was not enough.
         Interrupted: the user interrupted the benchmark after some measurements; contains the result so far.
     """
-    execution = execution or Execution()
+    execution, procedure = execution or Execution(), procedure or Procedure()
     if not lengths and execution.minutes is None:
         execution = dataclasses.replace(execution, minutes=_DEFAULT_MINUTES)
     with memory_errors("give shorter lengths or a smaller batch"):
-        benchmark = Benchmark(source, methods, lengths, data, procedure or Procedure(), allow_pickle)
-        execution.on_begin(benchmark.result())
-        with (
-            partial_result(lambda: benchmark.result() if benchmark.measurements else None),
-            contextlib.closing(carry_out(benchmark.plan, execution)) as steps,
-        ):
-            for step in steps:
-                execution.on_row(benchmark.measure(step))
-    return benchmark.result()
-
-
-class Benchmark:
-    """A benchmark of one model, step by step; the arguments are those of `benchmark_checkpoint`.
-
-    Attributes:
-        variants: label -> the model with a method, exact attention first.
-        plan: the measurements in their order; the key of a step is (length, label).
-        measurements: the results of those that are done.
-    """
-
-    def __init__(
-        self,
-        source: "str | pathlib.Path",
-        methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
-        lengths: Sequence[int] | None,
-        data: "str | pathlib.Path | None",
-        procedure: Procedure,
-        allow_pickle: bool,
-    ) -> None:
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
-        self._model = model = load_model(checked).eval()
-        self._source, self._task, self._procedure = name_of(checked), task_of(model), procedure
-        own, is_pair, is_image = own_settings(model), is_encoder_decoder(model), takes_pictures(model)
+        model = load_model(checked).eval()
+        task, own, is_pair, is_image = (
+            task_of(model),
+            own_settings(model),
+            is_encoder_decoder(model),
+            takes_pictures(model),
+        )
         settings = _settings(methods, own, model)
-        self._labels = list(settings)
         check_methods(
             (entry.config for one in settings.values() for entry in one.entries),
             is_decoder(model) and not is_pair,  # there the conversion checks each layer
@@ -160,8 +134,8 @@ class Benchmark:
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        self._notes = [allow_length(model, longest) if lengths and not is_image else None]
-        self._data = ModelData(
+        notes = [allow_length(model, longest) if lengths and not is_image else None]
+        inputs = ModelData(
             model,
             checked.folder,
             None if data is None else pathlib.Path(data),
@@ -169,103 +143,112 @@ class Benchmark:
             rows=max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
             shorter=lengths is None,
         )
-        self._chunk = native if self._task == "embedding" and not is_image and not is_pair else None
+        chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
+        for length in chosen:
+            inputs.check_length(length)
+        if not lengths and not is_image:
+            notes.append(allow_length(model, chosen[-1]))
         if is_pair and own is None:
-            self._notes.append(
+            notes.append(
                 "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
             )
-        chosen = sorted({self._data.tokens_for(length) for length in lengths or self._default_lengths(native)})
-        for length in chosen:
-            self._data.check_length(length)
-        if not lengths and not is_image:
-            self._notes.append(allow_length(model, chosen[-1]))
-        self.plan = self._make_plan(chosen)
-        self.variants = make_variants(model, settings, own if methods is None else None, max(chosen), self._chunk)
-        self.measurements: list[dict[str, Any]] = []
+        chunk = native if task == "embedding" and not is_image and not is_pair else None
+        plan = _make_plan(model, inputs, procedure, chosen, list(settings), chunk)
+        variants = make_variants(model, settings, own if methods is None else None, max(chosen), chunk)
+        rows: list[dict[str, Any]] = []
 
-    def _default_lengths(self, native: int | None) -> list[int]:
-        """Lengths that double, up to four times the model's maximum, as far as the text allows."""
-        data, native = self._data, native or _SHORTEST
-        if data.is_image:
-            return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
-        shortest = min(native, _SHORTEST)
-        lengths = [shortest << power for power in range((4 * native // shortest).bit_length())]
-        return [length for length in lengths if length <= data.longest] or [data.longest]
+        def result() -> dict[str, Any]:
+            left_out = [step.name for step in plan[len(rows) :]]
+            missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
+            return {
+                "format": FORMAT,
+                "source": name_of(checked),
+                "task": task,
+                "machine": machine(model),
+                "data": {"name": inputs.name, "rows": inputs.rows},
+                "agreement": AGREEMENT[task],
+                "labels": list(settings),
+                "chunk": chunk,
+                "measurements": rows,
+                "complete": not left_out,
+                "left_out": left_out,
+                "notes": [note for note in [*notes, *_notes_on(rows, inputs, chunk), missing] if note],
+                **conclude(rows, list(settings)),
+            }
 
-    def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
-        """For each length exact attention, then each method, which is timed between two passes of exact attention."""
-        steps, cost_of = [], _cost_of_pass(self._model)
-        passes = max(self._procedure.rounds, math.ceil(self._data.rows / self._procedure.batch))
-        for length in lengths:
-            exact, method = cost_of(length, length), cost_of(length, min(length, _METHOD_KEYS))
-            costs = {EXACT: passes * exact, **dict.fromkeys(self._labels, passes * method + exact)}
-            if self._chunk is not None and length > self._chunk:
-                costs[chunk_label(self._chunk)] = passes * cost_of(length, self._chunk)
-            steps += [Step(f"{label} at {length} tokens", cost, (length, label)) for label, cost in costs.items()]
-        return steps
-
-    def measure(self, step: Step) -> dict[str, Any]:
-        """Carry out the next step of the plan; returns a row of "measurements"."""
-        length, label = step.key
-        if label == EXACT:
-            self._comparison = LengthComparison(self.variants, self._data, length, self._procedure)
-        with use_device(self._model.device):
-            self.measurements.append(self._comparison.measure(label))
-        return self.measurements[-1]
-
-    def result(self) -> dict[str, Any]:
-        """The result of the measurements that are done."""
-        rows = self.measurements
-        left_out = [step.name for step in self.plan[len(rows) :]]
-        missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
-        return {
-            "format": FORMAT,
-            "source": self._source,
-            "task": self._task,
-            "machine": machine(self._model),
-            "data": {"name": self._data.name, "rows": self._data.rows},
-            "agreement": AGREEMENT[self._task],
-            "labels": self._labels,
-            "chunk": self._chunk,
-            "measurements": rows,
-            "complete": not left_out,
-            "left_out": left_out,
-            "notes": [note for note in [*self._notes, *self._notes_on(rows), missing] if note],
-            **conclude(rows, self._labels),
-        }
-
-    def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        data, notes = self._data, []
-        if data.is_image:
-            sides = {row["length"]: row["pixels"] for row in rows}
-            sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
-            trained = f"The model was trained with {data.native} x {data.native} pixels."
-            notes.append(f"Pictures are resized: {sizes}. {trained}")
-        if data.name == DOCUMENTATION:
-            notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
-        if not data.is_real:
-            kind = "pixels" if data.is_image else "token ids, since the checkpoint contains no tokenizer"
-            notes.append(f"The data are generated: random {kind}. Time and memory are measured, but no errors.")
-        if any(timing_of(row).unsteady for row in rows):
-            notes.append(UNSTEADY)
-        if self._chunk is not None and any(row["attention"] == chunk_label(self._chunk) for row in rows):
-            notes.append(
-                f"{chunk_label(self._chunk)}: exact attention within pieces as long as the model's positions, and the "
-                "mean of their embeddings. If the task can be split like this, split it: a search finds more so, and "
-                "long attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
-            )
-        return notes
+        execution.on_begin(result())
+        with (
+            partial_result(lambda: result() if rows else None),
+            use_device(model.device),
+            contextlib.closing(carry_out(plan, execution)) as steps,
+        ):
+            for step in steps:
+                length, label = step.key
+                if label == EXACT:
+                    comparison = LengthComparison(variants, inputs, length, procedure)
+                rows.append(comparison.measure(label))
+                execution.on_row(rows[-1])
+    return result()
 
 
-def _cost_of_pass(model: PreTrainedModel) -> Callable[[int, int], int]:
-    """cost(tokens, keys): the number of multiplications in a pass whose tokens attend to this many keys.
+def _default_lengths(data: ModelData, native: int | None) -> list[int]:
+    """Lengths that double, up to four times the model's maximum, as far as the text allows."""
+    if data.is_image:
+        return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
+    native = native or _SHORTEST
+    shortest = min(native, _SHORTEST)
+    lengths = [shortest << power for power in range((4 * native // shortest).bit_length())]
+    return [length for length in lengths if length <= data.longest] or [data.longest]
 
-    They are, for each token, one with every weight, and two with every hidden dimension of every layer for each key.
+
+def _make_plan(
+    model: PreTrainedModel,
+    data: ModelData,
+    procedure: Procedure,
+    lengths: Sequence[int],
+    labels: Sequence[str],
+    chunk: int | None,
+) -> list[Step]:
+    """For each length exact attention, then each method, which is timed between two passes of exact attention.
+
+    The key of a step is (length, label). The cost of a pass is the number of multiplications: for each token, one with
+    every weight, and two with every hidden dimension of every layer for each key that it attends to.
     """
     per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    return lambda tokens, keys: tokens * (per_token + per_key * keys)
+    passes, steps = max(procedure.rounds, math.ceil(data.rows / procedure.batch)), []
+    for length in lengths:
+        exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
+        costs = {EXACT: passes * exact, **dict.fromkeys(labels, passes * method + exact)}
+        if chunk is not None and length > chunk:
+            costs[chunk_label(chunk)] = passes * length * (per_token + per_key * chunk)
+        steps += [Step(f"{label} at {length} tokens", cost, (length, label)) for label, cost in costs.items()]
+    return steps
+
+
+def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | None) -> list[str]:
+    """Sentences on the data, and on what is special about the measurements in `rows`."""
+    notes = []
+    if data.is_image:
+        sides = {row["length"]: row["pixels"] for row in rows}
+        sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
+        trained = f"The model was trained with {data.native} x {data.native} pixels."
+        notes.append(f"Pictures are resized: {sizes}. {trained}")
+    if data.name == DOCUMENTATION:
+        notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
+    if not data.is_real:
+        kind = "pixels" if data.is_image else "token ids, since the checkpoint contains no tokenizer"
+        notes.append(f"The data are generated: random {kind}. Time and memory are measured, but no errors.")
+    if any(timing_of(row).unsteady for row in rows):
+        notes.append(UNSTEADY)
+    if chunk is not None and any(row["attention"] == chunk_label(chunk) for row in rows):
+        notes.append(
+            f"{chunk_label(chunk)}: exact attention within pieces as long as the model's positions, and the mean of "
+            "their embeddings. If the task can be split like this, split it: a search finds more so, and long "
+            "attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
+        )
+    return notes
 
 
 def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:

@@ -21,7 +21,6 @@ from hf_efficient_attn.evaluation.capture import (
     exact_output,
     forward,
     summarize_attention,
-    tensors_of,
 )
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
@@ -128,7 +127,8 @@ def calibrate(
         raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
     if not (batches := list(batches)):
         raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
-    summary = summarize_attention(model, largest(batches))
+    longest_batch = max(batches, key=_size)
+    summary = summarize_attention(model, longest_batch)
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
     study = Study(candidates, summary)
     with capture_attention(model, study.add):
@@ -167,7 +167,7 @@ def calibrate(
             "exact, or allow a larger budget or error"
         )
     settings = make_settings(chosen, max(tokens[layer] for layer in chosen))
-    speed = measure_speed(model, largest(batches), settings)
+    speed = measure_speed(model, longest_batch, settings)
     if not speed.is_gain:
         warnings.warn(
             f"at {settings.calibrated_length} tokens this choice saves nothing: its attention is {speed.ratio:.2g} "
@@ -175,7 +175,7 @@ def calibrate(
             f"{_ROUNDS} rounds). {HOW_TO_SAVE}",
             stacklevel=2,
         )
-    off = measure_output_error(model, largest(batches), settings)
+    off = measure_output_error(model, longest_batch, settings)
     if off is not None:
         logger.info(f"calibrated at {settings.calibrated_length} tokens: the model's output is off by {off:.3g}")
     return settings
@@ -278,9 +278,10 @@ def check_max_error(max_error: float) -> None:
         raise UnsupportedAttentionError(f"max_error={max_error!r} must be a number above 0, such as 0.1")
 
 
-def largest(batches: Sequence[Batch]) -> Batch:
-    """The batch with the longest sequences: with the most numbers per sequence in one of its tensors."""
-    return max(batches, key=lambda batch: max((math.prod(x.shape[1:]) for x in tensors_of(batch).values()), default=0))
+def _size(batch: Batch) -> int:
+    """The largest number of numbers per sequence in a tensor of a batch; 0 for what `forward` refuses."""
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    return max((math.prod(x.shape[1:]) for x in values if isinstance(x, Tensor) and x.ndim), default=0)
 
 
 class Study:

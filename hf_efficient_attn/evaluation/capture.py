@@ -245,12 +245,6 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     return model(**inputs)
 
 
-def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch that have a dimension; none for what `forward` refuses."""
-    items = batch.items() if isinstance(batch, Mapping) else [("", batch)]
-    return {name: x for name, x in items if isinstance(x, Tensor) and x.ndim}
-
-
 class AttentionSummary(NamedTuple):
     """Facts about a model's attention, observed in one forward pass."""
 

@@ -39,9 +39,9 @@ def test_analysis_of_every_head(made, text, capsys):  # noqa: F811
     assert [entry["layer"] for entry in result["layers"]] == [0, 1]
     assert result["complete"] and result["left_out"] == []
     for entry, call in zip(result["layers"], calls, strict=True):
-        rank = analysis.stable_rank(analysis.softmax_matrix(call.query, call.key, scale=call.scale)).mean(0)
+        rank = analysis.stable_rank(analysis.softmax_matrix(call.query, call.key, scale=call.scale))[0]
         assert entry["stable_rank"] == pytest.approx(rank.tolist(), rel=1e-4)
-        ratio = analysis.head_to_tail(call.query, call.key, scale=call.scale)[..., -1].mean(0)
+        ratio = analysis.head_to_tail(call.query, call.key, scale=call.scale)[0, :, -1]
         assert entry["head_to_tail"] == pytest.approx(ratio.tolist(), rel=1e-4)
         for label, budget in (("longformer", 8), ("nystromformer", 16)):
             config = make_config(label).with_budget(budget)
@@ -204,17 +204,14 @@ def test_default_length(made, tmp_path, capsys, photographs, monkeypatch):  # no
     assert "64 x 64 pixels" in pictures["notes"][0]
 
 
-def test_properties_of_few_or_short_inputs(monkeypatch):
+def test_properties_of_the_first_input_if_it_is_short(monkeypatch):
     model, batch = tiny_model("bert"), tiny_batch("bert", batch=3)
-    monkeypatch.setattr(analyze, "_PROPERTY_ENTRIES", 70 * 70)
     three, one = (analyze.analyze(model, {"input_ids": batch["input_ids"][:n]}, **WINDOW) for n in (3, 1))
-    assert three["property_inputs"] == 1
     for entry, other in zip(three["layers"], one["layers"], strict=True):
         assert entry["stable_rank"] == pytest.approx(other["stable_rank"], rel=1e-4)
         assert entry["errors"]["longformer"]["8"] != pytest.approx(other["errors"]["longformer"]["8"], rel=1e-4)
     monkeypatch.setattr(analyze, "_MAX_LENGTH", 60)
     long = analyze.analyze(model, batch, **WINDOW)
-    assert long["property_inputs"] == 0
     assert [entry["stable_rank"] for entry in long["layers"]] == [None, None]
     assert all(entry["errors"]["longformer"]["8"] for entry in long["layers"])
 
