@@ -164,18 +164,14 @@ def machine_name(device: torch.device) -> str:
 
 
 def measured_table(method: str, device: torch.device) -> crossover.Table | None:
-    """The lengths of a method on this machine, None if there are none. The file is read once in a process.
+    """The lengths of a method on this machine, None if there are none.
 
     Warns:
         UserWarning: the file cannot be read, or is not of this package. Then there are none.
     """
-    return _read_table(cache_file(), machine_name(device), method)
-
-
-@functools.lru_cache(maxsize=64)
-def _read_table(path: pathlib.Path, machine: str, method: str) -> crossover.Table | None:
+    path = cache_file()
     try:
-        rows = _read(path).get(machine, {}).get(method)
+        rows = _read(path).get(machine_name(device), {}).get(method)
         if rows is None:
             return None
         table = {name: crossover.Crossover(*pair) for name, pair in rows.items()}
@@ -219,15 +215,9 @@ def store_crossover(method: str, device: torch.device, found: Mapping[str, cross
     machines[machine] = {**methods, method: {name: list(lengths) for name, lengths in found.items()}}
     with replacing(path) as draft:
         write_json(draft, {"format": _FORMAT, "machines": machines})
-    forget()
+    register()
 
 
 def register() -> None:
-    """Let `auto` look its lengths up in the file."""
+    """Let `auto` look its lengths up in the file, which is read once for each kind of call."""
     crossover.use_measured(measured_table)
-
-
-def forget() -> None:
-    """Read the file again at the next call."""
-    _read_table.cache_clear()
-    register()

@@ -19,11 +19,6 @@ _PANELS = {
     "speed_up": ("Speed-up: higher is better", "times as fast as exact attention", 1.0, math.inf),
     "error": ("Error of a layer: lower is better", "relative error (operator norm)", 0.0, _LARGEST_ERROR),
 }
-# Largest ratio of the ends of a logarithmic scale of colours.
-_LOG_RANGE = 1000.0
-
-# For each layer one number per head; None for a layer without the property.
-Values = list[list[float] | None]
 
 
 def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -98,45 +93,41 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
     All errors have one colour scale that ends at 1, an error as large as the output itself, so that a method that fails
     does not hide the differences between the others.
     """
-    from matplotlib.colors import LogNorm, Normalize  # an optional dependency
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an optional dependency
 
     layers = result["layers"]
     names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in layers]
-    rows: list[list[tuple[str, Values, Any]]] = [[]]  # title, numbers and scale of each map
-    for title, key in (("stable rank of the attention matrix", "stable_rank"), ("tail / head", "head_to_tail")):
-        numbers = [x for entry in layers for x in entry[key] or () if x > 0]
-        if numbers:
-            low, high = max(min(numbers), max(numbers) / _LOG_RANGE), max(numbers)
-            norm = LogNorm(low, high if high > low else 2 * low, clip=True)
-            rows[0].append((title, [entry[key] for entry in layers], norm))
     errors = [entry["errors"] for entry in layers]
     largest = max((max(heads) for one in errors for sizes in one.values() for heads in sizes.values()), default=0.0)
-    scale = Normalize(0.0, min(1.0, largest) if largest > 0 else 1.0)
+    limits = {"vmin": 0.0, "vmax": min(1.0, largest) or 1.0}
+    # Title, numbers (for each layer one per head, or None) and scale of each map.
+    rows: list[list[tuple[str, list[list[float] | None], dict[str, Any]]]] = [[]]
+    for title, key in (("stable rank of the attention matrix", "stable_rank"), ("tail / head", "head_to_tail")):
+        if any(x > 0 for entry in layers for x in entry[key] or ()):
+            rows[0].append((title, [entry[key] for entry in layers], {"norm": "log"}))
     for label in errors[0]:
         budgets = [str(columns) for columns in result["budgets"]]
         rows.append(
-            [(f"{label}\nerror at {key} columns", [one[label][key] for one in errors], scale) for key in budgets]
+            [(f"{label}\nerror at {key} columns", [one[label][key] for one in errors], limits) for key in budgets]
         )
     rows = [maps for maps in rows if maps]
-    num_columns = max(map(len, rows))
+    num_columns, step = max(map(len, rows)), max(1, round(len(names) / 16))
     num_heads = max(len(heads) for maps in rows for _, values, _ in maps for heads in values if heads)
     width, height = max(2.4, min(0.3 * num_heads, 5.0) + 0.8), min(6.0, max(1.2, 0.2 * len(layers))) + 1.0
     # A title that is wider than the maps below it would be cut.
     figure = Figure(figsize=(max(7.0, width * num_columns + 1.0), height * len(rows) + 0.7), layout="constrained")
-    step = max(1, round(len(names) / 16))
     for maps, panels in zip(rows, figure.subplots(len(rows), num_columns, squeeze=False), strict=True):
         for axes in panels[len(maps) :]:
             axes.axis("off")
-        for (title, values, norm), axes in zip(maps, panels, strict=False):
+        for (title, values, scale), axes in zip(maps, panels, strict=False):
             # Layers may have different numbers of heads.
             padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in values]
-            image = axes.imshow(padded, aspect="auto", norm=norm)
+            image = axes.imshow(padded, aspect="auto", **scale)
             axes.set_title(title, fontsize="small")
             axes.set(xlabel="head", ylabel="layer")
             axes.set_yticks(range(0, len(names), step), names[::step])
             axes.tick_params(labelsize="x-small", length=2)
-            figure.colorbar(image, ax=axes, extend="max" if norm is scale and largest > 1.0 else "neither")
+            figure.colorbar(image, ax=axes, extend="max" if scale is limits and largest > 1.0 else "neither")
     figure.suptitle(title_of(result))
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120)

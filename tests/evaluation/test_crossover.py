@@ -23,9 +23,9 @@ FOUND = {"float32": Crossover(1300, 700), "bfloat16 causal": Crossover(3000, 300
 def cache(monkeypatch, tmp_path) -> pathlib.Path:
     """A cache folder that does not exist yet; its file."""
     monkeypatch.setenv("HEA_CACHE", str(tmp_path / "cache"))
-    measuring.forget()
+    measuring.register()
     yield tmp_path / "cache" / "crossover.json"
-    measuring.forget()
+    measuring.register()
 
 
 def look_up(method="kdeformer", total_dim=LARGE_DIM, dtype=torch.float32, is_causal=False):
@@ -169,10 +169,10 @@ def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
     measuring.store_crossover("kdeformer", CPU, FOUND)
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "processor_name", lambda: "another processor")
-        measuring.forget()
+        measuring.register()
         assert look_up() == built_in
         measuring.store_crossover("kdeformer", CPU, {"bfloat16": Crossover(9, 9)})
-    measuring.forget()
+    measuring.register()
     assert look_up() == 700
     assert len(json.loads(cache.read_text())["machines"]) == 2
     with use_threads(torch.get_num_threads() + 1):
