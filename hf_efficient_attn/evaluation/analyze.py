@@ -84,8 +84,8 @@ def analyze(
         a dictionary for JSON:
 
         - "layers": [{"layer", "name", "stable_rank": [one number per head], "head_to_tail": the same, "errors": {label:
-          {budget: [one number per head]}}}]. Both properties are those of the first
-          sequence, and None for more than 4,096 tokens; "head_to_tail" also for attention between two sequences.
+          {budget: [one number per head]}}}]. Both properties are those of the first sequence, and None for more than
+          4,096 tokens; "head_to_tail" also for attention between two sequences.
         - "recommended": None if no method keeps the limit. Otherwise a dictionary of "layers" [{"layer", "attention" (a
           label), "method", "columns", "settings" (without defaults), "error" (mean over sequences and heads), "bound"
           (of the error on an unseen sequence)}], "exact_layers", "error" (mean of "layers"), "columns" (the cost per
@@ -113,6 +113,8 @@ def analyze(
     short = f"budgets of {', '.join(dropped)} columns, because an input has only {summary.max_kv_len} tokens"
     waiting = Counter(call.name for call in summary.calls)  # the calls of each module that are still to be measured
     num_keys, entries = summary.max_kv_len, list[dict[str, Any]]()
+    # In causal attention a query has half of the keys on average.
+    keys = (num_keys + 1) / 2 if summary.is_causal else float(num_keys)
     # Module -> candidate, or name of a property -> the numbers of its heads (H,) for each sequence.
     values: dict[str, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     plan = [Step(call.name, math.prod(call.query.shape[1:3]) * call.key.shape[2], call.layer) for call in summary.calls]
@@ -127,19 +129,47 @@ def analyze(
         properties = {key: means.get(key) for key in ("stable_rank", "head_to_tail")}
         return {"layer": call.layer, "name": call.name, **properties, "errors": errors}
 
-    def result(run: tuple[nn.Module, Batch] | None) -> dict[str, Any] | None:
+    def recommended(
+        chosen: Mapping[Layer, Choice], settings: EfficientAttentionConfig, is_over: bool
+    ) -> dict[str, Any]:
+        exact = [layer for layer in summary.layers if layer not in chosen]
+        columns = [*(choice.candidate.columns for choice in chosen.values()), *[keys] * len(exact)]
+        # After Ctrl-C the user does not want to wait for more measurements.
+        speed = None if is_over else measure_speed(model, batch, settings)
+        return {
+            "layers": [
+                {
+                    "layer": layer,
+                    "attention": choice.candidate.label,
+                    "columns": choice.candidate.columns,
+                    "method": choice.candidate.config.method,
+                    "settings": changed_hyperparameters(choice.candidate.config),
+                    "error": choice.error,
+                    "bound": choice.bound,
+                }
+                for layer, choice in chosen.items()
+            ],
+            "exact_layers": exact,
+            "error": statistics.fmean(choice.error for choice in chosen.values()),
+            "columns": statistics.fmean(columns),
+            "keys": keys,
+            "speed_up": speed and speed.ratio,
+            "saves": speed and speed.is_gain,
+            "output_error": None if is_over else measure_output_error(model, batch, settings),
+            "tokens": settings.calibrated_length,
+        }
+
+    def result(*, is_over: bool = False) -> dict[str, Any] | None:
         if not entries:
             return None
         missing = [call.name if call.layer is None else call.layer for call in summary.calls if waiting[call.name]]
         table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
-        # In causal attention a query has half of the keys on average.
-        keys = (num_keys + 1) / 2 if summary.is_causal else float(num_keys)
         chosen = (choose_each if per_layer else choose_one)(table, candidates, max_error, keys)
         settings = make_settings(chosen, max(study.tokens[layer] for layer in chosen)) if chosen else None
         return {
             **about,
             "layers": entries,
-            "recommended": settings and _recommend(chosen, settings, summary.layers, keys, run),
+            "recommended": settings and recommended(chosen, settings, is_over),
             "calibrated": settings and settings.to_dict(defaults=False),
             "warnings": [f"Left out: {short}."] if dropped else [],
             "max_error": max_error,
@@ -150,8 +180,7 @@ def analyze(
             "left_out": list(dict.fromkeys(missing)),
         }
 
-    # After Ctrl-C the user does not want to wait for the measurement of the speed.
-    with partial_result(lambda: result(None)):
+    with partial_result(lambda: result(is_over=True)):
         with contextlib.closing(carry_out(plan, execution)) as steps:
 
             def visit(call: Call) -> None:
@@ -169,46 +198,9 @@ def analyze(
 
             with contextlib.suppress(_TimeOverError), capture_attention(model, visit):
                 forward(model, batch)
-        found = result((model, batch))
+        found = result()
     assert found is not None  # the first step is always carried out
     return found
-
-
-def _recommend(
-    chosen: Mapping[Layer, Choice],
-    settings: EfficientAttentionConfig,
-    layers: Sequence[Layer],
-    num_keys: float,
-    run: tuple[nn.Module, Batch] | None,
-) -> dict[str, Any]:
-    """What `analyze` returns as "recommended": a choice for some layers of a model, and the same as `settings`.
-
-    `num_keys` is the cost of exact attention per query. `run` is what to measure speed and output with, or None.
-    """
-    exact = [layer for layer in layers if layer not in chosen]
-    speed = None if run is None else measure_speed(*run, settings)
-    return {
-        "layers": [
-            {
-                "layer": layer,
-                "attention": choice.candidate.label,
-                "columns": choice.candidate.columns,
-                "method": choice.candidate.config.method,
-                "settings": changed_hyperparameters(choice.candidate.config),
-                "error": choice.error,
-                "bound": choice.bound,
-            }
-            for layer, choice in chosen.items()
-        ],
-        "exact_layers": exact,
-        "error": statistics.fmean(choice.error for choice in chosen.values()),
-        "columns": statistics.fmean([*(one.candidate.columns for one in chosen.values()), *[num_keys] * len(exact)]),
-        "keys": num_keys,
-        "speed_up": speed and speed.ratio,
-        "saves": speed and speed.is_gain,
-        "output_error": None if run is None else measure_output_error(*run, settings),
-        "tokens": settings.calibrated_length,
-    }
 
 
 def _matrix_properties(call: Call) -> dict[str, Tensor]:

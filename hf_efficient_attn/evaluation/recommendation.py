@@ -1,7 +1,4 @@
-"""What follows from the measurements of `benchmark`: from which length on methods pay off, and which one to use.
-
-Two times are different if the ranges of their ratios to exact attention over the rounds (`Timing.range`) are.
-"""
+"""What follows from the measurements of `benchmark`: from which length on methods pay off, and which one to use."""
 
 import itertools
 from collections import Counter
@@ -57,8 +54,7 @@ def recommend_method(rows: Sequence[Row]) -> dict[str, str | None]:
     """The method to use at the greatest length at which several were compared, and why.
 
     Methods that are no gain are not recommended. Of the others it is the fastest that keeps an error of .1, averaged
-    over layers and heads, or, of several whose times are not different from that of the fastest, the one with the
-    smallest error; if none keeps the error, the one with the smallest; if none is a gain, exact attention.
+    over layers and heads; if none keeps it, the one with the smallest error; if none is a gain, exact attention.
 
     Returns:
         "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
@@ -75,15 +71,12 @@ def recommend_method(rows: Sequence[Row]) -> dict[str, str | None]:
         why = f"because no method is at least {MIN_SPEED_UP} times as fast in each round."
         return {"recommended": EXACT, "recommendation": f"{where}exact attention ({EXACT}), {why}"}
     good = [row for row in faster if row["error"] <= _MAX_ERROR]
-    fastest = max(good, key=lambda row: row["speed_up"], default=None)
-    equal = [row for row in good if fastest and timing_of(row).range[1] >= timing_of(fastest).range[0]]
-    best = min(equal or faster, key=lambda row: row["error"])
-    if not good:
-        reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
-    elif len(equal) > 1:
-        reason = f"the smallest of those that keep {_MAX_ERROR}, whose times differ too little to tell them apart"
-    else:
+    if good:
+        best = max(good, key=lambda row: row["speed_up"])
         reason = f"the fastest with an error of at most {_MAX_ERROR}"
+    else:
+        best = min(faster, key=lambda row: row["error"])
+        reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
     about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
     if best.get("output_error") is not None:
         about += f" in attention and of {best['output_error']:.3f} in the output"

@@ -367,9 +367,6 @@ def _row(attention, speed_up, error, length=4096, spread=0.01):
     return {"attention": attention, "length": length, "error": error, **times}
 
 
-_SIMILAR = [(2.0, 2.2), (2.2, 2.0)]
-
-
 @pytest.mark.parametrize(
     ("rows", "recommended", "why"),
     [
@@ -378,10 +375,6 @@ _SIMILAR = [(2.0, 2.2), (2.2, 2.0)]
          "an error of at most 0.1."),
         ([("a", 4.0, 0.3), ("b", 2.0, 0.2), ("d", 1.0, 0.0)], "b", "none of them keeps 0.1"),
         ([("a", 1.15, 0.3), ("b", 0.5, 0.0)], "sdpa", "exact attention (sdpa)"),
-        # Of noisy rounds follows the same, whichever of two equal methods happens to be faster.
-        *(([("a", one, 0.01, 4096, 0.2), ("b", two, 0.09, 4096, 0.2)], "a", "differ too little")
-          for one, two in _SIMILAR),
-        *(([("a", one, 0.01, 4096, 0.02), ("b", two, 0.09, 4096, 0.02)], "ab"[two > one], "") for one, two in _SIMILAR),
         # A gain that is smaller than the spread of the rounds is none; a single round has that of a busy machine.
         *(([("a", gain, 0.01, 4096, spread), ("b", 0.9, 0.0)], recommended, "")
           for gain, spread, recommended in ((1.3, 0.2, "sdpa"), (1.3, 0.1, "a"), (1.3, 0.0, "sdpa"), (1.5, 0.0, "a"))),
@@ -397,7 +390,7 @@ def test_recommendations(rows, recommended, why):
     found = recommendation.conclude(rows, "abcd")
     assert found["recommended"] == recommended
     assert found["recommendation"] is None if why is None else why in found["recommendation"]
-    if rows and rows[0]["error"] == 0.01:
+    if len(rows) == 2 and rows[1]["attention"] == "b" and rows[1]["error"] == 0.0:
         pays_from = {"a": found["pays_from"]["a"]}
         assert pays_from == {"a": None if recommended == "sdpa" else 4096}
 
