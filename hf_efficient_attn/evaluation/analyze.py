@@ -47,7 +47,6 @@ from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.version import __version__
 
 BUDGETS = (64, 128, 256, 512)
 # The first length in common use at which methods are faster than exact attention on a CPU.
@@ -239,8 +238,8 @@ def analyze_checkpoint(
 
     Returns:
         the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
-        width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes",
-        "machine" and "hf_efficient_attn" (the version).
+        width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
+        "machine".
     """
     checked = open_checkpoint(source.name, allow_pickle=source.allow_pickle)
     model = load_model(checked).eval()
@@ -276,7 +275,6 @@ def analyze_checkpoint(
         "max_length": wanted if is_extended else None,
         "notes": [note for note in notes if note],
         "machine": machine(model),
-        "hf_efficient_attn": __version__,
     }
     with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
         # The head of a language model would compute a large matrix that is not needed.

@@ -85,11 +85,9 @@ def benchmark_checkpoint(
     Returns:
         a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
         measure), "labels" (of the methods), "chunk" (the tokens of a piece where longer texts are also embedded as the
-        mean of their pieces, or None), "notes" and "summary" (sentences), "recommended" (the label of a method, "sdpa",
-        or None) and "recommendation" (a sentence that says why, or None), "pays_from" (label -> the smallest length
-        from which on the method is a gain, see `timing.Timing.is_gain`, or None), "complete" (whether everything was
-        measured), "left_out" (names of the measurements that are missing), and "measurements", one for each length and
-        method:
+        mean of their pieces, or None), "notes" (sentences), what `recommendation.conclude` returns, "complete" (whether
+        everything was measured), "left_out" (names of the measurements that are missing), and "measurements", one for
+        each length and method:
 
         - "seconds": of a forward pass, median of the rounds.
         - "speed_up", "speed_up_min", "speed_up_max": over exact attention, median and extremes of the rounds.
@@ -122,12 +120,6 @@ def benchmark_checkpoint(
             takes_pictures(model),
         )
         settings = _settings(methods, own, model)
-        check_methods(
-            (entry.config for one in settings.values() for entry in one.entries),
-            is_decoder(model) and not is_pair,  # there the conversion checks each layer
-            model=f"the {type(model).__name__}",
-            allow_learned=True,
-        )
         # The model's own number, before its positions are extended.
         native = max_positions(model)
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
@@ -257,30 +249,29 @@ def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
     return None if name is None else settings_of(model.config, name)
 
 
-def is_decoder(model: PreTrainedModel) -> bool:
-    """Whether some of a model's attention is causal."""
-    return any(getattr(module, "is_causal", None) is True for module, *_ in attention_modules(model))
-
-
 def _settings(
     methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
     own: EfficientAttentionConfig | None,
     model: PreTrainedModel,
 ) -> dict[str, EfficientAttentionConfig]:
     """Label -> settings of the methods to compare; in an encoder-decoder, methods without layers are in the encoder."""
-    is_pair = is_encoder_decoder(model)
     if methods is None and own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
+    modules, is_pair = [module for module, *_ in attention_modules(model)], is_encoder_decoder(model)
+    # In an encoder-decoder the conversion checks each layer.
+    is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
     if methods is None:
         configs = default_configs(
             "compare",
-            is_causal=is_decoder(model) and not is_pair,
+            is_causal=is_causal,
             takes_pictures=takes_pictures(model),
-            has_distance_bias=any(has_distance_bias(type(module)) for module, *_ in attention_modules(model)),
+            has_distance_bias=any(has_distance_bias(type(module)) for module in modules),
         )
         methods = {method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
+    entries = [entry.config for one in settings.values() for entry in one.entries]
+    check_methods(entries, is_causal, model=f"the {type(model).__name__}", allow_learned=True)
     return {
         label: EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])
         if is_pair and len(one.entries) == 1 and one.layers is None

@@ -30,8 +30,7 @@ from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
 
 logger = logging.getLogger(__name__)
 
-# If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
-# probability .977.
+# An unseen sequence stays below mean + 2 deviations with probability .977, if log errors are normal.
 _DEVIATIONS = 2.0
 # Measurements of each time from which the saving is computed.
 _ROUNDS = 3
@@ -72,23 +71,22 @@ def calibrate(
     all heads of a layer then have the columns that are accepted here, or exact attention where no budget is accepted.
     In all other calls `auto` decides for each head, with these columns first and `max_error` as its bound.
 
-    The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads. E is the output of
-    exact attention, and A is the output of the method for the same queries, keys and values. These are the layer's
-    inputs in the exact model on `batches`, so that they do not include the errors of earlier layers. The masks and the
-    random draws are those of the converted model.
+    The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads: E is the output of
+    exact attention, and A that of the method, for the layer's queries, keys and values in the exact model on `batches`.
+    So it does not include the errors of earlier layers. Masks and random draws are those of the converted model.
 
     In an encoder-decoder the layers of the two stacks have names, such as "encoder.layers.0", and methods without a
     causal form are candidates for the encoder only. Cross attention belongs to its layer of the decoder.
 
     The limit is meant for unseen sequences, and the cheapest of many candidates may have been chosen by chance. A
-    candidate is therefore accepted only if exp(mean + 2 s sqrt(1 + 1/n)) <= `max_error` for the logarithms of its
-    errors on the n sequences, and if its largest error is at most `max_error`. About one unseen sequence in 44 exceeds
-    this bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is
-    larger. A standard deviation of .25 counts as one more observation in the pooled one, because sequences that happen
-    to be alike would otherwise promise too much; for a single sequence s is .25. The result is reliable if there are 8
-    or more sequences that resemble the model's later inputs in kind and length. Errors grow with the length: a model
-    that keeps a limit of .2 at 512 tokens can have errors of .5 at 2,048. The result therefore contains the length
-    that it was measured at, and a model that is converted with it warns once of a longer sequence.
+    candidate is therefore accepted only if its largest error is at most `max_error`, and if exp(mean + 2 s
+    sqrt(1 + 1/n)) is, for the logarithms of its errors on the n sequences. About one unseen sequence in 44 exceeds this
+    bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is larger.
+    The pooled one counts a deviation of .25 as one more observation, because sequences that happen to be alike would
+    otherwise promise too much; for a single sequence s is .25. The result is reliable for 8 or more sequences that
+    resemble the model's later inputs in kind and length. Errors grow with the length: a model that keeps a limit of .2
+    at 512 tokens can have errors of .5 at 2,048. A model that is converted with the result therefore warns once of a
+    sequence that is longer than those in `batches`.
 
     Args:
         model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random

@@ -26,7 +26,6 @@ from hf_efficient_attn.evaluation.timing import (
 )
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_tensors
-from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
 
@@ -154,8 +153,14 @@ class LengthComparison:
                 seconds.append(first if is_timed and not index else time_calls(work, calls))
             elif index:
                 work()
-            if index < self._batches and (answer := self._answer(chunk, inputs, index)) is not None:
-                answers.append(answer)
+            output, states = self._kept
+            answer = answer_of(self._data.task, output, states, inputs) if index < self._batches else None
+            if answer is not None:
+                if chunk is not None:
+                    pieces = answer.compared.unflatten(0, (len(self._references[index].compared), -1))
+                    answer = Answer(normalize(pieces.mean(1), dim=1))
+                is_compared = index * procedure.batch < ERROR_INPUTS
+                answers.append(answer if is_compared else answer._replace(states=None))
         if label == EXACT:
             self._exact_seconds, self._exact_calls, self._references = seconds[-1], calls, answers
             self._errors = self._layer_errors() if self._data.is_real else {}
@@ -211,26 +216,12 @@ class LengthComparison:
 
         return work, inputs
 
-    def _answer(self, chunk: int | None, inputs: Inputs, index: int) -> Answer | None:
-        """What is kept of the latest pass, on the batch with this index."""
-        output, states = self._kept
-        answer = answer_of(self._data.task, output, inputs)
-        if answer is not None and chunk is not None:
-            chunks = answer.compared.unflatten(0, (len(self._references[index].compared), -1))
-            return Answer(normalize(chunks.mean(1), dim=1))
-        is_compared = answer is not None and index * self._procedure.batch < ERROR_INPUTS
-        return answer._replace(states=states) if answer is not None and is_compared else answer
-
     def _layer_errors(self) -> dict[str, list[float]]:
         """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact.
 
         In an encoder-decoder, layers that are exact with every method, such as those of the decoder, are left out.
         """
         variants = {label: one for label, one in self._variants.items() if one.chunk is None}
-        modules = {
-            label: {location.name: module for module, location, *_ in attention_modules(one.model)}
-            for label, one in variants.items()
-        }
         errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
 
         def visit(call: Call) -> None:
@@ -241,7 +232,7 @@ class LengthComparison:
             if self._data.is_pair and not any(configs.values()):
                 return
             for label, config in configs.items():
-                learned = learned_tensors(modules[label][call.name])
+                learned = learned_tensors(variants[label].model.base_model.get_submodule(call.name))
                 error = 0.0 if config is None else call.errors(config, learned).mean().item()
                 errors[label].setdefault(call.layer, []).append(error)
 
@@ -289,28 +280,28 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, T
     return output, states[-1]
 
 
-def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
-    """What is kept of an output of `run_model` for `inputs`; None for a masked language model without a mask token."""
+def answer_of(task: str, output: Any, states: Tensor | None, inputs: Inputs) -> Answer | None:
+    """What is kept of what `run_model` returns; None for a masked language model without a mask token."""
     if task == "embedding":
         hidden_states: Tensor = output.last_hidden_state
-        return Answer(normalize(hidden_states.float().mean(1), dim=1))
+        return Answer(normalize(hidden_states.float().mean(1), dim=1), None, states)
     logits: Tensor = output.logits
     if task == "masked-lm":
         if inputs.masked is None or inputs.targets is None:
             return None
         guesses = logits[inputs.masked]
-        return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"))
+        return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"), states)
     if task == "text-to-text":
-        return Answer(logits.argmax(2).flatten())
+        return Answer(logits.argmax(2).flatten(), None, states)
     if task == "image-classification":
-        return Answer(logits.argmax(1))
+        return Answer(logits.argmax(1), None, states)
     targets: Tensor = inputs.values["input_ids"][:, 1:]
     parts = [  # in parts, because the logits in float32 are large
         cross_entropy(part.float().transpose(1, 2), target, reduction="none")
         for part, target in zip(torch.split(logits[:, :-1], 512, 1), torch.split(targets, 512, 1), strict=True)
     ]
     losses = torch.cat(parts, 1).mean(1)
-    return Answer(losses, losses)
+    return Answer(losses, losses, states)
 
 
 def compare(task: str, answer: Tensor, reference: Tensor) -> Tensor:

@@ -102,11 +102,8 @@ def make_candidates(
             raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
     check_methods(configs, is_causal, summary.is_rectangular)
     given = _BUDGETS if budgets is None else budgets
-    if not isinstance(given, Iterable):
-        raise UnsupportedAttentionError(f"budgets must be a list of integers, not {shown(given)}: write budgets=[...]")
-    for columns in given:
-        if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-            raise UnsupportedAttentionError(f"a budget of {columns!r} columns is not possible; give integers above 0")
+    if not isinstance(given, Iterable) or not all(type(columns) is int and columns > 0 for columns in given):
+        raise UnsupportedAttentionError(f"budgets={shown(given)} must be a list of integers above 0, such as [64, 128]")
     useful = [columns for columns in sorted(set(given)) if columns < summary.max_kv_len]
     if not useful:
         refuse_short(summary.max_kv_len, sorted(set(given)))

@@ -310,7 +310,7 @@ def test_masked_tokens_are_predicted(made, text):
     labels = torch.full((2, 40), -100)
     labels[:, 1:-1] = torch.where(inputs.masked[:, 1:-1], plain[:80].view(2, 40)[:, :38], -100)
     with torch.no_grad():
-        guesses, losses, _ = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), inputs)
+        guesses, losses, _ = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), None, inputs)
         output = model(**inputs.values, labels=labels)
         assert guesses.tolist() == output.logits[inputs.masked].argmax(-1).tolist()
     assert losses.shape == (10,)

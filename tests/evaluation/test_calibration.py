@@ -425,7 +425,7 @@ BERT_BATCH = tiny_batch("bert")
         ("bert", [BERT_BATCH], {"methods": ["kdeformr"]}, "Did you mean 'kdeformer'"),
         ("bert", [BERT_BATCH], {"methods": ["linformer"]}, "learned parameters"),
         ("bert", [BERT_BATCH], {"methods": [hea.NystromformerConfig(conv_kernel_size=3)]}, "learned parameters"),
-        ("bert", [BERT_BATCH], {"budgets": [0]}, "a budget of 0"),
+        *(("bert", [BERT_BATCH], {"budgets": x}, "must be a list of integers above 0") for x in ([0], 16, [True])),
         ("bert", [BERT_BATCH], {"budgets": [70, 100]}, "save nothing"),
         ("bert", [BERT_BATCH], {"budgets": [1], "methods": ["eva"]}, "2 or more"),
         ("gpt2", [BERT_BATCH], {"methods": ["nystromformer"]}, "Methods that have one: .*kdeformer"),
