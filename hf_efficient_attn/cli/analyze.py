@@ -205,7 +205,7 @@ def _report(result: dict[str, Any]) -> list[str]:
         f"and --output give every head). Methods: relative operator norm of the output's error at budgets of {budgets} "
         f"columns. {properties}"
     )
-    notes = [*result["notes"], *(f"Warning: {sentence}" for sentence in result["warnings"])]
+    notes = [*result["notes"]]
     if not result["complete"]:
         layers = ranges(result["left_out"])
         notes.append(

@@ -93,8 +93,7 @@ def analyze(
           `Timing.is_gain`) and "output_error" (of the last hidden states or the logits). The last three need a run of
           the model, and are None after Ctrl-C.
         - "calibrated": the choice as `convert --config` and `hea.convert` take it, without default hyperparameters.
-        - "warnings": sentences about what is left out.
-        - "max_error", "per_layer", "budgets", "is_causal", "tokens".
+        - "max_error", "per_layer", "budgets" (those below the number of tokens), "is_causal", "tokens".
         - "complete": whether all was measured; "left_out": the layers that were not. They stay exact.
 
     Raises:
@@ -108,8 +107,6 @@ def analyze(
     study, used = Study(candidates, summary), sorted({one.columns for one in candidates})
     about = {**(about or {}), "tokens": summary.max_kv_len}
     execution.on_begin(about)
-    dropped = [str(columns) for columns in sorted(set(budgets or ())) if columns >= summary.max_kv_len]
-    short = f"budgets of {', '.join(dropped)} columns, because an input has only {summary.max_kv_len} tokens"
     waiting = Counter(call.name for call in summary.calls)  # the calls of each module that are still to be measured
     num_keys, entries = summary.max_kv_len, list[dict[str, Any]]()
     # In causal attention a query has half of the keys on average.
@@ -170,7 +167,6 @@ def analyze(
             "layers": entries,
             "recommended": settings and recommended(chosen, settings, is_over),
             "calibrated": settings and settings.to_dict(defaults=False),
-            "warnings": [f"Left out: {short}."] if dropped else [],
             "max_error": max_error,
             "per_layer": per_layer,
             "budgets": used,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -23,7 +24,7 @@ from hf_efficient_attn.evaluation.capture import (
     summarize_attention,
 )
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
-from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
+from hf_efficient_attn.evaluation.timing import Timing, calls_to_time, summary, time_calls
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
@@ -230,18 +231,18 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
 
     It is the first of the batch. Projections and other parts of the model are not included. Layers that stay exact are.
     """
-    seconds: list[list[tuple[float, float]]] = []  # of the attention with `settings`, and exact, in each round
+    seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
     def visit(call: Call) -> None:
         config, one = _method_in(call, settings), call.row(0)
-        works = {} if config is None else {"method": functools.partial(one.compute, config)}
-        timed = paired_seconds(one.compute_exact, works, _ROUNDS)
-        seconds.append(timed.get("method", timed[""]))
+        works = [one.compute_exact if config is None else functools.partial(one.compute, config), one.compute_exact]
+        numbers = [calls_to_time(work) for work in works]
+        seconds.append([[*map(time_calls, works, numbers)] for _ in range(_ROUNDS)])
 
     with capture_attention(model, visit):
         forward(model, batch)
-    rounds = zip(*seconds, strict=True)
-    return summary([(sum(own for own, _ in pairs), sum(exact for _, exact in pairs)) for pairs in rounds])
+    own, exact = torch.tensor(seconds).sum(0).T.tolist()
+    return summary(list(zip(own, exact, strict=True)))
 
 
 def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:

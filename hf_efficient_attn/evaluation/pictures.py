@@ -134,9 +134,7 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def title_of(result: Mapping[str, Any]) -> str:
-    """Model, data and length, as far as they are known, for a title."""
-    parts = [f"{result['tokens']:,} tokens"]
-    if "data" in result:
-        rows, kind = result["data"]["rows"], "text" if result["pixels"] is None else "picture"
-        parts = [result["source"], result["data"]["name"], f"{rows} {kind}{'s' if rows > 1 else ''} of {parts[0]}"]
-    return ", ".join(parts)
+    """Model, data and length of a result of `analyze_checkpoint`."""
+    rows, kind = result["data"]["rows"], "text" if result["pixels"] is None else "picture"
+    inputs = f"{rows} {kind}{'s' if rows > 1 else ''} of {result['tokens']:,} tokens"
+    return f"{result['source']}, {result['data']['name']}, {inputs}"

@@ -90,19 +90,10 @@ def calls_to_time(work: Work, first: float | None = None) -> int:
 def paired(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[Timing, dict[str, Timing]]:
-    """The timing of `reference`, and label -> timing of the call, from `paired_seconds`."""
-    times = {label: summary(pairs) for label, pairs in paired_seconds(reference, calls, rounds, bar).items()}
-    return times.pop(""), times
-
-
-def paired_seconds(
-    reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
-) -> dict[str, list[tuple[float, float]]]:
     """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
     Returns:
-        label -> (seconds of the call, of the reference) of each round. The label "" has those of all measurements of
-        the reference. The bar is updated once per round and call.
+        the timing of the reference, and label -> timing of the call. The bar is updated once per round and call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
@@ -116,7 +107,7 @@ def paired_seconds(
             times[label].append((taken, statistics.fmean(references[-2:])))
             if bar is not None:
                 bar.update()
-    return {"": [(x, x) for x in references], **times}
+    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
 
 def summary(pairs: Sequence[tuple[float, float]]) -> Timing:

@@ -370,8 +370,7 @@ def test_analysis_refused(arguments, message, made, text, capsys):  # noqa: F811
     assert message in err
 
 
-def test_budgets_beyond_the_length_are_left_out_with_a_note(made, text, capsys):  # noqa: F811
+def test_budgets_beyond_the_length_are_left_out(made, text, capsys):  # noqa: F811
     result = run_json(capsys, "analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--budgets",
                       "16,60,99", "--methods", "longformer")  # fmt: skip
     assert result["budgets"] == [16]
-    assert "Left out: budgets of 60, 99 columns" in result["warnings"][0]

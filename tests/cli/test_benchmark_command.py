@@ -66,7 +66,7 @@ def tokenizer_for(family):
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """Time single calls, which are otherwise repeated for a tenth of a second."""
-    for module in (comparison, timing):
+    for module in (calibration, comparison, timing):
         monkeypatch.setattr(module, "calls_to_time", lambda work, first=None: 1)
 
 
