@@ -76,7 +76,7 @@ def benchmark_checkpoint(
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
             tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as a minute, or the
             time limit of `execution`, allows.
-        data: as in `data.ModelData`. No errors are measured on random numbers.
+        data: as in `data.ModelData`. No errors are measured on random pixels.
         procedure: how the methods are measured.
         execution: a limit of time, and functions that get each row of "measurements". What does not fit into the
             limit is left out, the longest inputs first.
@@ -230,8 +230,7 @@ def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | N
     if data.name == DOCUMENTATION:
         notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
     if not data.is_real:
-        kind = "pixels" if data.is_image else "token ids, since the checkpoint contains no tokenizer"
-        notes.append(f"The data are generated: random {kind}. Time and memory are measured, but no errors.")
+        notes.append("The data are generated: random pixels. Time and memory are measured, but no errors.")
     if any(timing_of(row).unsteady for row in rows):
         notes.append(UNSTEADY)
     if chunk is not None and any(row["attention"] == chunk_label(chunk) for row in rows):

@@ -1,7 +1,7 @@
 """Inputs of any length for a model, and the task that the model is for.
 
 Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), which is part of every
-Python installation, or random numbers.
+Python installation, or random pixels.
 """
 
 import importlib.util
@@ -120,20 +120,20 @@ class ModelData:
         model: in eval mode, as loaded from `folder`.
         folder: the checkpoint, with its tokenizer or the configuration of its image processor.
         file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
-            or for random numbers if the model has no tokenizer or takes pictures.
+            or for random pixels.
         longest: largest number of tokens that will be requested; the model must have as many positions.
         rows: requested number of inputs of each length; the data may contain fewer.
         shorter: whether to reduce `longest` to the length of a text that is too short, instead of refusing the text.
 
     Attributes:
         task: see `task_of`.
-        name: of the data; "generated" for random numbers.
+        name: of the data; "generated" for random pixels.
         rows: number of inputs of each length.
         native, native_tokens: height and width of the pictures that the model was trained with, and their tokens.
 
     Raises:
-        UnsupportedAttentionError: a file that cannot be read or is too short, or a file for a model without a
-            tokenizer or image processor.
+        UnsupportedAttentionError: a file that cannot be read or is too short, or a model without a tokenizer or image
+            processor.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class ModelData:
         self.task, self.rows, self.longest = task_of(model), rows, longest
         self.is_image, self.is_pair = takes_pictures(model), is_encoder_decoder(model)
         self.config, self.dtype = model.config, model.dtype
-        self.name = GENERATED if file is None else file.name
+        self.name = file.name if file is not None else GENERATED if self.is_image else DOCUMENTATION
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
         self.mask_token: int | None = None
-        self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text; none for random ones
+        self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text
         self.processor: Any = None
         self.pictures: list[tuple[str, Callable[[], bytes]]] = []
         if self.is_image:
@@ -162,20 +162,16 @@ class ModelData:
 
     @property
     def is_real(self) -> bool:
-        """Whether the data are not random numbers."""
+        """Whether the data are not random pixels."""
         return self.name != GENERATED
 
     def _open_text(self, folder: pathlib.Path, file: pathlib.Path | None, shorter: bool) -> None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            if file is None:
-                return
             raise UnsupportedAttentionError(
-                f"{folder} contains no tokenizer, so that {file} cannot be tokenized: add the tokenizer, or leave "
-                "the data out for random token ids"
+                f"{folder} contains no tokenizer, so that no text can be tokenized: add the tokenizer of the model"
             )
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if file is None:
-            self.name = DOCUMENTATION
             # The longest topics first, so that an input contains few of them.
             topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
             text = "\n\n".join(topics)
@@ -268,8 +264,6 @@ class ModelData:
         texts = []
         for index in indices:
             text = self.token_ids[index * self.longest :][:whole]
-            if not len(self.token_ids):
-                text = torch.randint(self.config.vocab_size, (whole,), generator=torch.Generator().manual_seed(index))
             texts += [[*before, *text[piece : piece + size].tolist(), *after] for piece in pieces]
         ids, masked, targets = torch.tensor(texts), None, None
         if self.task == "masked-lm" and self.mask_token is not None:

@@ -321,7 +321,7 @@ def test_masked_tokens_are_predicted(made, text):
 
 
 def test_no_errors_on_random_inputs(made):
-    result = bench(made("bert", False, tokenizer=False), WINDOW, [40])
+    result = bench(made("deit", True), WINDOW, [66])
     assert result["data"]["name"] == "generated" and has_note(result, "generated")
     for row in result["measurements"]:
         assert (row["error"], row["agreement"], row["layer_errors"]) == (None, None, [])
@@ -501,7 +501,7 @@ def test_peak_memory():
         (["GPT2", "--data", "nothing.txt"], "nothing.txt: no such file"),
         (["GPT2", "--data", "."], ": a folder; texts come from a single file"),
         (["GPT2", "--data", "SHORT", "--lengths", "100"], "has 3 tokens, but an input of 100 tokens needs 100"),
-        (["BARE", "--data", "TEXT"], "no tokenizer"),
+        (["BARE"], "no tokenizer"),
         (["BERT", "--lengths", "2"], "an input of 2 tokens"),
         (["VIT", "--data", "TEXT"], "a folder or a zip file"),
         (["GPT2", "--card"], "not the folder of a converted checkpoint"),
