@@ -9,8 +9,10 @@ also compared with what needs no long attention: the mean of the embeddings of p
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import pathlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,8 +40,7 @@ from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.recommendation import conclude, timing_of
-from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, use_device
+from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, UNSTEADY, Timing, machine, use_device
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
@@ -52,6 +53,8 @@ FORMAT = 1
 # Default numbers of texts and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 _SHORTEST, _LONGEST = 512, 16384
+# A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
+_MAX_ERROR = 0.1
 # The limit of time if no lengths are given.
 _DEFAULT_MINUTES = 1.0
 # About as many keys per query as the methods have at their default budgets.
@@ -85,7 +88,7 @@ def benchmark_checkpoint(
     Returns:
         a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
         measure), "labels" (of the methods), "chunk" (the tokens of a piece where longer texts are also embedded as the
-        mean of their pieces, or None), "notes" (sentences), what `recommendation.conclude` returns, "complete" (whether
+        mean of their pieces, or None), "notes" (sentences), what `conclude` returns, "complete" (whether
         everything was measured), "left_out" (names of the measurements that are missing), and "measurements", one for
         each length and method:
 
@@ -158,7 +161,7 @@ def benchmark_checkpoint(
                 "task": task,
                 "machine": machine(model),
                 "data": {"name": inputs.name, "rows": inputs.rows},
-                "agreement": AGREEMENT[task],
+                "agreement": AGREEMENT.get(task, "top1"),
                 "labels": list(settings),
                 "chunk": chunk,
                 "measurements": rows,
@@ -240,6 +243,75 @@ def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | N
             "attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
         )
     return notes
+
+
+def timing_of(row: Mapping[str, Any]) -> Timing:
+    """The times of a row of "measurements"."""
+    ratio, low, high = row["speed_up"], row["speed_up_min"], row["speed_up_max"]
+    return Timing(row["seconds"], row["seconds"] * ratio, ratio, low, high)
+
+
+def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
+    """Conclude from rows of "measurements" which of the methods with these labels pay off.
+
+    Returns:
+        "pays_from": label -> the smallest length from which on the method is a gain (`Timing.is_gain`), or None.
+        "summary": sentences that say so. "recommended" and "recommendation": see `recommend_method`.
+    """
+    pays_from: dict[str, int | None] = {}
+    sentences = []
+    for label in labels:
+        rows = sorted((row for row in measurements if row["attention"] == label), key=lambda row: row["length"])
+        if not rows:
+            continue
+        gains = [*itertools.takewhile(lambda row: timing_of(row).is_gain, reversed(rows))]
+        pays_from[label] = gains[-1]["length"] if gains else None
+        last = timing_of(rows[-1])
+        about = f"it is {last.ratio:.1f} times as fast as exact attention at {rows[-1]['length']} tokens"
+        if gains:
+            where = "at all measured lengths" if gains[-1] is rows[0] else f"from {gains[-1]['length']} tokens on"
+            sentences.append(f"{label} pays off {where}: {about}.")
+        else:
+            low, high = last.range
+            sentences.append(
+                f"{label} does not pay off: {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
+                f"{MIN_SPEED_UP} in any of them is no gain."
+            )
+    compared = [row for row in measurements if row["attention"] in labels]
+    return {"pays_from": pays_from, "summary": sentences, **recommend_method(compared)}
+
+
+def recommend_method(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """The method to use at the greatest length at which several were compared, and why.
+
+    Methods that are no gain are not recommended. Of the others it is the fastest that keeps an error of .1, averaged
+    over layers and heads; if none keeps it, the one with the smallest error; if none is a gain, exact attention.
+
+    Returns:
+        "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
+        a sentence, or None.
+    """
+    counts = Counter(row["length"] for row in rows)
+    compared = max((length for length, count in counts.items() if count > 1), default=None)
+    rows = [row for row in rows if row["length"] == compared]
+    if not rows or any(row["error"] is None for row in rows):
+        return {"recommended": None, "recommendation": None}
+    where = f"Recommended at {compared} tokens: "
+    faster = [row for row in rows if timing_of(row).is_gain]
+    if not faster:
+        why = f"because no method is at least {MIN_SPEED_UP} times as fast in each round."
+        return {"recommended": EXACT, "recommendation": f"{where}exact attention ({EXACT}), {why}"}
+    good = [row for row in faster if row["error"] <= _MAX_ERROR]
+    if good:
+        best = max(good, key=lambda row: row["speed_up"])
+        reason = f"the fastest with an error of at most {_MAX_ERROR}"
+    else:
+        best = min(faster, key=lambda row: row["error"])
+        reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
+    about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
+    if best.get("output_error") is not None:
+        about += f" in attention and of {best['output_error']:.3f} in the output"
+    return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}
 
 
 def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:

@@ -29,14 +29,8 @@ from hf_efficient_attn.integration.learned import learned_tensors
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
 
-# task -> how the outputs of a method are compared with those of exact attention, which needs no labels.
-AGREEMENT = {
-    "embedding": "cosine",
-    "causal-lm": "perplexity_ratio",
-    "masked-lm": "top1",
-    "text-to-text": "top1",
-    "image-classification": "top1",
-}
+# task -> how the outputs of a method are compared with those of exact attention. For other tasks it is "top1".
+AGREEMENT = {"embedding": "cosine", "causal-lm": "perplexity_ratio"}
 # Number of inputs on which the errors of layers and of the hidden states are measured.
 ERROR_INPUTS = 2
 
@@ -153,8 +147,7 @@ class LengthComparison:
                 seconds.append(first if is_timed and not index else time_calls(work, calls))
             elif index:
                 work()
-            output, states = self._kept
-            answer = answer_of(self._data.task, output, states, inputs) if index < self._batches else None
+            answer = answer_of(self._data.task, inputs, *self._kept) if index < self._batches else None
             if answer is not None:
                 if chunk is not None:
                     pieces = answer.compared.unflatten(0, (len(self._references[index].compared), -1))
@@ -280,7 +273,7 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, T
     return output, states[-1]
 
 
-def answer_of(task: str, output: Any, states: Tensor | None, inputs: Inputs) -> Answer | None:
+def answer_of(task: str, inputs: Inputs, output: Any, states: Tensor | None) -> Answer | None:
     """What is kept of what `run_model` returns; None for a masked language model without a mask token."""
     if task == "embedding":
         hidden_states: Tensor = output.last_hidden_state

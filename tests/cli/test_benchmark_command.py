@@ -25,7 +25,6 @@ from hf_efficient_attn.evaluation import (
     comparison,
     memory,
     pictures,
-    recommendation,
     timing,
 )
 from hf_efficient_attn.evaluation.comparison import Procedure
@@ -310,7 +309,7 @@ def test_masked_tokens_are_predicted(made, text):
     labels = torch.full((2, 40), -100)
     labels[:, 1:-1] = torch.where(inputs.masked[:, 1:-1], plain[:80].view(2, 40)[:, :38], -100)
     with torch.no_grad():
-        guesses, losses, _ = comparison.answer_of("masked-lm", capture.forward(model, inputs.values), None, inputs)
+        guesses, losses, _ = comparison.answer_of("masked-lm", inputs, capture.forward(model, inputs.values), None)
         output = model(**inputs.values, labels=labels)
         assert guesses.tolist() == output.logits[inputs.masked].argmax(-1).tolist()
     assert losses.shape == (10,)
@@ -387,7 +386,7 @@ def _row(attention, speed_up, error, length=4096, spread=0.01):
 )  # fmt: skip
 def test_recommendations(rows, recommended, why):
     rows = [_row(*row) for row in rows]
-    found = recommendation.conclude(rows, "abcd")
+    found = benchmark.conclude(rows, "abcd")
     assert found["recommended"] == recommended
     assert found["recommendation"] is None if why is None else why in found["recommendation"]
     if len(rows) == 2 and rows[1]["attention"] == "b" and rows[1]["error"] == 0.0:
@@ -468,7 +467,7 @@ def test_a_model_of_nan_is_refused(name, made, text, tmp_path, capsys):
 )
 def test_pays_from(speeds, expected, where):
     rows = [_row("m", speed, 0.0, length) for length, speed in speeds]
-    found = recommendation.conclude(rows, ["m", "not measured"])
+    found = benchmark.conclude(rows, ["m", "not measured"])
     assert found["pays_from"] == {"m": expected}
     assert where in found["summary"][0]
 
