@@ -48,9 +48,9 @@ def crossover(
     from hf_efficient_attn.evaluation import crossover as measured
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.methods import crossover as lengths
-    from hf_efficient_attn.methods import method_info
+    from hf_efficient_attn.methods import make_config, method_info
 
-    method = measured.default_method() if method is None else method
+    method = make_config("auto").switches_to if method is None else method
     method_info(method)  # refuses unknown names
     where = parse_device(device)
     with use_threads(threads):

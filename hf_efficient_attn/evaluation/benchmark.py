@@ -129,7 +129,6 @@ def benchmark_checkpoint(
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        notes = [allow_length(model, longest) if lengths and not is_image else None]
         inputs = ModelData(
             model,
             checked.folder,
@@ -141,8 +140,7 @@ def benchmark_checkpoint(
         chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
             inputs.check_length(length)
-        if not lengths and not is_image:
-            notes.append(allow_length(model, chosen[-1]))
+        notes = [None if is_image else allow_length(model, chosen[-1])]
         if is_pair and own is None:
             notes.append(
                 "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
@@ -256,14 +254,18 @@ def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
 
     Returns:
         "pays_from": label -> the smallest length from which on the method is a gain (`Timing.is_gain`), or None.
-        "summary": sentences that say so. "recommended" and "recommendation": see `recommend_method`.
+        "summary": sentences that say so. "recommended": the label of the method to use at the greatest length at which
+        several were compared, "sdpa", or None if errors were not measured or there is nothing to compare;
+        "recommendation": a sentence that says why, or None. Of the methods that are a gain it is the fastest that keeps
+        an error of .1, averaged over layers and heads, or else the one with the smallest error.
     """
     pays_from: dict[str, int | None] = {}
+    rows_of = {label: [row for row in measurements if row["attention"] == label] for label in labels}
     sentences = []
-    for label in labels:
-        rows = sorted((row for row in measurements if row["attention"] == label), key=lambda row: row["length"])
+    for label, rows in rows_of.items():
         if not rows:
             continue
+        rows.sort(key=lambda row: row["length"])
         gains = [*itertools.takewhile(lambda row: timing_of(row).is_gain, reversed(rows))]
         pays_from[label] = gains[-1]["length"] if gains else None
         last = timing_of(rows[-1])
@@ -277,20 +279,11 @@ def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
                 f"{label} does not pay off: {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
                 f"{MIN_SPEED_UP} in any of them is no gain."
             )
-    compared = [row for row in measurements if row["attention"] in labels]
-    return {"pays_from": pays_from, "summary": sentences, **recommend_method(compared)}
+    return {"pays_from": pays_from, "summary": sentences, **_recommend([*itertools.chain(*rows_of.values())])}
 
 
-def recommend_method(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """The method to use at the greatest length at which several were compared, and why.
-
-    Methods that are no gain are not recommended. Of the others it is the fastest that keeps an error of .1, averaged
-    over layers and heads; if none keeps it, the one with the smallest error; if none is a gain, exact attention.
-
-    Returns:
-        "recommended": the label, or None if errors were not measured or there is nothing to compare. "recommendation":
-        a sentence, or None.
-    """
+def _recommend(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """The method to use at the greatest length at which several were compared, and why, as in `conclude`."""
     counts = Counter(row["length"] for row in rows)
     compared = max((length for length, count in counts.items() if count > 1), default=None)
     rows = [row for row in rows if row["length"] == compared]

@@ -23,11 +23,9 @@ from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import (
     MethodConfig,
     attention,
-    available_methods,
     crossover,
     learns,
     make_config,
-    method_info,
 )
 from hf_efficient_attn.version import __version__
 
@@ -44,8 +42,6 @@ _MAX_SECONDS = 2.0
 # A ratio that is large enough for a search to stop there; a ratio just above 1 may be due to chance.
 _CLEAR = 1.1
 _FORMAT = 1
-# The size of a file that is read at most: a damaged one cannot fill the memory.
-_MAX_BYTES = 1 << 20
 _COMMAND = "hf-efficient-attn crossover --renew"
 
 
@@ -83,12 +79,6 @@ def measure_crossover(method: str, device: torch.device) -> dict[str, crossover.
             )
             lengths.setdefault(row, []).append(find_crossover(measure, max(_SHORTEST, config.exact_length + 1)))
     return {row: crossover.Crossover(*found) for row, found in lengths.items()}
-
-
-def default_method() -> str:
-    """The method that another one switches to, whose lengths therefore matter."""
-    targets = (method_info(name).config_class.switches_to for name in available_methods())
-    return next(filter(None, targets))
 
 
 def measure_ratio(
@@ -193,7 +183,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     """The machines in a file: name -> method -> row -> [small, large]. Empty if there is no file."""
     if not os.path.exists(path):
         return {}
-    values = read_json_object(path, max_bytes=_MAX_BYTES, name="it")
+    values = read_json_object(path, name="it")
     if values.get("format") != _FORMAT or not isinstance(values.get("machines"), dict):
         raise ValueError("it has another format")
     return dict(values["machines"])

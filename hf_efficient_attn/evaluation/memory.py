@@ -29,10 +29,9 @@ def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
         width += head.out_features
     needed, free = batch * length * width * model.dtype.itemsize, free_memory(model.device)
     if needed > free:
-        what = "an input" if batch == 1 else f"a batch of {batch:,} inputs"
         raise UnsupportedAttentionError(
-            f"{what} of {length:,} tokens needs at least {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:,.1f} "
-            f"GiB are free: give fewer tokens{' or smaller batches' if batch > 1 else ''}"
+            f"a batch of {batch:,} inputs of {length:,} tokens needs at least {needed / 2**30:,.0f} GiB of memory, and "
+            f"{free / 2**30:,.1f} GiB are free: give fewer tokens or smaller batches"
         )
 
 

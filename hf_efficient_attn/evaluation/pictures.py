@@ -14,10 +14,10 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 _MARKERS = "osD^vP*X"
 # Errors from here on are drawn at the edge: the output has nothing to do with the exact one.
 _LARGEST_ERROR = 1.5
-# Key of the rows -> title, label of the axis, value of exact attention, largest value that is drawn.
+# Key of the rows -> title, label of the axis, value of exact attention, lowest and highest end of the axis.
 _PANELS = {
-    "speed_up": ("Speed-up: higher is better", "times as fast as exact attention", 1.0, math.inf),
-    "error": ("Error of a layer: lower is better", "relative error (operator norm)", 0.0, _LARGEST_ERROR),
+    "speed_up": ("Speed-up: higher is better", "times as fast as exact attention", 1.0, 1.2, math.inf),
+    "error": ("Error of a layer: lower is better", "relative error (operator norm)", 0.0, 0.1, _LARGEST_ERROR),
 }
 
 
@@ -37,9 +37,7 @@ def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    from matplotlib.ticker import LogLocator
-
-    title, what, exact, largest = _PANELS[key]
+    title, what, exact, lowest, largest = _PANELS[key]
     lengths = sorted({row["length"] for row in rows})
     ends = [(lengths[-1], exact, "exact attention", "0.3")]  # x and y of the last point, text, colour
     values: list[float] = []
@@ -54,13 +52,7 @@ def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
     axes.axhline(exact, color="0.3", linewidth=1.2, linestyle="--", zorder=2)
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    if key == "speed_up":
-        low, high = min([0.9, *values]) / 1.1, max([1.2, *values]) * 1.1
-        axes.set(yscale="log", ylim=(low, high))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    else:
-        axes.set_ylim(0, min(largest, 1.1 * max([0.1, *values])))
+    axes.set_ylim(0, min(largest, 1.1 * max([lowest, *values])))
     axes.minorticks_off()
     axes.set_title(title, loc="left", fontweight="bold", fontsize="medium")
     axes.set(xlabel="tokens", ylabel=what)

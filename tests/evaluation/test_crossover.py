@@ -114,7 +114,6 @@ def test_methods_without_a_crossover_are_refused():
         measuring.measure_crossover("linformer", CPU)
     with pytest.raises(UnsupportedAttentionError, match="measured for nearfar: name nearfar"):
         measuring.measure_crossover("auto", CPU)
-    assert measuring.default_method() == "nearfar"
 
 
 # Calls of other sizes.
@@ -198,9 +197,8 @@ def _file(rows):
         b"", b"\xff\x00", b"[]", b'{"format": 2, "machines": {}}', b'{"format": 1}', b"[" * 100000, _file([]),
         _file({}), _file({"float32": 700}), _file({"float32": [700]}), _file({"float32": [700, True]}),
         _file({"float32": [700, 0]}), _file({"float99": [700, 700]}), _file({"float32": [700, 10**12]}),
-        b" " * (1 << 20) + _file({"float32": [700, 700]}),
     ],
-    ids=range(15),
+    ids=range(14),
 )  # fmt: skip
 def test_a_damaged_file_is_named_once_and_replaced(content, cache):
     cache.parent.mkdir()
