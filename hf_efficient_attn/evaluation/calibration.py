@@ -120,9 +120,8 @@ def calibrate(
             with their default hyperparameters; or no candidate that is accepted in any layer.
     """
     check_max_error(max_error)
-    is_batch = isinstance(batches, (Mapping, Tensor))
-    if is_batch or isinstance(batches, str) or not isinstance(batches, Iterable):
-        given = "a batch itself" if is_batch else shown(batches)
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        given = "a batch itself" if isinstance(batches, (Mapping, Tensor)) else shown(batches)
         raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
     if not (batches := list(batches)):
         raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")

@@ -4,7 +4,6 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ def chunk_label(chunk: int) -> str:
 
 def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model that shares its parameters and buffers."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 class Answer(NamedTuple):

@@ -110,29 +110,24 @@ def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int)
         measure: measure(length) returns the ratio, and the seconds of a call of the method.
         shortest: the smallest length to try; the result is at most `NEVER`.
     """
-    high = max(shortest, _FIRST)
-    ratio, seconds = measure(high)
-    ratios = {high: ratio}
-    while ratio < _CLEAR:
-        if 2 * high > _LONGEST or 2.0 * seconds > _MAX_SECONDS:
-            return min(crossover.NEVER, round(high / ratio))
-        high *= 2
-        ratio, seconds = measure(high)
-        ratios[high] = ratio
-    low = min(ratios)
-    while ratios[low] >= 1.0:
-        if low == shortest:
+    measure, length = functools.cache(measure), max(shortest, _FIRST)
+    lengths = [length]
+    while measure(length)[0] < _CLEAR:
+        if 2 * length > _LONGEST or 2.0 * measure(length)[1] > _MAX_SECONDS:
+            return min(crossover.NEVER, round(length / measure(length)[0]))
+        length *= 2
+        lengths.append(length)
+    while measure(lengths[0])[0] >= 1.0:
+        if lengths[0] == shortest:
             return shortest
-        low = max(shortest, low // 2)
-        ratios[low] = measure(low)[0]
-    low = max(length for length, ratio in ratios.items() if ratio < 1.0)
-    high = min(length for length in ratios if length > low)
+        lengths.insert(0, max(shortest, lengths[0] // 2))
+    low = max(length for length in lengths if measure(length)[0] < 1.0)
+    high = lengths[lengths.index(low) + 1]
     for _ in range(2):  # to less than 1.2 times `low`; the ratio may jump anywhere in between
         middle = round(math.sqrt(low * high))
-        ratios[middle] = measure(middle)[0]
-        low, high = (middle, high) if ratios[middle] < 1.0 else (low, middle)
+        low, high = (middle, high) if measure(middle)[0] < 1.0 else (low, middle)
     # Where the ratio reaches 1, if it is a power of the length.
-    below, above = math.log(ratios[low]), math.log(ratios[high])
+    below, above = (math.log(measure(length)[0]) for length in (low, high))
     return round(low * math.pow(high / low, min(1.0, -below / max(1e-9, above - below))))
 
 
