@@ -11,9 +11,7 @@ from hf_efficient_attn.hub import write_card
 from tiny_models import IMAGES, SMALL, tiny_model
 
 ORIGIN = {
-    "format": 1,
     "base_model": "someone/tiny-bert",
-    "base_name": "tiny-bert",
     "license": "apache-2.0",
     "tags": ["exbert"],
     "pipeline_tag": "fill-mask",

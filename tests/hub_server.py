@@ -1,7 +1,7 @@
 """A local, in-memory server with the part of the Hugging Face Hub's protocol that huggingface_hub uses in the tests.
 
-It creates repositories, accepts commits (small files inline, weights by the LFS batch API), checks cards, and serves
-trees and files. It accepts one token. All requests are recorded, and tests can replace answers.
+It creates repositories, accepts commits with the files inline, checks cards, and serves trees and files. It accepts one
+token. All requests are recorded, and tests can replace answers.
 """
 
 import base64
@@ -35,7 +35,7 @@ socket.getaddrinfo = getaddrinfo
 
 
 class Repository:
-    """Files of the current commit as {path: (bytes, whether in LFS)}, the commits, oldest first, and the visibility."""
+    """Files of the current commit as {path: bytes}, the commits, oldest first, and the visibility."""
 
     def __init__(self, private: bool) -> None:
         self.private, self.files, self.commits = private, {}, []
@@ -54,7 +54,6 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
-        self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.answers: list[tuple[str, int, dict]] = []
 
@@ -96,20 +95,15 @@ def card_errors(content: str) -> list[str]:
         errors.append('"license_name" is required with license: other')
     if not all(isinstance(tag, str) for tag in data.get("tags", [])):
         errors.append('"tags" must be strings')
-    bases = data.get("base_model", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    errors += [f'"base_model" {b!r} is not a model' for b in bases if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", b)]
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data.get("base_model", "a/b")):
+        errors.append('"base_model" is not a model')
     languages = data.get("language", [])
     errors += [f'"language" {c!r}' for c in languages if not re.fullmatch(r"[a-z]{2,3}|code|multilingual", c)]
-    entries = data.get("model-index", [])
-    errors += ['"model-index" needs a name' for entry in entries if not isinstance(entry.get("name"), str)]
-    for entry in entries:
-        for result in entry["results"]:
-            if not result["task"]["type"] or not result["dataset"]["type"] or not result["dataset"]["name"]:
-                errors.append('"model-index" needs task.type, dataset.type, dataset.name')
-            if not all(isinstance(m["value"], (int, float)) and m["type"] for m in result["metrics"]):
-                errors.append('"model-index" needs metrics with type and value')
     return errors
+
+
+def blob_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -180,37 +174,8 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, hub: Hub, name: str) -> None:
         if self._repository(name, write=True) is None:
             return
-        files = json.loads(self.body)["files"]
-        modes = ["lfs" if file["path"].endswith(".safetensors") else "regular" for file in files]
-        self._json(
-            {
-                "files": [
-                    {"path": f["path"], "uploadMode": m, "shouldIgnore": False}
-                    for f, m in zip(files, modes, strict=True)
-                ]
-            }
-        )
-
-    def batch(self, hub: Hub, name: str) -> None:
-        if self._repository(name, write=True) is None:
-            return
-        objects = []
-        for entry in json.loads(self.body)["objects"]:
-            links = {"upload": f"{hub.url}/lfs/{entry['oid']}", "verify": f"{hub.url}/lfs-verify"}
-            actions = {} if entry["oid"] in hub.blobs else {"actions": {k: {"href": v} for k, v in links.items()}}
-            objects.append({**entry, **actions})
-        self._json({"transfer": "basic", "objects": objects})
-
-    def put(self, hub: Hub, oid: str) -> None:
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            return self._json({"error": "wrong checksum"}, 400)
-        hub.blobs[oid] = self.body
-        return self._json({})
-
-    def verify(self, hub: Hub) -> None:
-        asked = json.loads(self.body)
-        exists = len(hub.blobs.get(asked["oid"], b"")) == asked["size"]
-        self._json({}, 200 if exists else 404)
+        files = [file["path"] for file in json.loads(self.body)["files"]]
+        self._json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]})
 
     def commit(self, hub: Hub, name: str) -> None:
         repository = self._repository(name, write=True)
@@ -221,9 +186,7 @@ class Handler(BaseHTTPRequestHandler):
         for value, kind in ((line["value"], line["key"]) for line in lines[1:]):
             changed.append(value["path"] if kind != "deletedFile" else f"-{value['path']}")
             if kind == "file":
-                files[value["path"]] = (base64.b64decode(value["content"]), False)
-            elif kind == "lfsFile":
-                files[value["path"]] = (hub.blobs[value["oid"]], True)
+                files[value["path"]] = base64.b64decode(value["content"])
             else:
                 del files[value["path"]]
         repository.files = files
@@ -240,13 +203,9 @@ class Handler(BaseHTTPRequestHandler):
     def tree(self, hub: Hub, name: str) -> None:
         repository = self._repository(name)
         if repository is not None:
-            self._json([self._entry(path, *file) for path, file in sorted(repository.files.items())])
-
-    def _entry(self, path: str, content: bytes, large: bool) -> dict:
-        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        entry = {"type": "file", "path": path, "size": len(content), "oid": blob}
-        lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-        return {**entry, "lfs": lfs} if large else entry
+            files = sorted(repository.files.items())
+            entries = [{"type": "file", "path": p, "size": len(c), "oid": blob_id(c)} for p, c in files]
+            self._json(entries)
 
     def resolve(self, hub: Hub, name: str, revision: str, path: str) -> None:
         repository = self._repository(name)
@@ -254,12 +213,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if path not in repository.files:
             return self._json({"error": "Entry not found"}, 404, **{"X-Error-Code": "EntryNotFound"})
-        content, large = repository.files[path]
-        entry = self._entry(path, content, large)
-        headers = {"X-Repo-Commit": repository.sha, "ETag": f'"{entry["oid"]}"'}
-        if large:  # the hub sends these with a redirection to another machine
-            headers |= {"X-Linked-Etag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(len(content))}
-        return self._send(content, 200, headers)
+        content = repository.files[path]
+        return self._send(content, 200, {"X-Repo-Commit": repository.sha, "ETag": f'"{blob_id(content)}"'})
 
 
 _NAME = r"([\w.-]+/[\w.-]+)"
@@ -267,9 +222,6 @@ ROUTES = [
     (r"POST /api/repos/create", Handler.create),
     (r"POST /api/validate-yaml", Handler.validate),
     (rf"POST /api/models/{_NAME}/preupload/main", Handler.preupload),
-    (rf"POST /{_NAME}\.git/info/lfs/objects/batch", Handler.batch),
-    (r"PUT /lfs/([0-9a-f]{64})", Handler.put),
-    (r"POST /lfs-verify", Handler.verify),
     (rf"POST /api/models/{_NAME}/commit/main", Handler.commit),
     (rf"GET /api/models/{_NAME}(?:/revision/\w+)?", Handler.info),
     (rf"GET /api/models/{_NAME}/tree/\w+", Handler.tree),

@@ -3,30 +3,20 @@
 import contextlib
 import os
 import pathlib
-import reprlib
 import stat
 from collections.abc import Iterator
 from typing import Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.io.json import read_json_object
 
 _MAX_MESSAGE = 400
-
-_shortener = reprlib.Repr()
-_shortener.maxstring = _shortener.maxother = 80
-_shortener.maxlong = 40
-
-
-def short(value: object) -> str:
-    """Represent a value in at most about 80 printable characters, for error messages."""
-    return _shortener.repr(value).encode("ascii", "backslashreplace").decode()
 
 
 def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
     """Name a file for error messages: its path relative to the folder `inside`, escaped if it is not printable."""
     name = path.relative_to(inside).as_posix()
-    return name if name.isprintable() and len(name) <= 120 else short(name)
+    return name if name.isprintable() and len(name) <= 120 else shown(name)
 
 
 @contextlib.contextmanager
@@ -47,11 +37,12 @@ def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
         raise UnsupportedAttentionError(f"{what}: {text}") from error
 
 
-def regular_file(path: pathlib.Path, inside: pathlib.Path) -> os.stat_result:
+def regular_file(path: pathlib.Path, inside: pathlib.Path, max_bytes: int | None = None) -> os.stat_result:
     """Check that a path is a regular file, or a link to one, inside the folder `inside`; return its status.
 
     Raises:
-        UnsupportedAttentionError: The path does not exist, is not a regular file, or is a link that leads out.
+        UnsupportedAttentionError: The path does not exist, is not a regular file, is larger than `max_bytes`, or is a
+            link that leads out.
     """
     name = short_name(path, inside)
     with refusing(f"{name} cannot be read"):
@@ -63,13 +54,15 @@ def regular_file(path: pathlib.Path, inside: pathlib.Path) -> os.stat_result:
         )
     if not stat.S_ISREG(status.st_mode):
         raise UnsupportedAttentionError(f"{name} is not a regular file")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise UnsupportedAttentionError(f"{name} is larger than {max_bytes} bytes, the limit for such a file")
     return status
 
 
 def plain_name(name: Any, what: str) -> str:
     """Return a value that the file `what` contains if it is a name without a path, on every system; else refuse it."""
     if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\:\0"):
-        raise UnsupportedAttentionError(f"{what} names {short(name)}, which is not a plain name of a file beside it")
+        raise UnsupportedAttentionError(f"{what} names {shown(name)}, which is not a plain name of a file beside it")
     return name
 
 

@@ -10,7 +10,7 @@ A text is truncated at the smallest of these numbers, whatever the model itself 
 """
 
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from hf_efficient_attn.io.json import MAX_BYTES, read_json_object, write_json
@@ -41,7 +41,7 @@ def find_limits(folder: pathlib.Path) -> list[Limit]:
 
     Files without the key, or with null in its place, set no limit. A file that is no JSON object is refused.
     """
-    return [limit for *_, limits in _files(folder) for limit in limits]
+    return [limit for limit, *_ in _entries(folder)]
 
 
 def sentence_limit(folder: pathlib.Path) -> Limit | None:
@@ -61,38 +61,31 @@ def set_limits(folder: pathlib.Path, max_length: int) -> list[dict[str, Any]]:
         "file", "key", "before" and "after" of each limit that was changed.
     """
     changed = []
-    for path, values, limits in _files(folder):
-        wrong = [x for x in limits if x.tokens < max_length or (x.tokens > max_length and path.name not in _KEYS)]
-        for limit in wrong:
-            inner, (*parents, last) = values, limit.key.split(".")
-            for part in parents:
-                inner = inner[part]
-            inner[last] = max_length
-            changed.append({"file": limit.file, "key": limit.key, "before": limit.tokens, "after": max_length})
-        if wrong:
+    for limit, path, values, holder in _entries(folder):
+        if limit.tokens < max_length or (limit.tokens > max_length and path.name not in _KEYS):
+            holder[limit.key.rpartition(".")[2]] = max_length
             write_json(path, values)
+            changed.append({"file": limit.file, "key": limit.key, "before": limit.tokens, "after": max_length})
     return changed
 
 
-def _files(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any], list[Limit]]]:
-    """The files that can set limits, with their contents and their limits.
+def _entries(folder: pathlib.Path) -> Iterator[tuple[Limit, pathlib.Path, dict[str, Any], dict[str, Any]]]:
+    """Each limit, with its file, the contents of the file, and the object in them that contains the number.
 
     Subfolders with a model of their own are skipped: their limits are those of another model.
     """
-    inner = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    parts = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     for pattern, keys in _KEYS.items():
-        for path in (path for part in (folder, *inner) for path in sorted(part.glob(pattern))):
+        for path in (path for part in parts for path in sorted(part.glob(pattern))):
             config, name = path.with_name("config.json"), path.relative_to(folder).as_posix()
             if path.parent != folder and config.is_file() and "model_type" in read_json_object(config):
                 continue
             values = read_json_object(path, max_bytes=_MAX_BYTES.get(path.name, MAX_BYTES), name=name)
-            numbers = {key: _number(values, key) for key in keys}
-            yield path, values, [Limit(name, key, number) for key, number in numbers.items() if number is not None]
-
-
-def _number(values: Mapping[str, Any], key: str) -> int | None:
-    """The positive integer under a key; None if there is none."""
-    found: Any = values
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found if type(found) is int and found > 0 else None
+            for key in keys:
+                *parents, last = key.split(".")
+                holder: Any = values
+                for parent in parents:
+                    holder = holder.get(parent) if isinstance(holder, dict) else None
+                tokens = holder.get(last) if isinstance(holder, dict) else None
+                if type(tokens) is int and tokens > 0:
+                    yield Limit(name, key, tokens), path, values, holder

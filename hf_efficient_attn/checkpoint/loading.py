@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig, PreTrained
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from hf_efficient_attn.checkpoint.files import refusing, short
+from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import CheckedSource
-from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
+from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
 # or computed tables: per tensor of the checkpoint, per element of it, and beyond that.
@@ -73,16 +73,10 @@ def load_model(checked: CheckedSource) -> PreTrainedModel:
 
 def load_with_report(checked: CheckedSource) -> LoadedModel:
     """Load the model of a checkpoint as `load_model` does, with a report for the user."""
-    kind, counts, name = checked.config["model_type"], Counter[torch.dtype](), short(checked.name)
+    name = shown(checked.hub_id or checked.folder.name)
     with quiet(), refusing(f"{name}: no model can be built from its config"):
-        if kind not in CONFIG_MAPPING:
-            raise UnsupportedAttentionError(
-                f"Transformers has no model of type {short(kind)}.{did_you_mean(kind[:60], CONFIG_MAPPING)} Code that "
-                "comes with a checkpoint is never run"
-            )
-        config = CONFIG_MAPPING[kind].from_dict(dict(checked.config))
-        cls, notes = _model_class(checked, config)
-        tensors = checked.weights.read_again()
+        cls, config, notes = _model_class(checked)
+        tensors, counts = checked.weights.read_again(), Counter[torch.dtype]()
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
@@ -97,41 +91,40 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    mismatched, missing = sorted(report["mismatched_keys"], key=str), sorted(report["missing_keys"])
+        if "generation_config.json" in checked.companions and model.can_generate():
+            model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)
+    for key, present, expected in sorted(report["mismatched_keys"], key=str):
+        raise UnsupportedAttentionError(
+            f"{name}: tensor {shown(key)} is of size {list(present)} where config.json asks for {list(expected)}"
+        )
+    missing = sorted(report["missing_keys"])
     # Models saved without a pooler get a random one every time they are loaded, which is harmless.
     lacking = [key for key in missing if "pooler" not in key.split(".")]
-    more = f" (and {len(mismatched or lacking) - 1} more)" if len(mismatched or lacking) > 1 else ""
-    if mismatched:
-        key, present, expected = (str(part) if isinstance(part, str) else list(part) for part in mismatched[0])
-        raise UnsupportedAttentionError(
-            f"{name}: tensor {short(key)} is of size {present} where config.json asks for {expected}{more}"
-        )
     if lacking:
         raise UnsupportedAttentionError(
-            f"{name}: the checkpoint lacks tensor {short(lacking[0])}{more}, which a {cls.__name__} needs"
+            f"{name}: the checkpoint lacks tensor {shown(lacking[0])}, which a {cls.__name__} needs"
         )
     if missing:
         notes.append(
             f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
         )
-    if "generation_config.json" in checked.companions and model.can_generate():
-        with quiet(), refusing("generation_config.json"):
-            model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)
     return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]), missing)
 
 
-def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], list[str]]:
-    """The class that `config.architectures` names, and notes for the user."""
-    names = checked.config.get("architectures") or []
-    if not names:
-        mapping: Any = AutoModel._model_mapping
-        if type(config) not in mapping:
-            raise UnsupportedAttentionError(
-                f"config.json names no architectures, and AutoModel knows no class for a {type(config).__name__}"
-            )
+def _model_class(checked: CheckedSource) -> tuple[type[PreTrainedModel], PreTrainedConfig, list[str]]:
+    """The class that `config.architectures` names, its config, and notes for the user."""
+    kind, names = checked.config["model_type"], checked.config.get("architectures") or []
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedAttentionError(
+            f"Transformers has no model of type {shown(kind)}.{did_you_mean(kind[:60], CONFIG_MAPPING)} Code that "
+            "comes with a checkpoint is never run"
+        )
+    config = CONFIG_MAPPING[kind].from_dict(dict(checked.config))
+    mapping: Any = AutoModel._model_mapping
+    if not names and type(config) in mapping:
         cls = mapping[type(config)]
         cls = cls[0] if isinstance(cls, tuple) else cls
-        return cls, [f"config.json names no architectures: loaded as a {cls.__name__}, as AutoModel does"]
+        return cls, config, [f"config.json names no architectures: loaded as a {cls.__name__}, as AutoModel does"]
     # Classes that programs have registered for this config with one of Transformers' Auto classes.
     added = [
         getattr(getattr(auto, "_model_mapping", None), "_extra_content", {}).get(type(config), ())
@@ -140,14 +133,11 @@ def _model_class(checked: CheckedSource, config: PreTrainedConfig) -> tuple[type
     registered = {cls.__name__: cls for entry in added for cls in (entry if isinstance(entry, tuple) else (entry,))}
     for name in names:
         cls = getattr(transformers, name, None) or registered.get(name)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
-            if not isinstance(config, cls.config_class or ()):
-                raise UnsupportedAttentionError(
-                    f"config.json is of a {type(config).__name__}, which a {name} does not take"
-                )
-            return cls, []
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and isinstance(config, cls.config_class or ()):
+            return cls, config, []
     raise UnsupportedAttentionError(
-        f"Transformers has no model class {short(names[0])}; code that comes with a checkpoint is never run"
+        f"Transformers has no model class {shown(names[0] if names else None)} for a {type(config).__name__}; code "
+        "that comes with a checkpoint is never run"
     )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import glob
 import os
 import pathlib
 import shutil
@@ -10,9 +9,9 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-from hf_efficient_attn.checkpoint.files import refusing, short
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.io.writing import naming_full_disk
+from hf_efficient_attn.checkpoint.files import refusing
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.io.writing import naming_errors
 
 # The entries of a folder and its subfolders: their relative paths, and what identifies files and their contents.
 Contents: TypeAlias = frozenset[tuple[str | int, ...]]
@@ -49,13 +48,13 @@ def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, forc
         UnsupportedAttentionError: The folder cannot be written, or would replace what must stay.
     """
     text = os.fspath(output)
-    what = f"the output {short(text)}"
+    what = f"the output {shown(text)}"
     with refusing(f"{what} is not the name of a folder", PermissionError):
         text.encode()  # files of weights need names in UTF-8
         given, source = pathlib.Path(text), source.resolve()
         path = given.resolve()
         anchor = next(folder for folder in (*path.parents, path) if os.path.lexists(folder))
-        draft = anchor / f".{path.name}.converting-{os.getpid()}"
+        draft = anchor / f".{path.name}.converting"
         for name in (path, draft):
             with contextlib.suppress(FileNotFoundError):
                 name.lstat()  # fails for names that are too long, or below a file
@@ -84,24 +83,22 @@ def staged(output: Output) -> Iterator[pathlib.Path]:
 
     Yields:
         A new, empty folder near it. When the `with` block ends it is renamed to the output; after an error it is
-        deleted. A process that is killed leaves at most this folder, `.NAME.converting-PID`, and the next conversion to
-        the same output deletes it.
+        deleted. A process that is killed leaves at most this folder, `.NAME.converting`.
 
     Raises:
-        UnsupportedAttentionError: This process is already writing the same output; or something has appeared or changed
-            in its place during the work, which is left as it is.
+        UnsupportedAttentionError: The same output is being written already; or something has appeared or changed in its
+            place during the work, which is left as it is.
         OSError: The folder cannot be written.
     """
     path, draft = output.path, output.draft
-    _delete_leftovers(draft)
     try:
         draft.mkdir()
     except FileExistsError as error:
         raise UnsupportedAttentionError(
-            f"another conversion to {short(str(path))} is running in this process; if not, remove {draft}"
+            f"another conversion to {shown(str(path))} is running, or was killed: in that case delete {draft}"
         ) from error
     try:
-        with naming_full_disk(f"the output {short(str(path))}", "; nothing of it was kept"):
+        with naming_errors(f"the output {shown(str(path))}", "; nothing of it was kept"):
             yield draft
         path.parent.mkdir(parents=True, exist_ok=True)
         _rename(output)
@@ -132,30 +129,17 @@ def _rename(output: Output) -> None:
             os.rename(path, aside)
             if not (aside.is_dir() and _contents(aside) <= output.present):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        elif os.name == "nt" and path.is_dir():
-            path.rmdir()  # fails if it is not empty; on Windows a rename replaces no folder
-        os.rename(output.draft, path)  # onto an empty folder at most
+        elif os.path.lexists(path):
+            path.rmdir()  # fails if it is not empty
+        os.rename(output.draft, path)
     except BaseException as error:
         if is_replaced and os.path.lexists(aside) and output.draft.exists():
             os.rename(aside, path)
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise UnsupportedAttentionError(
-                f"something else has written {short(str(path))} during the conversion: it is left as it is, and the "
+                f"something else has written {shown(str(path))} during the conversion: it is left as it is, and the "
                 "result is dropped; give another folder, or repeat the command with --force (force=True) to replace it"
             ) from error
         raise
     if is_replaced:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _delete_leftovers(draft: pathlib.Path) -> None:
-    """Delete the drafts of the same output that killed processes left."""
-    if os.name == "nt":  # Windows has no signal that only asks whether a process exists
-        return
-    prefix = f"{draft.name.rpartition('-')[0]}-"
-    for path in draft.parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(PermissionError, OverflowError, ValueError):  # a process of another user, or no number
-            try:
-                os.kill(int(path.name.removeprefix(prefix)), 0)
-            except ProcessLookupError:
-                shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,7 @@
 """The command hf-efficient-attn.
 
-Its commands are `methods`, `info`, `demo`, `benchmark`, `analyze`, `crossover`, `convert`, `distill` and `push`.
+Its commands are `methods`, `info`, `demo`, `benchmark`, `analyze`, `crossover`, `convert`, `distill`, `export-kernel`
+and `push`.
 
 Exit status: 0 done, 1 an error while working (such as a file that could not be written), 2 a request that is refused,
 130 interrupted. Errors are one line on stderr.
@@ -11,26 +12,9 @@ from typing import Annotated
 
 import typer
 
-from hf_efficient_attn.cli import analyze, benchmark, convert, crossover, demo, distill, methods, push
-from hf_efficient_attn.cli.common import (
-    Device,
-    Json,
-    LiveTable,
-    Minutes,
-    Settings,
-    app,
-    main_of,
-    parse_device,
-    parse_dtype,
-    parse_layers,
-    parse_lengths,
-    parse_methods,
-    print_table,
-    run,
-    split_list,
-    table,
-    until_interrupted,
-)
+from hf_efficient_attn.cli import analyze, benchmark, convert, crossover, demo, distill, export_kernel, methods, push
+from hf_efficient_attn.cli.common import *  # noqa: F403 (what recipes share with the commands)
+from hf_efficient_attn.cli.common import app, main_of
 from hf_efficient_attn.version import __version__
 
 

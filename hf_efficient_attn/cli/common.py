@@ -1,15 +1,16 @@
 """What all commands share: the application, exit status, errors, tables, common options, and parsing of methods."""
 
-import importlib
+import functools
+import importlib.util
 import inspect
 import io
 import json
 import os
 import pathlib
 import pkgutil
-import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,7 +18,6 @@ import typer
 from typer.core import TyperCommand
 
 import hf_efficient_attn
-from hf_efficient_attn.cli.own_files import with_import
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 
 if TYPE_CHECKING:
@@ -32,21 +32,19 @@ CommandT = TypeVar("CommandT", bound=Callable[..., None])
 class _Command(TyperCommand):
     """A command that imports PyTorch and Transformers after its arguments have been checked, so not for --help."""
 
-    package, libraries = "hf_efficient_attn._api", "PyTorch and Transformers"
+    package = "hf_efficient_attn._api"
 
     def invoke(self, ctx: Any) -> Any:
         """Import the libraries, and run the command.
 
-        A terminal shows what it waits for. Until then Ctrl-C ends the process at once; afterwards it raises
-        KeyboardInterrupt, so that drafts of files are deleted and partial results are printed.
+        Until then Ctrl-C ends the process at once; afterwards it raises KeyboardInterrupt, so that drafts of files are
+        deleted and partial results are printed.
         """
-        message = f"Loading {self.libraries} ..."
-        is_shown = self.package not in sys.modules and sys.stderr is not None and sys.stderr.isatty()
-        if is_shown:
-            print(message, end="", file=sys.stderr, flush=True)
+        if sys.stderr is None or not sys.stderr.isatty():  # huggingface_hub then writes errors only
+            os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_VERBOSITY="error")
+        elif self.package not in sys.modules:
+            typer.echo("Loading PyTorch ...", err=True)
         importlib.import_module(self.package)
-        if is_shown:
-            print("\r" + " " * len(message), end="\r", file=sys.stderr, flush=True)
         if signal.getsignal(signal.SIGINT) is hf_efficient_attn.exit_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return super().invoke(ctx)
@@ -55,8 +53,11 @@ class _Command(TyperCommand):
 class _MethodsCommand(_Command):
     """A command about methods only, which does without Transformers."""
 
-    package, libraries = "hf_efficient_attn.methods", "PyTorch"
+    package = "hf_efficient_attn.methods"
 
+
+_import_help = "A Python file that registers a method of your own; repeatable."
+_Files = Annotated[list[pathlib.Path], typer.Option("--import", metavar="FILE", show_default=False, help=_import_help)]
 
 app = typer.Typer(
     name="hf-efficient-attn", rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -76,10 +77,55 @@ def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], 
     def add(function: CommandT) -> CommandT:
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
         kind = _Command if needs_models else _MethodsCommand
-        app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")(with_import(function))
+        app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")(
+            _with_import(function)
+        )
         return function
 
     return add
+
+
+def _with_import(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that first imports the files which its option --import names."""
+
+    @functools.wraps(function)
+    def command(own_files: list[pathlib.Path], **values: Any) -> None:
+        for path in own_files:
+            if problem := _import_file(path.resolve()):
+                raise UnsupportedAttentionError(f"--import {path}: {problem}")
+        function(**values)
+
+    signature = inspect.signature(function)
+    option = inspect.Parameter("own_files", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=[], annotation=_Files)
+    vars(command)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), option])
+    command.__annotations__ = {**function.__annotations__, "own_files": _Files}
+    return command
+
+
+def _import_file(file: pathlib.Path) -> str | None:
+    """Import a Python file; return what is wrong with it, if it cannot be imported or registers no method."""
+    from hf_efficient_attn.methods import available_methods, get_method
+
+    name = file.stem
+    if file.suffix != ".py" or not file.is_file() or not name.isidentifier():
+        return "give an existing Python file with a name that Python can import, such as my_method.py"
+    known = sys.modules.get(name) or importlib.util.find_spec(name)
+    origin = getattr(known, "__file__", None) or getattr(known, "origin", None)
+    if known is not None and (origin is None or pathlib.Path(origin).resolve() != file):
+        return f"another module has the name {name!r}: rename the file"
+    if name in sys.modules:
+        return None
+    before = {method: get_method(method) for method in available_methods()}
+    sys.path.append(str(file.parent))  # also for what it imports from its folder; last, so that it hides nothing
+    importlib.invalidate_caches()
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 (of the user's code)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        where = f" in line {lines[-1]}" if lines else ""
+        return f"it cannot be imported, because of {type(error).__name__}{where}: {error}"
+    is_known = all(before.get(method) is get_method(method) for method in available_methods())
+    return "it registers no method: it must call hea.register_method" if is_known else None
 
 
 def complete_methods(incomplete: str) -> list[str]:
@@ -107,6 +153,9 @@ _minutes = "End after about this time: leave out measurements that are not expec
 _pickle = "Read pytorch_model.bin (weights only) if there are no safetensors."
 _place = "Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]"
 _settings = "A hyperparameter; method.key=value sets it for one method only."
+_setting = "A hyperparameter of the method; repeatable."
+_layers = "Layers to convert, by number or name ('encoder'); the others stay exact. [default: all]"
+_base = "Hub id of the original model for the card, if SOURCE is a folder."
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub id of a checkpoint.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=_settings)]
@@ -116,6 +165,12 @@ Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", show_defau
 Minutes = Annotated[float | None, typer.Option("--minutes", metavar="X", callback=check_minutes, help=_minutes)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help=_pickle)]
+# The options of commands that convert a checkpoint.
+Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder.")]
+MethodSettings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=_setting)]
+Layers = Annotated[str | None, typer.Option("--layers", metavar="0-5,8", help=_layers)]
+BaseModel = Annotated[str | None, typer.Option("--base-model", metavar="ORG/NAME", help=_base)]
+ForceFolder = Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -123,8 +178,6 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
     """Run a typer application and return its exit status; an expected error becomes one line on stderr."""
     try:
         status = application(args=arguments, prog_name=name, standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
         if status == 130:  # Ctrl-C; older versions of typer raise Abort
             raise typer.Abort
         return status if isinstance(status, int) else 0
@@ -139,10 +192,7 @@ def run(application: typer.Typer, arguments: Sequence[str] | None, name: str) ->
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's exceptions for an invalid command line have it
             raise
-        context = getattr(error, "ctx", None)
-        message = error.format_message().rstrip(".")
-        if message.startswith("No such option") and (context is None or context.parent is None):
-            message += "; options other than --help and --version come after the name of a command"
+        context, message = getattr(error, "ctx", None), error.format_message().rstrip(".")
         end = "" if message.endswith("?") else "."
         return _complain(f"{message}{end} Try: {context.command_path if context else name} --help", 2)
 
@@ -214,10 +264,9 @@ def parse_dtype(name: str | None) -> "torch.dtype | None":
 
 
 def bold(text: str) -> str:
-    """The text in bold letters on a terminal, and unchanged elsewhere; the environment variable NO_COLOR forbids it."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    is_styled = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return typer.style(text, bold=True) if is_styled else text
+    """The text in bold letters, which `typer.echo` writes to a terminal only; the variable NO_COLOR forbids it."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if is_plain else typer.style(text, bold=True)
 
 
 class LiveTable:
@@ -229,16 +278,21 @@ class LiveTable:
     """
 
     def __init__(self, headers: Sequence[str], widths: Sequence[int], *, left: Collection[str] = ()) -> None:
-        self._columns = [
-            ("<" if title in left else ">", max(len(title), width))
-            for title, width in zip(headers, widths, strict=True)
-        ]
-        _print_line(_row(headers, self._columns, bold))
-        _print_line(_rule(self._columns))
+        both = zip(headers, widths, strict=True)
+        self._columns = [("<" if title in left else ">", max(len(title), width)) for title, width in both]
+        self._print(_row(headers, self._columns, bold))
+        self._print(_rule(self._columns))
 
     def add(self, cells: Sequence[Any]) -> None:
         """Print a row; None is an empty cell."""
-        _print_line(_row(cells, self._columns))
+        self._print(_row(cells, self._columns))
+
+    def _print(self, line: str) -> None:
+        """Print a line to stdout at once, above the progress bars of tqdm."""
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stdout):
+            typer.echo(line)
 
 
 def _row(cells: Sequence[Any], columns: Iterable[tuple[str, int]], style: Callable[[str], str] = str) -> str:
@@ -253,33 +307,23 @@ def _rule(columns: Iterable[tuple[str, int]]) -> str:
     return f"|{'|'.join('-' * (width + 1) + ('-' if sign == '<' else ':') for sign, width in columns)}|"
 
 
-def _print_line(line: str) -> None:
-    """Print a line to stdout at once, above the progress bars of tqdm."""
-    from tqdm import tqdm
-
-    with tqdm.external_write_mode(file=sys.stdout):
-        typer.echo(line)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+def _widths(lines: Iterable[Sequence[Any]]) -> list[int]:
+    return [max(len("" if cell is None else str(cell)) for cell in cells) for cells in zip(*lines, strict=True)]
 
 
-_NUMBER = re.compile(r"[<>~]?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(x|%|s|B|kB|MB|GB|MiB))?")
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *, is_printed: bool = False) -> str:
-    """A Markdown table with aligned columns; `print_table` aligns numbers to the right and makes the header bold."""
-    lines, columns = list(rows), []
-    for title, *cells in zip(headers, *lines, strict=True):
-        texts = ["" if cell is None else str(cell) for cell in cells]
-        are_numbers = is_printed and texts and all(_NUMBER.fullmatch(text) for text in texts if text)
-        columns.append((">" if are_numbers else "<", max(map(len, [title, *texts]))))
-    header = _row(headers, columns, bold if is_printed else str)
-    return "\n".join([header, _rule(columns), *(_row(line, columns) for line in lines)])
+def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table whose columns are aligned to the left; None is an empty cell."""
+    lines = [headers, *rows]
+    columns = [("<", width) for width in _widths(lines)]
+    return "\n".join([_row(headers, columns), _rule(columns), *(_row(line, columns) for line in lines[1:])])
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table whose numbers are aligned to the right, on a terminal with a bold header."""
-    typer.echo(table(headers, rows, is_printed=True))
+    """Print a table whose first column is aligned to the left, and the others to the right, as numbers."""
+    lines = [headers, *rows]
+    live = LiveTable(headers, _widths(lines), left=headers[:1])
+    for line in lines[1:]:
+        live.add(line)
 
 
 def split_list(values: Iterable[str]) -> list[str]:
@@ -304,7 +348,8 @@ def parse_layers(text: str) -> "list[int | str]":
     return parse_layers(text)
 
 
-def _parse_pair(text: str) -> tuple[str, Any]:
+def parse_pair(text: str) -> tuple[str, Any]:
+    """Parse key=value, the value as JSON if it is that."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise UnsupportedAttentionError(f"{text!r} sets no hyperparameter; write key=value")
@@ -333,9 +378,9 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict
         if name in EXACT_IMPLEMENTATIONS:
             why = "is exact attention, with which methods are compared anyway: leave it out"
             raise UnsupportedAttentionError(f"{name} {why}")
-        configs.append(make_config(name, **dict(map(_parse_pair, pairs))))
+        configs.append(make_config(name, **dict(map(parse_pair, pairs))))
     for setting in settings:
-        key, value = _parse_pair(setting)
+        key, value = parse_pair(setting)
         only, dot, key = key.rpartition(".")
         if dot:
             method_info(only)  # refuses unknown names

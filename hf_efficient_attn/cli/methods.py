@@ -11,13 +11,13 @@ from hf_efficient_attn.cli.common import Json, bold, command, complete_methods, 
 if TYPE_CHECKING:
     from hf_efficient_attn.methods import MethodInfo
 
-_WIDTH = 80
 _LEGEND = (
     "Each name is also an attn_implementation. A star marks the default methods, from which the commands take those "
     "that they compare if none is named; in decoders only those with a causal form. "
     "learns: the method has parameters that need training; "
     "option: only with some hyperparameters. `hf-efficient-attn info NAME` describes a method and its hyperparameters."
 )
+_name = "A method, as listed by `methods`."
 
 
 def _describe(info: "MethodInfo") -> dict[str, Any]:
@@ -27,17 +27,10 @@ def _describe(info: "MethodInfo") -> dict[str, Any]:
     return plain | {"learned_parameters": list(info.learned_parameters)} | others
 
 
-def _hyperparameters(info: "MethodInfo") -> list[dict[str, Any]]:
-    """The hyperparameters of a method as plain values for JSON."""
-    facts = ("help", "minimum", "choices")
-    fields = dataclasses.fields(info.config_class)
-    return [{"name": x.name, "default": x.default, **{key: x.metadata.get(key) for key in facts}} for x in fields]
-
-
 def _wrap(text: str, indent: str = "", hanging: str | None = None) -> str:
     """Break a text into lines of at most 80 characters; `hanging` is the indent from the second line on."""
     rest = indent if hanging is None else hanging
-    return textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
+    return textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
 
 
 @command("methods --json", needs_models=False)
@@ -61,25 +54,26 @@ def methods(as_json: Json = False) -> None:
 
 @command("info nearfar", needs_models=False)
 def info(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A method, as listed by `methods`.", autocompletion=complete_methods)
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=_name, autocompletion=complete_methods)],
     as_json: Json = False,
 ) -> None:
     """Describe a method: its paper, and its hyperparameters with their defaults and choices."""
     from hf_efficient_attn.methods import method_info
 
     about = method_info(name)
-    options = _hyperparameters(about)
+    options: list[dict[str, Any]] = [
+        {"name": x.name, "default": x.default, **{key: x.metadata.get(key) for key in ("help", "minimum", "choices")}}
+        for x in dataclasses.fields(about.config_class)
+    ]
     if as_json:
         return print_json(_describe(about) | {"hyperparameters": options})
     own = about.config_class.__module__.startswith("hf_efficient_attn.")
-    forms = [("causal", about.causal), ("Nq != Nk", about.rectangular), ("recurrent", about.recurrent)]
+    forms = {"causal": about.causal, "Nq != Nk": about.rectangular, "recurrent": about.recurrent}
     facts = {
         "paper": ", ".join(filter(None, (about.paper, about.paper_url))),
         "near field": about.near,
         "far field": about.far,
-        "forms": ", ".join(form for form, exists in forms if exists) or "square, bidirectional only",
+        "forms": ", ".join(form for form, exists in forms.items() if exists) or "square, bidirectional only",
         "decoding": about.decoding,
         "learned parameters": ", ".join(about.learned_parameters) or "none",
         "config": f"{'hf_efficient_attn' if own else about.config_class.__module__}.{about.config_class.__name__}",
@@ -91,10 +85,8 @@ def info(
     typer.echo(f"\n{bold('Hyperparameters')}")
     for entry in options:
         limits = [f"default {entry['default']!r}"]
-        if entry["minimum"] is not None:
-            limits.append(f"at least {entry['minimum']}")
-        if entry["choices"]:
-            limits.append(f"one of {', '.join(entry['choices'])}")
+        limits += [] if entry["minimum"] is None else [f"at least {entry['minimum']}"]
+        limits += [f"one of {', '.join(entry['choices'])}"] if entry["choices"] else []
         typer.echo(_wrap(f"{entry['name']} ({'; '.join(limits)})", "  "))
         if entry["help"]:
             typer.echo(_wrap(entry["help"], " " * 6))

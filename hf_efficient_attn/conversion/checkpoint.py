@@ -16,30 +16,22 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import open_checkpoint
-from hf_efficient_attn.checkpoint.files import refusing, short
+from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.limits import set_limits
 from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
-from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, TRAINED, check_hub_id, provenance
+from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
 from hf_efficient_attn.conversion.positions import extend_positions, position_tables
-from hf_efficient_attn.conversion.report import (
-    describe,
-    exact_lengths,
-    loading_lines,
-    notes_of,
-    num_positions,
-    picture_sizes,
-)
+from hf_efficient_attn.conversion.report import describe, exact_lengths, loading_lines, notes_of, num_positions
+from hf_efficient_attn.conversion.standalone import kernel_implementation, make_standalone
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import write_card
-from hf_efficient_attn.hub.facts import check_install
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import MethodConfig, get_method
-from hf_efficient_attn.version import __version__
 
 
 def convert_checkpoint(
@@ -51,6 +43,8 @@ def convert_checkpoint(
     layers: Sequence[Layer] | None = None,
     max_length: int | None = None,
     base_model: str | None = None,
+    kernel: str | None = None,
+    has_code: bool = False,
     force: bool = False,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
@@ -70,6 +64,10 @@ def convert_checkpoint(
         max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
             (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
         base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
+        kernel: Hub id of a repository that `hub.kernel.export_kernel` wrote for the method. The result names it as its
+            attention, so that it loads without this package.
+        has_code: Write a file with the code of the attention, with which the result loads without this package by
+            `trust_remote_code=True`. Methods with learned parameters are possible, too.
         force: Replace an existing output folder when everything is written.
         allow_pickle: As for `open_checkpoint`.
 
@@ -77,10 +75,9 @@ def convert_checkpoint(
         A report of plain values: source, output, architecture, method, settings, layers (indices of the converted
         layers), positions (the number of tokens that the model takes, or None), exact_up_to (for each method its
         layers, the hyperparameters that differ from the defaults, and the number of tokens up to which it is exact, 0
-        for none), pictures (None, or the sizes in pixels from which pictures are approximated; see
-        `report.Pictures`), limits (each limit of text lengths that was changed: file, key, before, after),
-        parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in bytes, left_out {file:
-        reason}, notes, and load, the Python lines that load the result.
+        for none), limits (each limit of text lengths that was changed: file, key, before, after),
+        parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in bytes, left_out (files
+        that were not copied), notes, and load, the Python lines that load the result.
 
     Raises:
         UnsupportedAttentionError: The source, the method, a hyperparameter, a layer or the output cannot be used.
@@ -91,7 +88,7 @@ def convert_checkpoint(
         source, output, max_length=max_length, base_model=base_model, force=force, allow_pickle=allow_pickle
     )
     conversion.switch(method, hyperparameters or {}, layers)
-    return conversion.write()
+    return conversion.write(kernel=kernel, has_code=has_code)
 
 
 class Conversion:
@@ -120,12 +117,10 @@ class Conversion:
         self.place = check_output(output, self.checked.folder, force=force)
         loaded = self._loaded = load_with_report(self.checked)
         self.model = loaded.model
-        self._origin = origin = provenance(self.checked, __version__)
+        self._origin = origin = provenance(self.checked)
         if base_model is not None:
             check_hub_id(base_model, "--base-model")
-            origin |= {"base_model": base_model, "base_name": base_model.rpartition("/")[2]}
-        if origin[INSTALL] is not None:
-            check_install(origin[INSTALL], f"{FILE}: {INSTALL}")
+            origin["base_model"] = base_model
         if origin[TRAINED] is None and origin["max_length"] is None:
             origin[TRAINED] = num_positions(self.model)
         origin["max_length"] = max_length or origin["max_length"]
@@ -174,16 +169,26 @@ class Conversion:
                 _check_size(model, entry.config)
             convert(model, chosen or method)
 
-    def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
+    def write(
+        self,
+        *,
+        kernel: str | None = None,
+        has_code: bool = False,
+        add_files: Callable[[pathlib.Path], None] | None = None,
+    ) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
 
         Args:
+            kernel: As for `convert_checkpoint`.
+            has_code: As for `convert_checkpoint`.
             add_files: Adds files to the folder that it is given, before the model card is made from them.
 
         Returns:
             The report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
+        if kernel is not None:
+            kernel_implementation(model.config, kernel)  # before the work
         with staged(self.place) as draft:
             changes = find_changes(model, checked.weights, self._loaded.missing, draft)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
@@ -197,13 +202,14 @@ class Conversion:
             notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
             _check_result(draft, changes, self._loaded.unused)
+            make_standalone(draft, model.config, kernel, has_code)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
-        groups, pictures = exact_lengths(model), picture_sizes(model)
-        notes += describe(groups, pictures, num_positions(model))
+        groups = exact_lengths(model)
+        notes += describe(groups, num_positions(model))
         removed = [key for key in checked.dropped_keys if not key.startswith("_")]
         if removed:
             notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
@@ -221,13 +227,18 @@ class Conversion:
             "layers": in_order(layer for group in groups for layer in group.layers),
             "positions": num_positions(model),
             "exact_up_to": [group._asdict() for group in groups],
-            "pictures": None if pictures is None else pictures._asdict(),
             "limits": limits or [],
             "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
             "files": sizes,
-            "left_out": dict(checked.left_out),
+            "left_out": list(checked.left_out),
             "notes": notes,
-            "load": loading_lines(model, self._output, embeds_sentences="modules.json" in checked.companions),
+            "load": loading_lines(
+                model,
+                self._output,
+                embeds_sentences="modules.json" in checked.companions,
+                kernel=kernel,
+                has_code=has_code,
+            ),
         }
 
 
@@ -260,4 +271,4 @@ def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) 
         tensors = written.weights.tensors
         lost = sorted({*load_with_report(written).unused} - {*unused} | (changes.new.keys() - tensors.keys()))
         if lost or len(tensors) != changes.kept + len(changes.new):
-            raise UnsupportedAttentionError(f"the model does not find {short(lost[0]) if lost else 'all tensors'}")
+            raise UnsupportedAttentionError(f"the model does not find {shown(lost[0]) if lost else 'all tensors'}")

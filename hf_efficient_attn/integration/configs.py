@@ -31,7 +31,7 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 def settings_of(config: object, name: str) -> EfficientAttentionConfig:
     """The settings of a method in a model's config: those that it stores for the method, or the method's defaults."""
-    stored: EfficientAttentionConfig | None = None if config is None else config.__dict__.get(_ATTRIBUTE)
+    stored = None if config is None else _stored(config)
     # After its model was switched by name, a config stores the settings of another method.
     return _DEFAULTS[name] if stored is None or stored.method != name else stored
 
@@ -42,8 +42,17 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
+def _stored(config: object) -> EfficientAttentionConfig | None:
+    """The settings that a config stores."""
+    stored: Any = config.__dict__.get(_ATTRIBUTE)
+    if isinstance(stored, dict):  # the config was loaded before this package
+        stored = config.__dict__[_ATTRIBUTE] = as_settings(stored, getattr(config, "_attn_implementation", None))
+    settings: EfficientAttentionConfig | None = stored
+    return settings
+
+
 def _get(config: PreTrainedConfig) -> Stored | None:
-    settings = config.__dict__.get(_ATTRIBUTE)
+    settings = _stored(config)
     return None if settings is None else Stored(settings)
 
 
@@ -58,7 +67,7 @@ def _set(config: PreTrainedConfig, value: Any) -> None:
         # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
         if not any(method_of(part) == settings.method for part in parts_of(config).values()):
             config._attn_implementation = str(settings.method)
-    elif named != settings.method:
+    elif str(named).rpartition(":")[2] != settings.method:  # a kernel repository, ORG/NAME:METHOD, reads it too
         logger.warning_once(
             f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
             "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"

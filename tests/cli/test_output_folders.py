@@ -142,23 +142,15 @@ cli.main(sys.argv[1:])
 def test_killed_while_writing(whole, tmp_path):
     line = [sys.executable, "-c", KILLED, "convert", whole, "--method", "linear", "-o", tmp_path / "out"]
     assert subprocess.run(list(map(str, line)), cwd=ROOT).returncode == -signal.SIGKILL
-    (draft,) = tmp_path.iterdir()
-    assert draft.name.startswith(".out.converting-")
-    assert convert(whole, tmp_path / "out") == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == [".out.converting"]
 
 
-def test_drafts_of_dead_processes_are_deleted_and_others_kept(whole, tmp_path, capsys):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    others = [f".out.converting-{os.getppid()}", f".other.converting-{dead.pid}", ".out.converting-x"]
-    for name in [f".out.converting-{dead.pid}", *others]:
-        fill(tmp_path / name, half_txt="half")
-    assert convert(whole, tmp_path / "out") == 0
-    assert {path.name for path in tmp_path.iterdir()} == {*others, "out"}
-    fill(tmp_path / f".new.converting-{os.getpid()}", half_txt="half")
-    assert convert(whole, tmp_path / "new") == 2
-    assert "another conversion" in capsys.readouterr().err and not (tmp_path / "new").exists()
+def test_two_conversions_to_the_same_folder(whole, tmp_path, capsys):
+    fill(tmp_path / ".out.converting", half_txt="half")
+    before = tree(tmp_path)
+    assert convert(whole, tmp_path / "out") == 2
+    assert "another conversion" in capsys.readouterr().err and tree(tmp_path) == before
+    assert convert(whole, tmp_path / "other") == 0
 
 
 # Names that cannot be used
@@ -251,7 +243,7 @@ def test_results_on_a_full_disk(tmp_path):
             draft.symlink_to("/dev/full")
             draft.write_text("new")
 
-    with pytest.raises(OSError, match=r"analysis\.json cannot be written: No space left"):
+    with pytest.raises(OSError, match=r"analysis\.json cannot be written: .*No space left"):
         write()
     assert tree(tmp_path) == {"analysis.json": b"old"}
     with replacing(path) as draft:

@@ -1,9 +1,7 @@
 """The option --import: a method of a user's own file works in every command, and needs the file when it is loaded."""
 
-import json
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +13,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.cli.common import app
 from instances import unregister
-from test_benchmark_command import command, made, run_json, text  # noqa: F401 (fixtures)
+from test_benchmark_command import command, made, run_json  # noqa: F401 (fixtures)
 from tiny_models import output, tiny_batch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -61,7 +59,7 @@ def test_every_command_imports_the_file_first(name, capsys, tmp_path):
     assert "ValueError in line 1: reached" in refusal(capsys, name, *needed, "--import", tmp_path / "own.py")
 
 
-def test_a_method_of_ones_own_in_the_commands(made, text, tmp_path, capsys):  # noqa: F811
+def test_a_method_of_ones_own_in_the_commands(made, tmp_path, capsys):  # noqa: F811
     assert "unknown attention method 'random_keys'" in refusal(capsys, "info", "random_keys")
     own = ("--import", EXAMPLE)
     about = run_json(capsys, "info", "random_keys", *own)
@@ -78,21 +76,11 @@ def test_a_method_of_ones_own_in_the_commands(made, text, tmp_path, capsys):  # 
     assert model.config._attn_implementation == "random_keys"
     expected = hea.convert(AutoModel.from_pretrained(made("bert")), "random_keys", num_samples=16)
     assert torch.equal(output(model, batch), output(expected, batch))
-    found = run_json(capsys, "benchmark", out, "--lengths", "48", "--data", text, *own)
-    assert any("random_keys" in row["attention"] for row in found["measurements"])
-    methods = ("--methods", "random_keys,longformer", "--length", "60", "--budgets", "16")
-    found = run_json(capsys, "analyze", made("bert"), "--data", text, *methods, *own)
-    assert "random_keys" in json.dumps(found["layers"])
     plan = run_json(capsys, "push", out, "me/mine", *own)
     assert any("readers need random_keys.py" in problem for problem in plan["card_problems"])
-    code = "import sys; from hf_efficient_attn import cli; cli.main(sys.argv[1:])"  # a new process
-    done = subprocess.run(
-        [sys.executable, "-c", code, "push", out, "me/mine"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 2
-    assert "unknown attention method 'random_keys'" in done.stderr and "--import FILE" in done.stderr
-    arguments = ("--data", text, "--method", "random_keys", "--length", "40", "-o", tmp_path / "z")
-    assert "random_keys has no learned parameters" in refusal(capsys, "distill", made("bert"), *arguments, *own)
+    unregister("random_keys")
+    error = refusal(capsys, "push", out, "me/mine")
+    assert "unknown attention method 'random_keys'" in error and "--import FILE" in error
 
 
 def test_files_are_repeatable_and_imported_once(tmp_path, capsys):
@@ -110,9 +98,9 @@ def test_files_are_repeatable_and_imported_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("missing.py", None, "there is no such file"),
-        ("method.txt", "", "give a Python file, whose name ends in .py"),
-        ("my-method.py", "", "cannot import a module with the name 'my-method': rename the file"),
+        ("missing.py", None, "give an existing Python file"),
+        ("method.txt", "", "give an existing Python file"),
+        ("my-method.py", "", "a name that Python can import, such as my_method.py"),
         ("random.py", "", "another module has the name 'random': rename the file"),
         ("datasets.py", "", "another module has the name 'datasets': rename the file"),
         ("nothing_at_all.py", "x = 1", "it registers no method: it must call hea.register_method"),
@@ -137,9 +125,8 @@ def test_files_that_are_refused(name, content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / name).write_text(content)
     before, path = set(hea.available_methods()), list(sys.path)
-    for _ in range(2):
-        found = refusal(capsys, "methods", "--import", tmp_path / name)
-        assert found.startswith(f"--import {tmp_path / name}: ") and message in found
+    found = refusal(capsys, "methods", "--import", tmp_path / name)
+    assert found.startswith(f"--import {tmp_path / name}: ") and message in found
     assert set(hea.available_methods()) == before
     assert path[: len(path)] == sys.path[: len(path)]
 

@@ -4,8 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
-import transformers
 
 import hf_efficient_attn as hea
 from converted import tiny_tokenizer
@@ -13,11 +11,10 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.limits import find_limits, sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.conversion.report import describe, exact_lengths, num_positions, picture_sizes
+from hf_efficient_attn.conversion.report import describe, exact_lengths, num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 from instances import INSTANCES
-from tiny_models import output, tiny_batch, tiny_class, tiny_model
+from tiny_models import output, tiny_batch, tiny_model
 
 MODULES = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}]
 
@@ -185,62 +182,6 @@ def test_every_method_says_up_to_where_it_is_exact(instance):
     assert instance.config().exact_length == instance.budget
 
 
-@pytest.mark.parametrize("method", ["kdeformer", "longformer"])
-def test_the_size_from_which_pictures_differ_is_where_outputs_differ(method):
-    model = tiny_model("vit")
-    exact = {size: output(model, larger(size), interpolate_pos_encoding=True) for size in range(32, 52, 4)}
-    options = {"block_size": 60, "num_samples": 60} if method == "kdeformer" else {"window_size": 119}
-    found = picture_sizes(hea.convert(model, method, **options))
-    # 32 px are 8 x 8 patches of 4 px, and a class token; 11 x 11 + 1 = 122 is the first number above 120.
-    assert found == (32, 65, 44, "interpolate_pos_encoding")
-    for size, before in exact.items():
-        same = torch.allclose(output(model, larger(size), interpolate_pos_encoding=True), before, atol=1e-5)
-        assert same == (size < 44), size
-
-
-def larger(size):
-    return {"pixel_values": torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(size))}
-
-
-def test_sizes_of_other_models_of_pictures():
-    deit = hea.convert(tiny_model("deit", head=True), "linear")
-    assert picture_sizes(deit) == (32, 66, 32, "interpolate_pos_encoding")
-    config = T2TViTConfig(image_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, token_dim=8)
-    stages = hea.convert(T2TViTForImageClassification(config), "kdeformer")
-    assert picture_sizes(stages)[:3] == (64, 256, 96)  # in the first stage, with a token every 4 px
-    backbone = hea.convert(stages, "kdeformer", layers=[0, 1])
-    assert picture_sizes(backbone)[:3] == (64, 17, 368)
-    dino = transformers.Dinov2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    model = hea.convert(transformers.Dinov2Model(dino), "longformer", window_size=20)
-    assert picture_sizes(model) == (28, 5, 70, None)  # interpolates by itself
-    assert picture_sizes(hea.convert(tiny_model("bert"), "linear")) is None
-    assert picture_sizes(tiny_model("vit")) is None
-
-
-def test_convert_says_where_pictures_differ(tmp_path, capsys):
-    with quiet():
-        tiny_model("vit", head=True).save_pretrained(tmp_path / "source")
-    line = ["--method", "longformer:window_size=99", "-o"]
-    assert convert(tmp_path / "source", *line, tmp_path / "out") == 0
-    out = capsys.readouterr().out
-    assert "65 tokens at 32 px: computed exactly; differs from exact attention from 40 px on" in out
-    assert "model(pixel_values, interpolate_pos_encoding=True)" in out
-    assert convert(tmp_path / "source", *line, tmp_path / "json", "--json") == 0
-    done = json.loads(capsys.readouterr().out)
-    assert done["exact_up_to"] == [
-        {"layers": [0, 1], "method": "longformer", "settings": {"window_size": 99}, "tokens": 100}
-    ]
-    argument = "interpolate_pos_encoding"
-    assert done["pictures"] == {"size": 32, "tokens": 65, "differs_from": 40, "argument": argument}
-    # What the report says is so.
-    model = tiny_class("vit", head=True).from_pretrained(tmp_path / "out")
-    with pytest.raises(ValueError, match="Input image size"):
-        output(model, larger(40))
-    output(model, larger(40), interpolate_pos_encoding=True)
-
-
 def test_convert_says_where_texts_differ(tmp_path, capsys):
     with quiet():
         tiny_model("bert", head=True).save_pretrained(tmp_path / "source")
@@ -263,7 +204,7 @@ def test_a_mix_of_methods():
         {"layers": [0], "method": "linear", "settings": {}, "tokens": 0},
         {"layers": [1], "method": "longformer", "settings": {"window_size": 4}, "tokens": 5},
     ]
-    assert describe(groups, None, num_positions(model)) == [
+    assert describe(groups, num_positions(model)) == [
         "linear (layers 0): differs from exact attention at every length",
         "longformer (layers 1): up to 5 tokens are computed exactly, more are approximated",
     ]

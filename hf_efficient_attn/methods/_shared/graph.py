@@ -27,6 +27,10 @@ from hf_efficient_attn.methods._shared.registry import get_method, make_config
 from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice, Seed, seed_value
 from hf_efficient_attn.ops.tracing import draw_seed, with_draws_of
 
+# The namespace of the operators. Copies of this module in kernel repositories have other top packages.
+_NAMESPACE = __name__.partition(".")[0]
+_OPERATORS = getattr(torch.ops, _NAMESPACE)
+
 
 def call_in_graph(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -45,7 +49,7 @@ def call_in_graph(
         others.append(draw_seed(query.device))
     wanted = isinstance(seed_value(seed), Tensor) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     text = f"({form!r}, {{{values}}}, {more})"
-    out: Tensor = torch.ops.hf_efficient_attn.attention(tensors, others, text, wanted)
+    out: Tensor = _OPERATORS.attention(tensors, others, text, wanted)
     return out
 
 
@@ -88,7 +92,7 @@ def _leaves(tensors: list[Tensor]) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in tensors]
 
 
-@torch.library.custom_op("hf_efficient_attn::attention", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
 def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_grad: bool) -> Tensor:
     """Compute attention (B, H, Nq, Dv) of a method."""
     if not needs_grad:
@@ -103,7 +107,7 @@ def _(tensors: list[Tensor], *_: object) -> Tensor:
     return tensors[2].new_empty(*tensors[0].shape[:3], tensors[2].shape[3])
 
 
-@torch.library.custom_op("hf_efficient_attn::attention_backward", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
 def _attention_backward(grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str) -> list[Tensor]:
     """Compute the gradients of the tensors."""
     with _autograd():
@@ -126,7 +130,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensors, others = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-    found = torch.ops.hf_efficient_attn.attention_backward(grad, tensors, others, ctx.text)
+    found = _OPERATORS.attention_backward(grad, tensors, others, ctx.text)
     return found, [None] * len(others), None, None
 
 

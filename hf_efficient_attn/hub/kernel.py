@@ -1,0 +1,167 @@
+"""A method as a repository of Hugging Face's `kernels` library, which Transformers loads without this package.
+
+The repository contains copies of this package's own modules: `integration.kernel_function`, the method, and what they
+import. Imports become relative, and nothing but PyTorch is needed. The layout is the one that the library documents
+(https://huggingface.co/docs/kernels): `build/<variant>` for each backend, with equal modules, and `torch-ext` with
+`build.toml` for those who build the repository themselves.
+"""
+
+import base64
+import hashlib
+import importlib.resources
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from hf_efficient_attn.checkpoint.provenance import check_hub_id
+from hf_efficient_attn.checkpoint.staging import check_output, staged
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.hub.modules import method_module, methods_of_package, modules_of
+from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.methods import get_method, learns
+from hf_efficient_attn.version import __version__
+
+BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
+_ENTRY = "integration.kernel_function"
+_IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
+_INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
+
+from ._modules.integration.kernel_function import kernel_function
+from ._modules.methods import attention
+
+{method} = kernel_function("{method}")
+# Transformers looks for this name.
+flash_attn_forward = {method}
+
+__all__ = ["attention", "flash_attn_forward", "{method}"]
+'''
+# Early versions of `kernels` import the folder of this file and not the one around it.
+_COMPATIBLE = '''"""The same names as the folder around this one has."""
+
+import importlib.util
+import pathlib
+import sys
+
+_spec = importlib.util.spec_from_file_location(f"{__name__}_build", pathlib.Path(__file__).parents[1] / "__init__.py")
+_module = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = _module
+_spec.loader.exec_module(_module)
+__all__ = _module.__all__
+globals().update({name: getattr(_module, name) for name in __all__})
+'''
+
+
+def export_kernel(
+    method: str, output: "str | os.PathLike[str]", *, repo_id: str | None = None, force: bool = False
+) -> dict[str, Any]:
+    """Write a repository for Hugging Face's `kernels` library, from which Transformers loads a method by itself.
+
+    A model uses it by `attn_implementation="ORG/NAME:METHOD"`, given to `from_pretrained` or in config.json (`convert
+    --kernel`). The function takes its hyperparameters from `config.efficient_attention`, by default the defaults.
+
+    Args:
+        method: A method of this package without learned parameters.
+        output: The folder to write. It must not exist, or be empty, unless `force` is given.
+        repo_id: Hub id of the repository for its card and build.toml; by default ORG and the name of the folder.
+        force: Replace an existing output folder when everything is written.
+
+    Returns:
+        A report of plain values: method, output, function (the `attn_implementation`), backends, modules (their number
+        in one backend) and lines (of these modules).
+
+    Raises:
+        UnsupportedAttentionError: The method has learned parameters or is not part of this package, or the output
+            cannot be written. Nothing has been written.
+        OSError: A file could not be written. Nothing of the output remains.
+    """
+    info = get_method(method).info
+    if method not in kernel_methods():
+        raise UnsupportedAttentionError(
+            f"{method}: a kernel repository takes methods of this package without learned parameters: "
+            f"{', '.join(kernel_methods())}. Models with another method need this package"
+        )
+    place = check_output(output, pathlib.Path(__file__).parents[1], force=force)
+    repo_id = repo_id or f"ORG/{place.path.name}"
+    check_hub_id(repo_id, "the kernel repository")
+    name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
+    files, module = kernel_files(method), name.replace("-", "_")
+    values: dict[str, Any] = {
+        "name": name,
+        "module": module,
+        "method": method,
+        "title": info.title,
+        "paper": info.paper,
+    }
+    values |= {"url": info.paper_url, "repo_id": repo_id, "version": __version__, "summary": info.summary}
+    values |= {"backends": json.dumps(BACKENDS), "causal": info.causal}
+    with staged(place) as draft:
+        _write(draft / "torch-ext" / module, files)
+        for backend in BACKENDS:
+            folder = draft / "build" / f"torch-{backend}"
+            built = files | {f"{module}/__init__.py": _COMPATIBLE}
+            _write(folder, built)
+            write_json(folder / "metadata.json", _metadata(name, backend, built))
+        for file in ("build.toml", "README.md"):
+            template = (
+                importlib.resources.files(__package__).joinpath(f"kernel_{file}.jinja").read_text(encoding="utf-8")
+            )
+            _write(draft, {file: jinja2.Template(template, keep_trailing_newline=True).render(values)})
+    return {
+        "method": method,
+        "output": str(place.path),
+        "function": f"{repo_id}:{method}",
+        "backends": list(BACKENDS),
+        "modules": len(files),
+        "lines": sum(len(text.splitlines()) for text in files.values()),
+    }
+
+
+def kernel_methods() -> list[str]:
+    """The methods of this package that learn nothing with their default hyperparameters."""
+    entries = [get_method(name) for name in methods_of_package()]
+    return [entry.info.name for entry in entries if not learns(entry.default)]
+
+
+def kernel_files(method: str) -> dict[str, str]:
+    """The texts of a repository's modules, by their paths in the folder of a backend."""
+    info = get_method(method).info
+    used = [name for name in (method, info.config_class.switches_to) if name]
+    # In a folder of their own, so that no repository can have the name of one of them.
+    files = {
+        "__init__.py": _INIT.format(title=info.title, method=method, version=__version__),
+        "_modules/__init__.py": f'"""Modules of hf_efficient_attn {__version__}."""\n',
+    }
+    for path, text in modules_of([_ENTRY, *map(method_module, used)], without_imports=["integration"]).items():
+        dots = "." * (path.count("/") + 1)
+        files[f"_modules/{path}"] = _IMPORT.sub(rf"\1from {dots}\2 import ", text)
+    return dict(sorted(files.items()))
+
+
+def _metadata(name: str, backend: str, files: Mapping[str, str]) -> dict[str, Any]:
+    """The contents of metadata.json of a backend. The id differs between backends and between contents."""
+    digests = {path: hashlib.sha256(text.encode()).digest() for path, text in sorted(files.items())}
+    revision = hashlib.sha256(b"".join(digests.values())).hexdigest()[:7]
+    return {
+        "id": f"_{name.replace('-', '_')}_{backend}_{revision}",
+        "name": name,
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": backend},
+        "digest": {
+            "algorithm": "sha256",
+            "files": {path: base64.b64encode(digest).decode() for path, digest in digests.items()},
+        },
+    }
+
+
+def _write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="\n")

@@ -1,0 +1,61 @@
+"""The file with which a converted checkpoint loads by `trust_remote_code=True`, without this package.
+
+The file contains the methods and the integration of this package, as texts, and imports them if the package is not
+installed. It also has a class for each task of the model's type, which `auto_map` in config.json
+names. Transformers copies the file when such a model is saved, so fine-tuned copies load in the same way.
+"""
+
+import hashlib
+import importlib.resources
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.hub.modules import method_module, methods_of_package, modules_of
+from hf_efficient_attn.version import __version__
+
+# The name of the file.
+MODULE = "modeling_efficient_attention"
+
+
+def auto_classes(config: PreTrainedConfig) -> dict[str, str]:
+    """The model class of each class such as `AutoModelForCausalLM` for a config."""
+    found = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if name.startswith("Auto") and mapping is not None and type(config) in mapping:
+            classes = mapping[type(config)]
+            found[name] = (classes[0] if isinstance(classes, (tuple, list)) else classes).__name__
+    return found
+
+
+def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
+    """The text of the file for a model's config, and the `auto_map` that refers to it.
+
+    Raises:
+        UnsupportedAttentionError: Transformers has no auto class for the model, or a method is not of this package.
+    """
+    stored, classes = config.efficient_attention, auto_classes(config)
+    methods = sorted({entry.config.method for entry in stored.settings.entries}) if stored else []
+    others = [name for name in methods if name not in methods_of_package()]
+    if others or not classes or not type(config).__module__.startswith("transformers."):
+        problem = f"{', '.join(others)} is a method of your own" if others else "Transformers has no such model"
+        raise UnsupportedAttentionError(
+            f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
+        )
+    # All methods: a process can load several checkpoints, and the first one's copies serve all.
+    texts = modules_of(["integration", "version", *map(method_module, methods_of_package())])
+    values: dict[str, Any] = {
+        "methods": methods,
+        "all_methods": methods_of_package(),
+        "version": __version__,
+        "revision": hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:8],
+        "sources": {path: [repr(line) for line in text.splitlines(keepends=True)] for path, text in texts.items()},
+        "classes": sorted(set(classes.values())),
+    }
+    template = importlib.resources.files(__package__).joinpath("remote_code.py.jinja").read_text(encoding="utf-8")
+    text = jinja2.Template(template, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True).render(values)
+    return text, {name: f"{MODULE}.{model}" for name, model in classes.items()}

@@ -1,0 +1,121 @@
+"""The attention function of a kernel repository, which Transformers calls where this package is not installed.
+
+`hub.kernel` copies this module, and all others that it imports, into the repository. None of them imports Transformers.
+The function reads the hyperparameters from `module.config`, and it knows no more of the model than the attention module
+that calls it. What depends on the rest of the model is therefore refused, although the package itself can do it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.exact import exact_layer
+from hf_efficient_attn.integration.layers import Layer, layer_seed
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods import attention
+
+# Arguments without an effect on attention, because a model has used them already or needs them later.
+_UNUSED = ("position_ids", "cache_position", "position_embeddings", "use_cache", "output_hidden_states", "return_dict")
+_LOSS_WORDS = ("label", "loss", "target", "num_items_in_batch")
+_INSTALL = "install hf_efficient_attn, which can do this, and load the model with attn_implementation={!r}"
+
+
+def kernel_function(method: str) -> Callable[..., tuple[Tensor, None]]:
+    """Make the attention function of a method: (B, H, Nq, D), (B, H_kv, Nk, D), (B, H_kv, Nk, Dv) -> (B, Nq, H, Dv)."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        settings, layer = _settings(method, module), _layer(module)
+        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        mask = _key_mask(method, attention_mask, key)
+        _refuse_lost(method, kwargs, key.shape[2])
+        if is_causal and mask is None:
+            _check_positions(method, kwargs.get("position_ids"), query.shape[2], key.shape[2])
+        if layer is None and settings.named_layers():
+            _refuse(method, "'layers' chooses some layers, and an attention module does not know which one it is")
+        config = settings.for_layer(layer)
+        dropout_p = dropout if module.training else 0.0
+        if config is None:
+            out = exact_layer(query, key, value, mask, is_causal=is_causal, scale=scaling, dropout_p=dropout_p)
+        else:
+            if is_causal and not config.causal:
+                _refuse(method, "it has no causal form, which this model needs")
+            seed = None if module.training else layer_seed(layer)
+            out = attention(
+                config, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scaling,
+                dropout_p=dropout_p, seed=seed, parameters={},
+            )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
+
+    forward.__name__ = forward.__qualname__ = method
+    return forward
+
+
+def _refuse(method: str, problem: str) -> NoReturn:
+    raise UnsupportedAttentionError(
+        f"{method}: {problem}: {_INSTALL.format(method)}, or use attn_implementation='sdpa'"
+    )
+
+
+def _settings(method: str, module: nn.Module) -> EfficientAttentionConfig:
+    """The choice in the config of a module's model, or the method with its default hyperparameters."""
+    config = getattr(module, "config", None)
+    stored = getattr(config, "efficient_attention", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        _refuse(method, "the model has cross attention, which this function cannot tell from self-attention")
+    settings = EfficientAttentionConfig.from_dict(stored or {}, method)
+    if {entry.config.method for entry in settings.entries} != {method}:
+        named = ", ".join(sorted({entry.config.method for entry in settings.entries}))
+        _refuse(method, f"config.efficient_attention chooses {named}, and this repository has only {method}")
+    return settings
+
+
+def _layer(module: nn.Module) -> Layer | None:
+    """The layer of an attention module, which also determines its random draws; None if the module does not say."""
+    layer: Layer | None = getattr(module, "attention_layer", getattr(module, "layer_idx", None))
+    return layer
+
+
+def _key_mask(method: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """The mask of the keys, bool (B, Nk), from what Transformers passes to an attention function of a kernel."""
+    if mask is None:
+        return None
+    if mask.ndim != 2 or mask.shape[1] != key.shape[2]:
+        _refuse(
+            method, f"the mask has the shape {tuple(mask.shape)}, and only (batch, {key.shape[2]}) marks padding alone"
+        )
+    return mask.to(torch.bool)
+
+
+def _refuse_lost(method: str, kwargs: Mapping[str, Any], kv_len: int) -> None:
+    """Refuse arguments that exact attention would use: a window, a bias, packed sequences and the like."""
+    for name, value in kwargs.items():
+        if name == "sliding_window":
+            lost = value is not None and value < kv_len
+        elif name in _UNUSED or any(word in name for word in _LOSS_WORDS):
+            lost = False
+        else:  # a tensor, or a request such as output_attentions=True or softcap=30.0
+            lost = isinstance(value, Tensor) or (isinstance(value, (bool, float)) and bool(value))
+        if lost:
+            _refuse(method, f"the argument {name!r} of the attention would be lost")
+
+
+def _check_positions(method: str, position_ids: Tensor | None, q_len: int, kv_len: int) -> None:
+    """Refuse packed sequences and static caches, which the positions (B, Nq) of a causal call without a mask show."""
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or position_ids.shape[1] != q_len:
+        return
+    expected = torch.arange(kv_len - q_len, kv_len, device=position_ids.device)
+    if not bool((position_ids == expected).all()):
+        _refuse(method, "the positions are not those of one sequence per row (packed sequences, or a static cache)")
