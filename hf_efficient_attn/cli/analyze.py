@@ -146,20 +146,21 @@ def _report(result: dict[str, Any]) -> list[str]:
     from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
     from hf_efficient_attn.integration.layers import ranges
 
-    paragraphs = [
+    about = (
         f"{result['data']['rows']} inputs of {result['tokens']} tokens of {result['data']['name']}; means over inputs "
         "and heads (--json and --output give every head). Methods: relative operator norm of the output's error at "
         f"budgets of {', '.join(map(str, result['budgets']))} columns. Stable rank: of the attention matrix. "
         "Tail/head: the sum of all but the n largest entries of the n x n kernel matrix, divided by the sum of the n "
-        "largest. Both are those of the first input, up to 4,096 tokens.",
-        *result["notes"],
-    ]
+        "largest. Both are those of the first input, up to 4,096 tokens."
+    )
+    notes = [*result["notes"]]
     if not result["complete"]:
-        paragraphs.append(
+        notes.append(
             f"Not complete. Layers that were not measured and stay exact: {ranges(result['left_out'])}. Give more "
             "time, or fewer --rows, --methods or --budgets."
         )
-    lines = ["", *(line for text in paragraphs for line in textwrap.wrap(text, 100, subsequent_indent="    ")), ""]
+    wrapped = [line for note in notes for line in textwrap.wrap(note, 100, subsequent_indent="    ")]
+    lines = ["", *textwrap.wrap(about, 100), *wrapped, ""]
     limit, found = _short(result["max_error"]), result["recommended"]
     if found is None:
         exact = f"Recommendation: keep the model exact. No method keeps an error of {limit} in any layer."
