@@ -16,6 +16,7 @@ from hf_efficient_attn.methods import make_config
 from test_benchmark_command import (  # noqa: F401 (fixtures)
     _short,
     command,
+    figures,
     made,
     photographs,
     run_json,
@@ -306,21 +307,6 @@ def test_the_report(flat, capsys):
     assert f"To apply it{'' if saves else ' all the same'}:\n    printf " in out
 
 
-@pytest.fixture
-def figure(monkeypatch):
-    """The figures that are saved."""
-    matplotlib = pytest.importorskip("matplotlib.figure")
-    saved = []
-    original = matplotlib.Figure.savefig
-
-    def savefig(self, *arguments, **options):
-        original(self, *arguments, **options)
-        saved.append(self)
-
-    monkeypatch.setattr(matplotlib.Figure, "savefig", savefig)
-    return saved
-
-
 def drawn(num_layers, num_heads, errors=(0.3, 7.0), properties=True):
     layers = []
     for layer in range(num_layers):
@@ -331,11 +317,11 @@ def drawn(num_layers, num_heads, errors=(0.3, 7.0), properties=True):
             "data": {"name": "book.txt", "rows": 4}}  # fmt: skip
 
 
-def test_a_method_that_fails_does_not_own_the_colours(figure, tmp_path):
+def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):  # noqa: F811
     from matplotlib.colors import LogNorm
 
     pictures.draw_analysis(drawn(3, 4), tmp_path / "a.png")
-    one = figure[0]
+    one = figures[0]
     assert one._suptitle.get_text() == "org/model, book.txt, 4 texts of 2,048 tokens"
     images = {axes.get_title(): axes.images[0] for axes in one.axes if axes.images and axes.get_title()}
     assert isinstance(images["stable rank of the attention matrix"].norm, LogNorm)
@@ -344,7 +330,7 @@ def test_a_method_that_fails_does_not_own_the_colours(figure, tmp_path):
     assert {(image.norm.vmin, image.norm.vmax) for image in errors} == {(0.0, 1.0)}
     assert {image.colorbar.extend for image in errors} == {"max"}
     pictures.draw_analysis(drawn(13, 2, errors=(0.2,), properties=False), tmp_path / "a.png")
-    images = [axes.images[0] for axes in figure[1].axes if axes.get_title().startswith("m0")]
+    images = [axes.images[0] for axes in figures[1].axes if axes.get_title().startswith("m0")]
     assert {image.norm.vmax for image in images} == {0.2}
 
 
