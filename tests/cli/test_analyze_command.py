@@ -81,17 +81,10 @@ def test_the_command_applies_the_recommendation(flat, tmp_path, capsys):
     result = run_json(capsys, *flat, "--methods", "longformer,nystromformer", "--max-error", "0.1")
     best = result["recommended"]
     (one,) = best["layers"]
-    assert (one["layer"], one["method"], one["columns"], one["settings"]) == (
-        1,
-        "nystromformer",
-        4,
-        {"num_landmarks": 2},
-    )
-    assert best["exact_layers"] == [0]
-    assert one["error"] < 1e-3 < 0.1
+    chosen = {"layer": 1, "method": "nystromformer", "columns": 4, "settings": {"num_landmarks": 2}}
+    assert chosen.items() <= one.items() and one["error"] < 1e-3 and best["exact_layers"] == [0]
     assert (best["columns"], best["keys"]) == ((4 + 60) / 2, 60)
-    assert best["speed_up"] > 0
-    assert 0 <= best["output_error"] < 0.1
+    assert best["speed_up"] > 0 and 0 <= best["output_error"] < 0.1
     assert result["calibrated"] == {
         "method": "nystromformer", "num_landmarks": 2, "layers": [1], "calibrated_length": 60, "version": 2,
     }  # fmt: skip
@@ -126,22 +119,11 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
     assert settings.settings.for_layer(0) is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "messages"),
-    [
-        (["--methods", "nystromformer"], ["Recommendation for errors below .20", "> calibrated.json && "]),
-        (
-            ["--methods", "longformer", "--calibrate", "1e-7"],
-            ["No method keeps an error of .00 in any layer. Allow a larger error"],
-        ),
-    ],
-    ids=["length", "nothing"],
-)
-def test_what_the_report_says(arguments, messages, flat, capsys):
-    assert command(*flat, *arguments) == 0
+def test_nothing_is_recommended(flat, capsys):
+    assert command(*flat, "--methods", "longformer", "--calibrate", "1e-7") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert all(message in out for message in messages)
-    assert ("hf-efficient-attn convert" in out) == ("--calibrate" not in arguments)
+    assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
+    assert "hf-efficient-attn convert" not in out
 
 
 def test_extended_positions_are_part_of_the_command(made, text, capsys):  # noqa: F811
@@ -153,20 +135,14 @@ def test_extended_positions_are_part_of_the_command(made, text, capsys):  # noqa
     assert "--max-length" not in run_json(capsys, *arguments, "--length", 100)["command"]
 
 
-def table_of(errors):
-    """{(label, columns): {layer: error}} -> candidates and the errors of two sequences."""
+def test_one_choice_saves_the_most():
+    errors = {("longformer", 9): (0.05, 0.5, 0.5), ("kdeformer", 16): (0.05, 0.06, 0.5)}  # of the layers
     candidates = [calibration.Candidate(columns, make_config(label).with_budget(columns)) for label, columns in errors]
     table = {
         (layer, candidate): {(0, 0): error, (0, 1): error}
         for candidate, layers in zip(candidates, errors.values(), strict=True)
-        for layer, error in layers.items()
+        for layer, error in enumerate(layers)
     }
-    return candidates, table
-
-
-def test_one_choice_saves_the_most():
-    errors = {("longformer", 9): {0: 0.05, 1: 0.5, 2: 0.5}, ("kdeformer", 16): {0: 0.05, 1: 0.06, 2: 0.5}}
-    candidates, table = table_of(errors)
 
     def columns(chosen):
         return {layer: one.candidate.columns for layer, one in chosen.items()}
@@ -228,11 +204,12 @@ def test_a_method_that_stores_the_limit_is_recommended():
 
 def test_rows_as_they_finish():
     events = []
-    execution = Execution(on_begin=lambda about: events.append(about["tokens"]),
-                          on_row=lambda row: events.append(row["layer"]))  # fmt: skip
-    found = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW, execution=execution)
+    callbacks = {
+        "on_begin": lambda about: events.append(about["tokens"]),
+        "on_row": lambda row: events.append(row["layer"]),
+    }
+    analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW, execution=Execution(**callbacks))
     assert events == [70, 0, 1]
-    assert found["complete"]
 
 
 def _interrupt(*arguments):
@@ -276,13 +253,10 @@ def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
     assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
 
 
-def test_minutes_leave_out_layers(made, text, capsys):  # noqa: F811
-    arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--methods", "longformer",
-                 "--budgets", "16", "--max-error", "9", "--minutes", "1e-9"]  # fmt: skip
-    assert command(*arguments) == 0
-    out = capsys.readouterr().out
-    assert "| 0     |" in out and "| 1     |" not in out
-    assert "Layers that were not measured and stay exact: 1." in out
+def test_minutes_leave_out_layers():
+    found = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW, execution=Execution(1e-9))
+    assert [entry["layer"] for entry in found["layers"]] == [0] and found["left_out"] == [1]
+    assert found["recommended"]["exact_layers"] == [1]
 
 
 # text and pictures
@@ -296,10 +270,10 @@ def test_the_report(flat, capsys):
     assert model == f"{flat[1].parent.name}/a model, words.txt, 2 texts of 60 tokens"
     assert about.endswith(", cpu, float32")
     assert "| layer | stable rank | tail/head |" in out
-    assert (
+    recommended = (
         "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 columns"
-        in out
     )
+    assert recommended in out
     assert "    0: exact\n" in out
     assert "costs as much as 32 keys per query instead of 60" in out
     saves = "this saves nothing" not in out
@@ -356,7 +330,6 @@ def test_analysis_refused(arguments, message, made, text, capsys):  # noqa: F811
     assert message in err
 
 
-def test_budgets_beyond_the_length_are_left_out(made, text, capsys):  # noqa: F811
-    result = run_json(capsys, "analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--budgets",
-                      "16,60,99", "--methods", "longformer")  # fmt: skip
+def test_budgets_beyond_the_length_are_left_out():
+    result = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **{**WINDOW, "budgets": [16, 70, 99]})
     assert result["budgets"] == [16]
