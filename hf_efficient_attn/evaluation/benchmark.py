@@ -210,7 +210,7 @@ def _make_plan(
     per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    passes, steps = max(procedure.rounds, math.ceil(data.rows / procedure.batch)), []
+    passes, steps = max(procedure.rounds, math.ceil(data.rows / procedure.batch) if data.is_real else 0), []
     for length in lengths:
         exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
         costs = {EXACT: passes * exact, **dict.fromkeys(labels, passes * method + exact)}

@@ -144,7 +144,7 @@ class LengthComparison:
                 work, inputs = self._pass(label, index)
             if index < rounds:
                 seconds.append(first if is_timed and not index else time_calls(work, calls))
-            elif index:
+            else:
                 work()
             answer = answer_of(self._data.task, inputs, *self._kept) if index < self._batches else None
             if answer is not None:

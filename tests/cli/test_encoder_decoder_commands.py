@@ -28,7 +28,7 @@ def made(tmp_path):
     return make, tmp_path / "words.txt"
 
 
-@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=needs_interface)])
+@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=[needs_interface, pytest.mark.exhaustive])])
 def test_benchmark_measures_the_encoder(family, made, tmp_path, capsys):
     make, text = made
     methods = "longformer:window_size=4" + ("" if family == "t5" else ",nystromformer:num_landmarks=4")
@@ -48,7 +48,9 @@ def test_benchmark_measures_the_encoder(family, made, tmp_path, capsys):
         assert min(row["layer_errors"]) > 0 and 0 <= row["agreement"] <= 1
 
 
-@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=needs_interface)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("bart", marks=pytest.mark.exhaustive), pytest.param("t5", marks=needs_interface)]
+)
 def test_analyze_names_the_layers_of_both_stacks(family, made, tmp_path, capsys):
     make, text = made
     out = tmp_path / "out"

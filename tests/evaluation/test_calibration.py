@@ -52,7 +52,7 @@ def share_below(found, max_error):
 )
 def test_unseen_batches_stay_below_the_error(family, methods, dtype):
     model = tiny_model(family).to(dtype)
-    config = hea.calibrate(model, iter(batches(family, 4)), max_error=0.6, methods=methods, budgets=[16, 32, 48])
+    config = hea.calibrate(model, iter(batches(family, 4)), max_error=0.6, methods=methods, budgets=[16, 48])
     found = layer_errors(model, config, batches(family, 8, start=100))
     assert found
     assert share_below(found, 0.6) >= 0.95
