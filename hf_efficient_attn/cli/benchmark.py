@@ -5,27 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import (
-    DEFAULT_METHODS,
-    AllowPickle,
-    Device,
-    Dtype,
-    Force,
-    Json,
-    LiveTable,
-    Minutes,
-    Settings,
-    Source,
-    Threads,
-    command,
-    complete_methods,
-    parse_device,
-    parse_dtype,
-    parse_lengths,
-    parse_methods,
-    print_json,
-    until_interrupted,
-)
+from hf_efficient_attn.cli import common
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
@@ -38,7 +18,6 @@ _AGREEMENT = {
     "causal-lm": "perplexity divided by that of exact attention",
     "masked-lm": "share of the masked tokens (every seventh) whose best guess is that of exact attention",
     "text-to-text": "share of the decoder's tokens whose most likely successor is that of exact attention",
-    "speech-to-text": "share of the decoder's tokens whose most likely successor is that of exact attention",
     "image-classification": "share of the pictures whose first class is that of exact attention",
 }
 _PERPLEXITY = {
@@ -46,76 +25,54 @@ _PERPLEXITY = {
     "masked-lm": "the exponential of the mean loss of the masked tokens",
 }
 
+_data = 'Text (.txt, .jsonl with "text", or gzipped), or a folder or zip file of pictures.'
+_methods = (
+    "NAME or NAME:key=value; repeated or separated by commas. [default: the method of a converted checkpoint, or else "
+    f"{common.DEFAULT_METHODS}]"
+)
+_lengths = (
+    "Numbers of tokens; repeated or separated by commas. Pictures are resized to about as many. [default: up to four "
+    "times the model's maximum, as far as a minute, or --minutes, allows]"
+)
+_rows = "Inputs on which the agreement is measured. [default: 4 texts, 32 pictures]"
+_new_tokens = (
+    "The last N tokens of each length are generated, to measure the speed of generation of a causal language model; 0 "
+    "measures none."
+)
+_card = "Write them into SOURCE, a converted folder, and update its model card."
 
-@command(
+Data = Annotated[pathlib.Path, typer.Option("--data", metavar="FILE", help=_data)]
+
+
+@common.command(
     "benchmark bert-base-uncased --methods nearfar,longformer:window_size=64 "
     "--lengths 512,2048,8192 --data book.txt --output measured"
 )
 def benchmark(
-    source: Source,
+    source: common.Source,
     methods: Annotated[
         list[str],
-        typer.Option(
-            metavar="NAME",
-            show_default=False,
-            help="NAME or NAME:key=value; repeated or separated by commas. [default: the method of a converted "
-            f"checkpoint, or else {DEFAULT_METHODS}]",
-            autocompletion=complete_methods,
-        ),
+        typer.Option(metavar="NAME", show_default=False, help=_methods, autocompletion=common.complete_methods),
     ] = [],  # noqa: B006 (typer copies it)
-    lengths: Annotated[
-        list[str],
-        typer.Option(
-            metavar="N",
-            show_default=False,
-            help="Numbers of tokens; repeated or separated by commas. Pictures are resized to about as many. [default: "
-            "up to four times the model's maximum, as far as a minute, or --minutes, allows; for speech the only "
-            "length that the model takes]",
-        ),
-    ] = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
-    data: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Text (.txt, .jsonl with "text", or gzipped), a folder or zip file of pictures, or for a model of '
-            "speech a .wav file or a folder of them.",
-        ),
-    ] = None,
+    lengths: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_lengths)] = [],  # noqa: B006
+    setting: common.Settings = [],  # noqa: B006
+    data: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=_data)] = None,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Inputs of a forward pass.")] = 1,
-    rows: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            show_default=False,
-            help="Inputs on which the agreement is measured. [default: 4 texts or excerpts of recordings, 32 pictures]",
-        ),
-    ] = None,
+    rows: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False, help=_rows)] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Measurements of each time.")] = 3,
-    new_tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="The last N tokens of each length are generated, to measure the speed of generation of a causal "
-            "language model; 0 measures none.",
-        ),
-    ] = 8,
-    minutes: Minutes = None,
-    threads: Threads = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help=_new_tokens)] = 8,
+    minutes: common.Minutes = None,
+    threads: common.Threads = None,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure memory.")] = True,
     output: Annotated[
         pathlib.Path | None, typer.Option(metavar="FOLDER", help="Write benchmark.json and benchmark.png there.")
     ] = None,
-    card: Annotated[
-        bool, typer.Option("--card", help="Write them into SOURCE, a converted folder, and update its model card.")
-    ] = False,
-    force: Force = False,
-    allow_pickle: AllowPickle = False,
-    as_json: Json = False,
+    card: Annotated[bool, typer.Option("--card", help=_card)] = False,
+    force: common.Force = False,
+    allow_pickle: common.AllowPickle = False,
+    as_json: common.Json = False,
 ) -> None:
     """Measure time, memory and error of methods in a model, and the length from which on they pay off."""
     from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
@@ -127,23 +84,23 @@ def benchmark(
 
     if setting and not methods:
         raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
-    chosen = parse_methods(methods, setting)
+    chosen = common.parse_methods(methods, setting)
     if card and output is not None:
         raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
-    if card:
-        output = _converted_folder(source)
+    output = _converted_folder(source) if card else output
     if output is not None:
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
     if new_tokens == 1:
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
-    procedure = Procedure(batch, rounds, memory, rows, parse_device(device), parse_dtype(dtype), new_tokens)
+    place = common.parse_device(device)
+    procedure = Procedure(batch, rounds, memory, rows, place, common.parse_dtype(dtype), new_tokens)
     report = Report(procedure, is_silent=as_json)
     with use_threads(threads):
-        result, status = until_interrupted(
+        result, status = common.until_interrupted(
             lambda: benchmark_checkpoint(
                 source,
                 chosen or None,
-                parse_lengths(lengths) or None,
+                common.parse_lengths(lengths) or None,
                 data=data,
                 procedure=procedure,
                 execution=report.execution(minutes),
@@ -158,14 +115,9 @@ def benchmark(
         values = {**result, "source": str(result["source"]).rpartition("/")[2]} if card else result
         written = write_results(values, output, "benchmark", draw_benchmark, force=force)
         written += [write_card(output)] if card else []
-    if as_json:
-        print_json(result)
-    else:
-        report.conclude(result)
-        for path in written:
-            typer.echo(f"Written: {path}")
-        if is_kept:
-            typer.echo(f"Interrupted: {output} is unchanged.")
+    report.conclude(
+        result, *(f"Written: {path}" for path in written), *[f"Interrupted: {output} is unchanged."] * is_kept
+    )
     raise typer.Exit(status)
 
 
@@ -182,57 +134,52 @@ def _converted_folder(source: str) -> pathlib.Path:
 
 
 class Report:
-    """Prints the rows of a benchmark as they are measured, and before them the estimate; nothing if it is silent."""
+    """Prints the rows of a benchmark as they are measured, and then what they mean; if it is silent, only JSON."""
 
     def __init__(self, procedure: "Procedure", *, is_silent: bool) -> None:
         self._procedure, self._is_silent = procedure, is_silent
-        self._table: LiveTable | None = None
+        self._table: common.LiveTable | None = None
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
 
     def execution(self, minutes: float | None) -> "Execution":
         """The limit of time together with the functions that print."""
         from hf_efficient_attn.evaluation.progress import Execution
 
-        if self._is_silent:
-            return Execution(minutes)
-        return Execution(minutes, on_begin=self.begin, on_estimate=typer.echo, on_row=self.add)
+        return Execution(minutes) if self._is_silent else Execution(minutes, on_begin=self._begin, on_row=self._add)
 
-    def begin(self, result: dict[str, Any]) -> None:
+    def _begin(self, result: dict[str, Any]) -> None:
         """Say what is compared, from what is known before the measurements."""
         from hf_efficient_attn.evaluation.comparison import chunk_label
         from hf_efficient_attn.evaluation.timing import describe
 
         labels, task = result["labels"], result["task"]
-        typer.echo(
-            f"{result['source']} on {result['data']['name']}: {', '.join(labels)} against exact attention (sdpa)\n"
-            f"{describe(result['machine'])}"
-        )
+        methods = f"{', '.join(labels)} against exact attention (sdpa)"
+        typer.echo(f"{result['source']} on {result['data']['name']}: {methods}\n{describe(result['machine'])}\n")
         chunks = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
-        self._columns = [
+        columns = [
             ("tokens", 6, "length", ""),
             ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", ""),
             ("seconds", 7, "seconds", ".3f"),
             ("speed-up", 8, "speed_up", ".2f"),
+            ("MiB", 6, "peak_memory_mib", ".0f"),
+            ("error", 6, "error", ".3f"),
+            ("output", 6, "output_error", ".3f"),
+            ("perplexity", 10, "perplexity", ".5g"),
+            (_title(result), 6, "agreement", ".4f"),
+            ("first tok", 9, "first_token_seconds", ".3f"),
+            ("tok/s", 6, "tokens_per_second", ".1f"),
         ]
-        if self._procedure.memory:
-            self._columns.append(("MiB", 6, "peak_memory_mib", ".0f"))
-        self._columns += [("error", 6, "error", ".3f"), ("output", 6, "output_error", ".3f")]
-        if task in _PERPLEXITY:
-            self._columns.append(("perplexity", 10, "perplexity", ".5g"))
-        # "cosine", "ratio" (of perplexities) or "top1".
-        self._columns.append((result["agreement"].removeprefix("perplexity_"), 6, "agreement", ".4f"))
-        if task == "causal-lm" and self._procedure.new_tokens > 1:
-            self._columns += [
-                ("first tok", 9, "first_token_seconds", ".3f"),
-                ("tok/s", 6, "tokens_per_second", ".1f"),
-            ]
+        absent = set() if self._procedure.memory else {"peak_memory_mib"}
+        absent |= set() if task in _PERPLEXITY else {"perplexity"}
+        if task != "causal-lm" or self._procedure.new_tokens < 2:
+            absent |= {"first_token_seconds", "tokens_per_second"}
+        self._columns = [column for column in columns if column[2] not in absent]
 
-    def add(self, row: dict[str, Any]) -> None:
+    def _add(self, row: dict[str, Any]) -> None:
         """Print a row of "measurements"."""
         if self._table is None:
-            typer.echo()
             titles, widths, *_ = zip(*self._columns, strict=True)
-            self._table = LiveTable(titles, widths, left=["attention"])
+            self._table = common.LiveTable(titles, widths, left=["attention"])
         self._table.add(
             [
                 None if row[key] is None else format(row[key], form) + "x" * (key == "speed_up")
@@ -240,10 +187,12 @@ class Report:
             ]
         )
 
-    def conclude(self, result: dict[str, Any]) -> None:
-        """Explain the columns of the table, and say what follows from it."""
+    def conclude(self, result: dict[str, Any], *more: str) -> None:
+        """Explain the columns of the table, and say what follows from it, and some more; or print JSON."""
+        if self._is_silent:
+            common.print_json(result)
+            return
         task, rows = result["task"], result["data"]["rows"]
-        inputs = f"{rows} input{'s' * (rows > 1)} of {result['data']['name']}"
         batch = result["measurements"][0]["batch"]
         of_batch = f" of {batch} inputs" if batch > 1 else ""
         meanings = {
@@ -255,10 +204,16 @@ class Report:
             "output_error": "output: relative error of the model's last hidden states (Frobenius norm), through all "
             "layers.",
             "perplexity": f"perplexity: {_PERPLEXITY.get(task)}.",
-            "agreement": f"{result['agreement'].removeprefix('perplexity_')}: {_AGREEMENT[task]}, over {inputs}.",
+            "agreement": f"{_title(result)}: {_AGREEMENT[task]}, over {rows} input{'s' * (rows > 1)} of "
+            f"{result['data']['name']}.",
             "tokens_per_second": "first tok: seconds to the first generated token. tok/s: tokens per second after it, "
             f"with a cache{of_batch and ', all inputs together'}. The new tokens are the last ones of the length.",
         }
         explained = [meanings[key] for *_, key, _ in self._columns if key in meanings]
-        sentences = [*result["notes"], *result["summary"], result["recommendation"]]
+        sentences = [*result["notes"], *result["summary"], result["recommendation"], *more]
         typer.echo("\n".join(["", *explained, "", *filter(None, sentences)]))
+
+
+def _title(result: dict[str, Any]) -> str:
+    """The title of the column of the agreement: "cosine", "ratio" (of perplexities) or "top1"."""
+    return str(result["agreement"]).removeprefix("perplexity_")

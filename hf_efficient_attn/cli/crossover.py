@@ -5,16 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_efficient_attn.cli.common import (
-    Device,
-    Json,
-    Threads,
-    command,
-    complete_methods,
-    parse_device,
-    print_json,
-    print_table,
-)
+from hf_efficient_attn.cli import common
 
 _LONGEST = 1_000_000
 _LEGEND = (
@@ -22,22 +13,18 @@ _LEGEND = (
     "calls, of {small} heads of 64 together in all sequences of a batch, and in large ones, of {large}. The lengths of "
     "other calls follow from these two. Another measurement may differ by a tenth."
 )
+_method = "A method, as listed by `methods`. [default: the one that auto switches to]"
 
 
-@command("crossover --renew", needs_models=False)
+@common.command("crossover --renew", needs_models=False)
 def crossover(
     method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A method, as listed by `methods`. [default: the one that auto switches to]",
-            autocompletion=complete_methods,
-        ),
+        str | None, typer.Option(metavar="NAME", help=_method, autocompletion=common.complete_methods)
     ] = None,
     renew: Annotated[bool, typer.Option("--renew", help="Measure again, on an otherwise idle machine.")] = False,
-    threads: Threads = None,
-    device: Device = None,
-    as_json: Json = False,
+    threads: common.Threads = None,
+    device: common.Device = None,
+    as_json: common.Json = False,
 ) -> None:
     """Print from which length on a method is faster than exact attention on this machine.
 
@@ -48,40 +35,31 @@ def crossover(
     from hf_efficient_attn.evaluation import crossover as measured
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.methods import crossover as lengths
-    from hf_efficient_attn.methods import method_info
+    from hf_efficient_attn.methods import make_config, method_info
 
-    method = measured.default_method() if method is None else method
+    method = make_config("auto").switches_to if method is None else method
     method_info(method)  # refuses unknown names
-    where = parse_device(device)
+    where = common.parse_device(device)
     with use_threads(threads):
         path, machine = measured.cache_file(), measured.machine_name(where)
         found = None if renew else measured.measured_table(method, where)
         is_new = found is None
         if found is None:
             path.parent.mkdir(parents=True, exist_ok=True)  # fails before the work
-            found = measured.measure_crossover(method, where, progress=not as_json)
+            found = measured.measure_crossover(method, where)
             measured.store_crossover(method, where, found)
     if as_json:
         rows = {name: one._asdict() for name, one in found.items()}
-        print_json({"method": method, "machine": machine, "file": str(path), "measured_now": is_new, "lengths": rows})
+        values = {"method": method, "machine": machine, "file": str(path), "measured_now": is_new, "lengths": rows}
+        common.print_json(values)
         return
     typer.echo(f"{machine}\n")
-    print_table(
-        ["dtype", "attention", "small calls", "large calls"],
-        [
-            [name.split()[0], "causal" if name.endswith("causal") else "bidirectional", *map(_tokens, one)]
-            for name, one in found.items()
-        ],
-    )
+    # Of a length that no text has it is enough to know that.
+    cells = [[n if n <= _LONGEST else f">{_LONGEST}" for n in one] for one in found.values()]
+    common.print_table(["calls", "small", "large"], [[name, *both] for name, both in zip(found, cells, strict=True)])
     small, large = (size // 64 for size in (lengths.SMALL_DIM, lengths.LARGE_DIM))
     typer.echo("\n" + textwrap.fill(_LEGEND.format(method=method, small=small, large=large), 100))
-    typer.echo(
-        f"Measured now, and written to {path}"
-        if is_new
-        else f"Measured before, and read from {path}. --renew measures again."
+    source = (
+        "Measured now, and written to {}" if is_new else "Measured before, and read from {}. --renew measures again."
     )
-
-
-def _tokens(length: int) -> str:
-    """A length, or that it is larger than that of any text."""
-    return str(length) if length <= _LONGEST else f">{_LONGEST}"
+    typer.echo(source.format(path))

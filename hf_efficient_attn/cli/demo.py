@@ -5,24 +5,10 @@ from typing import Annotated
 
 import typer
 
+from hf_efficient_attn.cli import common
 from hf_efficient_attn.cli.benchmark import Report
-from hf_efficient_attn.cli.common import (
-    Device,
-    Json,
-    Minutes,
-    Settings,
-    Threads,
-    command,
-    complete_methods,
-    parse_device,
-    parse_lengths,
-    parse_methods,
-    print_json,
-    until_interrupted,
-)
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-_SHORTEST, _LONGEST = 512, 16384
 # Less than a minute on two cores.
 _LENGTHS = (512, 8192)
 _PURPOSE = (
@@ -32,34 +18,25 @@ _PURPOSE = (
     "well a method replaces exact attention at the same length, not how good the embedding of a long text is."
 )
 
+_method = "NAME or NAME:key=value; repeated or separated by commas. [default: auto, nearfar]"
+_length = "Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: 512,8192]"
 
-@command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
+
+@common.command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
 def demo(
     method: Annotated[
         list[str],
-        typer.Option(
-            metavar="NAME",
-            show_default=False,
-            help="NAME or NAME:key=value; repeated or separated by commas. [default: auto, nearfar]",
-            autocompletion=complete_methods,
-        ),
+        typer.Option(metavar="NAME", show_default=False, help=_method, autocompletion=common.complete_methods),
     ] = [],  # noqa: B006 (typer copies it)
-    length: Annotated[
-        list[str],
-        typer.Option(
-            metavar="N",
-            show_default=False,
-            help="Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: 512,8192]",
-        ),
-    ] = [],  # noqa: B006
-    setting: Settings = [],  # noqa: B006
+    length: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_length)] = [],  # noqa: B006
+    setting: common.Settings = [],  # noqa: B006
     plot: Annotated[
         pathlib.Path | None, typer.Option(metavar="FILE", help="Draw speed-up and error against length.")
     ] = None,
-    minutes: Minutes = None,
-    threads: Threads = None,
-    device: Device = None,
-    as_json: Json = False,
+    minutes: common.Minutes = None,
+    threads: common.Threads = None,
+    device: common.Device = None,
+    as_json: common.Json = False,
 ) -> None:
     """Compare methods with exact attention on a pretrained MiniLM and Python's documentation, without network access.
 
@@ -73,30 +50,23 @@ def demo(
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_picture
 
-    methods, lengths = parse_methods(method or default_methods(purpose="demo"), setting), parse_lengths(length)
-    if not methods or (length and not lengths):
+    methods = common.parse_methods(method or default_methods(purpose="demo"), setting)
+    lengths = common.parse_lengths(length) if length else _LENGTHS
+    if not methods or not lengths:
         raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
     for tokens in lengths:
-        if not _SHORTEST <= tokens <= _LONGEST:
-            raise UnsupportedAttentionError(f"a length of {tokens} is not between {_SHORTEST} and {_LONGEST} tokens")
+        if not 512 <= tokens <= 16384:
+            raise UnsupportedAttentionError(f"a length of {tokens} is not between 512 and 16384 tokens")
     if plot is not None:
         check_picture(plot)
-    procedure = Procedure(rounds=2, memory=False, rows=1, device=parse_device(device))
+    procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device))
     report = Report(procedure, is_silent=as_json)
-    execution = report.execution(minutes)
+    execution, source = report.execution(minutes), demo.minilm_folder()
     with use_threads(threads):
-        result, status = until_interrupted(
-            lambda: benchmark_checkpoint(
-                demo.minilm_folder(), methods, lengths or _LENGTHS, procedure=procedure, execution=execution
-            )
+        result, status = common.until_interrupted(
+            lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution)
         )
     if plot is not None:
         draw_benchmark(result, plot)
-    if as_json:
-        print_json(result)
-    else:
-        report.conclude(result)
-        typer.echo(_PURPOSE)
-        if plot is not None:
-            typer.echo(f"Written: {plot}")
+    report.conclude(result, _PURPOSE, *[f"Written: {plot}"] * (plot is not None))
     raise typer.Exit(status)

@@ -8,25 +8,24 @@ also compared with what needs no long attention: the mean of the embeddings of p
 """
 
 import contextlib
+import dataclasses
+import itertools
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import forward, takes_pictures
+from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.comparison import (
     AGREEMENT,
-    ERROR_INPUTS,
     LengthComparison,
     Procedure,
     chunk_label,
-    exact_copy,
     make_variants,
 )
 from hf_efficient_attn.evaluation.data import (
@@ -41,8 +40,7 @@ from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.recommendation import pays_from, recommend_method, summarise, timing_of
-from hf_efficient_attn.evaluation.timing import UNSTEADY, machine, timer, use_device
+from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, UNSTEADY, Timing, machine, use_device
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
@@ -52,15 +50,13 @@ from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConf
 from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
-# Default numbers of texts, or excerpts of recordings, and of pictures on which agreement is measured.
+# Default numbers of texts and of pictures on which agreement is measured.
 TEXT_ROWS, IMAGE_ROWS = 4, 32
 _SHORTEST, _LONGEST = 512, 16384
-# Estimated duration that limits the default lengths.
-_SECONDS = 60.0
-# Larger numbers overflow where tensors are created, or end in nobody's lifetime.
-_MAX_LENGTH, _MAX_ROUNDS = 1 << 40, 1000
-# Number of tokens of the pass that is timed for the estimates.
-_PROBED_TOKENS = 512
+# A larger mean error of the layers is recommended only if no method has a smaller one; the default limit of `auto`.
+_MAX_ERROR = 0.1
+# The limit of time if no lengths are given.
+_DEFAULT_MINUTES = 1.0
 # About as many keys per query as the methods have at their default budgets.
 _METHOD_KEYS = 512
 
@@ -81,22 +77,20 @@ def benchmark_checkpoint(
         source: folder or hub id of a checkpoint; with `allow_pickle`, weights in a .bin file may be read.
         methods: label -> method. None for the method of a converted checkpoint, or else for the default methods.
         lengths: numbers of tokens; pictures are resized to the nearest possible number. None for lengths from 512
-            tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as about a minute, or
-            the time limit of `execution`, allows; for models of speech, the only length that they take.
-        data: as in `data.ModelData`. No errors are measured on random numbers.
+            tokens, or the model's maximum if it is smaller, up to four times the maximum, as far as a minute, or the
+            time limit of `execution`, allows.
+        data: as in `data.ModelData`. No errors are measured on random pixels.
         procedure: how the methods are measured.
-        execution: a limit of time, and functions that get the estimate and each row of "measurements". With a limit,
-            the greatest length that fits comes first, then shorter ones; what does not fit is left out.
+        execution: a limit of time, and functions that get each row of "measurements". What does not fit into the
+            limit is left out, the longest inputs first.
         allow_pickle: see `source`.
 
     Returns:
         a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
         measure), "labels" (of the methods), "chunk" (the tokens of a piece where longer texts are also embedded as the
-        mean of their pieces, or None), "notes" and "summary" (sentences), "recommended" (the label of a method, "sdpa",
-        or None) and "recommendation" (a sentence that says why, or None), "pays_from" (label -> the smallest length
-        from which on the method is a gain, see `timing.Timing.is_gain`, or None), "complete" (whether everything was
-        measured), "left_out" (names of the measurements that are missing), and "measurements", one for each length and
-        method:
+        mean of their pieces, or None), "notes" (sentences), what `conclude` returns, "complete" (whether
+        everything was measured), "left_out" (names of the measurements that are missing), and "measurements", one for
+        each length and method:
 
         - "seconds": of a forward pass, median of the rounds.
         - "speed_up", "speed_up_min", "speed_up_max": over exact attention, median and extremes of the rounds.
@@ -116,64 +110,26 @@ def benchmark_checkpoint(
         MemoryError: the memory was not enough.
         Interrupted: the user interrupted the benchmark after some measurements; contains the result so far.
     """
-    execution = execution or Execution()
+    execution, procedure = execution or Execution(), procedure or Procedure()
+    if not lengths and execution.minutes is None:
+        execution = dataclasses.replace(execution, minutes=_DEFAULT_MINUTES)
     with memory_errors("give shorter lengths or a smaller batch"):
-        benchmark = Benchmark(source, methods, lengths, data, procedure or Procedure(), execution, allow_pickle)
-        execution.on_begin(benchmark.result())
-        with (
-            partial_result(lambda: benchmark.result() if benchmark.measurements else None),
-            contextlib.closing(carry_out(benchmark.plan, execution)) as steps,
-        ):
-            for step in steps:
-                execution.on_row(benchmark.measure(step))
-    return benchmark.result()
-
-
-class Benchmark:
-    """A benchmark of one model, step by step; the arguments are those of `benchmark_checkpoint`.
-
-    Attributes:
-        variants: label -> the model with a method, exact attention first.
-        plan: the measurements in their order; the key of a step is (length, label).
-        measurements: the results of those that are done.
-    """
-
-    def __init__(
-        self,
-        source: "str | pathlib.Path",
-        methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
-        lengths: Sequence[int] | None,
-        data: "str | pathlib.Path | None",
-        procedure: Procedure,
-        execution: Execution,
-        allow_pickle: bool = False,
-    ) -> None:
-        if lengths and max(lengths) > _MAX_LENGTH:
-            raise UnsupportedAttentionError(f"a length of {max(lengths)} tokens is more than any machine can hold")
-        if procedure.rounds > _MAX_ROUNDS:
-            raise UnsupportedAttentionError(f"{procedure.rounds} rounds: give at most {_MAX_ROUNDS}")
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
-        self._model = model = load_model(checked).eval()
-        self._source, self._task, self._procedure = name_of(checked), task_of(model), procedure
-        own, is_pair, is_image = own_settings(model), is_encoder_decoder(model), takes_pictures(model)
-        settings = _settings(methods, own, model)
-        self._labels = list(settings)
-        check_methods(
-            (entry.config for one in settings.values() for entry in one.entries),
-            is_decoder(model) and not is_pair,  # there the conversion checks each layer
-            model=f"the {type(model).__name__}",
-            allow_learned=True,
+        model = load_model(checked).eval()
+        task, own, is_pair, is_image = (
+            task_of(model),
+            own_settings(model),
+            is_encoder_decoder(model),
+            takes_pictures(model),
         )
+        settings = _settings(methods, own, model)
         # The model's own number, before its positions are extended.
         native = max_positions(model)
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        self._notes: list[str | None] = []
-        if lengths and model.main_input_name == "input_ids":
-            self._notes.append(allow_length(model, longest))
-        self._data = data_ = ModelData(
+        inputs = ModelData(
             model,
             checked.folder,
             None if data is None else pathlib.Path(data),
@@ -181,147 +137,174 @@ class Benchmark:
             rows=max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
             shorter=lengths is None,
         )
-        self._chunk = native if self._task == "embedding" and data_.is_text and not is_pair else None
-        if is_pair and own is None:
-            decoder = "The decoder, which gets the beginning of the same text," if data_.is_text else "The decoder"
-            self._notes.append(f"The methods are in the encoder. {decoder} stays exact.")
-        chosen = self._choose_lengths(lengths, native or _SHORTEST, execution)
-        self.plan = self._make_plan(chosen)
-        self.variants = make_variants(model, settings, own if methods is None else None, max(chosen), self._chunk)
-        self.measurements: list[dict[str, Any]] = []
-        self._comparison: tuple[int, LengthComparison] | None = None
-
-    def _choose_lengths(self, lengths: Sequence[int] | None, native: int, execution: Execution) -> list[int]:
-        """The lengths in their order. By default they double, up to four times the model's maximum."""
-        data, proposed = self._data, list(lengths or [])
-        if not proposed and data.is_text:
-            proposed = [min(native, _SHORTEST)]
-            while 2 * proposed[-1] <= 4 * native:
-                proposed.append(2 * proposed[-1])
-            proposed = [length for length in proposed if length <= data.longest] or [data.longest]
-        elif not proposed:
-            factors = (1, 2, 4) if data.is_image and data.resizes else (1,)
-            proposed = [factor * data.native_tokens for factor in factors]
-        chosen = sorted(set(map(data.tokens_for, proposed)))
+        chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
-            data.check_length(length)
-        with use_device(self._model.device):
-            self._pass_time = _pass_time(exact_copy(self._model), data, chosen[0], self._procedure.batch)
-        is_limited = execution.minutes is not None
-        left = execution.seconds_left() if is_limited else _SECONDS
-        if lengths is None:
-            dropped: list[str] = []
-            while len(chosen) > 1 and self._seconds(*(chosen[-1:] if is_limited else chosen)) > left:
-                dropped.insert(0, str(chosen.pop()))
-            if dropped:
-                left_out = ", ".join(dropped)
-                self._notes.append(f"Left out to save time: lengths of {left_out} tokens. --lengths N measures them.")
-            if data.is_text:
-                self._notes.append(allow_length(self._model, chosen[-1]))
-        if is_limited:  # those that fit from the greatest on, then the others from the smallest on
-            chosen.sort(key=lambda length: (0, -length) if self._seconds(length) <= left else (1, length))
-        return chosen
-
-    def _seconds(self, *lengths: int) -> float:
-        return sum(step.seconds for step in self._make_plan(lengths))
-
-    def _make_plan(self, lengths: Sequence[int]) -> list[Step]:
-        """For each length exact attention, then each method, with durations that are estimated from one short pass."""
-        batch, rounds, data = self._procedure.batch, self._procedure.rounds, self._data
-        # The first pass is not timed. Generation passes the prompt once a round, and its tokens take little time.
-        passes = 1 + max(rounds, math.ceil(data.rows / batch) if data.is_real else 0)
-        passes += rounds if self._task == "causal-lm" and self._procedure.new_tokens > 1 else 0
-        steps = []
-        for length in lengths:
-            exact, method = (self._pass_time(length, keys) for keys in (length, min(length, _METHOD_KEYS)))
-            seconds = {EXACT: passes * exact, **dict.fromkeys(self._labels, passes * method + exact)}
-            if data.is_real:
-                errors = min(ERROR_INPUTS, data.rows) / batch * (exact + len(self._labels) * method / 2)
-                seconds[EXACT] += errors
-            if self._chunk is not None and length > self._chunk:
-                seconds[chunk_label(self._chunk)] = passes * self._pass_time(length, self._chunk)
-            steps += [Step(f"{label} at {length} tokens", one, (length, label)) for label, one in seconds.items()]
-        return steps
-
-    def measure(self, step: Step) -> dict[str, Any]:
-        """Carry out the next step of the plan; returns a row of "measurements"."""
-        length, label = step.key
-        if self._comparison is None or self._comparison[0] != length:
-            self._comparison = length, LengthComparison(self.variants, self._data, length, self._procedure)
-        with use_device(self._model.device):
-            self.measurements.append(self._comparison[1].measure(label))
-        return self.measurements[-1]
-
-    def result(self) -> dict[str, Any]:
-        """The result of the measurements that are done."""
-        rows = self.measurements
-        left_out = [step.name for step in self.plan[len(rows) :]]
-        measured = {row["attention"] for row in rows}
-        missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
-        result = {
-            "format": FORMAT,
-            "source": self._source,
-            "task": self._task,
-            "machine": machine(self._model),
-            "data": {"name": self._data.name, "rows": self._data.rows},
-            "agreement": AGREEMENT[self._task],
-            "labels": self._labels,
-            "chunk": self._chunk,
-            "measurements": rows,
-            "pays_from": {label: pays_from(rows, label) for label in self._labels if label in measured},
-            "complete": not left_out,
-            "left_out": left_out,
-            "notes": [note for note in [*self._notes, *self._notes_on(rows), missing] if note],
-        }
-        compared = [row for row in rows if row["attention"] in self._labels]
-        return {**result, "summary": summarise(result), **recommend_method(compared)}
-
-    def _notes_on(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        data, notes = self._data, []
-        if data.is_image:
-            sides = {row["length"]: data.pixels_for(row["length"]) for row in rows}
-            sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
+            inputs.check_length(length)
+        notes = [None if is_image else allow_length(model, chosen[-1])]
+        if is_pair and own is None:
             notes.append(
-                f"Pictures are resized: {sizes}. The model was trained with {data.native} x {data.native} pixels."
-                if set(sides.values()) - {data.native}
-                else f"Pictures are resized to {data.native} x {data.native} pixels, with which the model was trained."
+                "The methods are in the encoder. The decoder, which gets the beginning of the same text, stays exact."
             )
-        if data.speech is not None:
-            notes.append(data.speech.note)
-        if data.name == DOCUMENTATION:
-            notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
-        if not data.is_real:
-            kind = "token ids, since the checkpoint contains no tokenizer" if data.is_text else "features of speech"
-            kind = "pixels" if data.is_image else kind
-            notes.append(f"The data are generated: random {kind}. Time and memory are measured, but no errors.")
-        if any(timing_of(row).unsteady for row in rows):
-            notes.append(UNSTEADY)
-        if self._chunk is not None and any(row["attention"] == chunk_label(self._chunk) for row in rows):
-            notes.append(
-                f"{chunk_label(self._chunk)}: exact attention within pieces as long as the model's positions, and the "
-                "mean of their embeddings. If the task can be split like this, split it: a search finds more so, and "
-                "long attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
-            )
-        return notes
+        chunk = native if task == "embedding" and not is_image and not is_pair else None
+        plan = _make_plan(model, inputs, procedure, chosen, list(settings), chunk)
+        variants = make_variants(model, settings, own if methods is None else None, max(chosen), chunk)
+        rows: list[dict[str, Any]] = []
+
+        def result() -> dict[str, Any]:
+            left_out = [step.name for step in plan[len(rows) :]]
+            missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
+            return {
+                "format": FORMAT,
+                "source": name_of(checked),
+                "task": task,
+                "machine": machine(model),
+                "data": {"name": inputs.name, "rows": inputs.rows},
+                "agreement": AGREEMENT.get(task, "top1"),
+                "labels": list(settings),
+                "chunk": chunk,
+                "measurements": rows,
+                "complete": not left_out,
+                "left_out": left_out,
+                "notes": [note for note in [*notes, *_notes_on(rows, inputs, chunk), missing] if note],
+                **conclude(rows, list(settings)),
+            }
+
+        execution.on_begin(result())
+        with (
+            partial_result(lambda: result() if rows else None),
+            use_device(model.device),
+            contextlib.closing(carry_out(plan, execution)) as steps,
+        ):
+            for step in steps:
+                length, label = step.key
+                if label == EXACT:
+                    comparison = LengthComparison(variants, inputs, length, procedure)
+                rows.append(comparison.measure(label))
+                execution.on_row(rows[-1])
+    return result()
 
 
-def _pass_time(model: PreTrainedModel, data: ModelData, tokens: int, batch: int) -> Callable[[int, int], float]:
-    """Time a short pass of `batch` inputs; returns seconds(tokens, keys), estimates for a pass at any length.
+def _default_lengths(data: ModelData, native: int | None) -> list[int]:
+    """Lengths that double, up to four times the model's maximum, as far as the text allows."""
+    if data.is_image:
+        return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
+    native = native or _SHORTEST
+    shortest = min(native, _SHORTEST)
+    lengths = [shortest << power for power in range((4 * native // shortest).bit_length())]
+    return [length for length in lengths if length <= data.longest] or [data.longest]
 
-    The time is taken to be proportional to the number of multiplications: for each token, one with every weight, and
-    two with every hidden dimension of every layer for each key that it attends to. The model computes exact attention,
-    on its device; `tokens` is a length that will be measured.
+
+def _make_plan(
+    model: PreTrainedModel,
+    data: ModelData,
+    procedure: Procedure,
+    lengths: Sequence[int],
+    labels: Sequence[str],
+    chunk: int | None,
+) -> list[Step]:
+    """For each length exact attention, then each method, which is timed between two passes of exact attention.
+
+    The key of a step is (length, label). The cost of a pass is the number of multiplications: for each token, one with
+    every weight, and two with every hidden dimension of every layer for each key that it attends to.
     """
     per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    inputs = data.inputs(min(tokens, _PROBED_TOKENS) if data.is_text else tokens, 0, batch)
-    with torch.no_grad():
-        forward(model, inputs.values)
-        start = timer()
-        forward(model, inputs.values)
-    unit = (timer() - start) / max(1.0, inputs.tokens * (per_token + per_key * inputs.tokens))
-    return lambda tokens, keys: unit * tokens * (per_token + per_key * keys)
+    passes, steps = max(procedure.rounds, math.ceil(data.rows / procedure.batch) if data.is_real else 0), []
+    for length in lengths:
+        exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
+        costs = {EXACT: passes * exact, **dict.fromkeys(labels, passes * method + exact)}
+        if chunk is not None and length > chunk:
+            costs[chunk_label(chunk)] = passes * length * (per_token + per_key * chunk)
+        steps += [Step(f"{label} at {length} tokens", cost, (length, label)) for label, cost in costs.items()]
+    return steps
+
+
+def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | None) -> list[str]:
+    """Sentences on the data, and on what is special about the measurements in `rows`."""
+    notes = []
+    if data.is_image:
+        sides = {row["length"]: row["pixels"] for row in rows}
+        sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
+        trained = f"The model was trained with {data.native} x {data.native} pixels."
+        notes.append(f"Pictures are resized: {sizes}. {trained}")
+    if data.name == DOCUMENTATION:
+        notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
+    if not data.is_real:
+        notes.append("The data are generated: random pixels. Time and memory are measured, but no errors.")
+    if any(timing_of(row).unsteady for row in rows):
+        notes.append(UNSTEADY)
+    if chunk is not None and any(row["attention"] == chunk_label(chunk) for row in rows):
+        notes.append(
+            f"{chunk_label(chunk)}: exact attention within pieces as long as the model's positions, and the mean of "
+            "their embeddings. If the task can be split like this, split it: a search finds more so, and long "
+            "attention is not needed. Its cosine says that the embedding is another one, not that it is worse."
+        )
+    return notes
+
+
+def timing_of(row: Mapping[str, Any]) -> Timing:
+    """The times of a row of "measurements"."""
+    ratio, low, high = row["speed_up"], row["speed_up_min"], row["speed_up_max"]
+    return Timing(row["seconds"], row["seconds"] * ratio, ratio, low, high)
+
+
+def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
+    """Conclude from rows of "measurements" which of the methods with these labels pay off.
+
+    Returns:
+        "pays_from": label -> the smallest length from which on the method is a gain (`Timing.is_gain`), or None.
+        "summary": sentences that say so. "recommended": the label of the method to use at the greatest length at which
+        several were compared, "sdpa", or None if errors were not measured or there is nothing to compare;
+        "recommendation": a sentence that says why, or None. Of the methods that are a gain it is the fastest that keeps
+        an error of .1, averaged over layers and heads, or else the one with the smallest error.
+    """
+    pays_from: dict[str, int | None] = {}
+    rows_of = {label: [row for row in measurements if row["attention"] == label] for label in labels}
+    sentences = []
+    for label, rows in rows_of.items():
+        if not rows:
+            continue
+        rows.sort(key=lambda row: row["length"])
+        gains = [*itertools.takewhile(lambda row: timing_of(row).is_gain, reversed(rows))]
+        pays_from[label] = gains[-1]["length"] if gains else None
+        last = timing_of(rows[-1])
+        about = f"it is {last.ratio:.1f} times as fast as exact attention at {rows[-1]['length']} tokens"
+        if gains:
+            where = "at all measured lengths" if gains[-1] is rows[0] else f"from {gains[-1]['length']} tokens on"
+            sentences.append(f"{label} pays off {where}: {about}.")
+        else:
+            low, high = last.range
+            sentences.append(
+                f"{label} does not pay off: {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
+                f"{MIN_SPEED_UP} in any of them is no gain."
+            )
+    return {"pays_from": pays_from, "summary": sentences, **_recommend([*itertools.chain(*rows_of.values())])}
+
+
+def _recommend(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """The method to use at the greatest length at which several were compared, and why, as in `conclude`."""
+    counts = Counter(row["length"] for row in rows)
+    compared = max((length for length, count in counts.items() if count > 1), default=None)
+    rows = [row for row in rows if row["length"] == compared]
+    if not rows or any(row["error"] is None for row in rows):
+        return {"recommended": None, "recommendation": None}
+    where = f"Recommended at {compared} tokens: "
+    faster = [row for row in rows if timing_of(row).is_gain]
+    if not faster:
+        why = f"because no method is at least {MIN_SPEED_UP} times as fast in each round."
+        return {"recommended": EXACT, "recommendation": f"{where}exact attention ({EXACT}), {why}"}
+    good = [row for row in faster if row["error"] <= _MAX_ERROR]
+    if good:
+        best = max(good, key=lambda row: row["speed_up"])
+        reason = f"the fastest with an error of at most {_MAX_ERROR}"
+    else:
+        best = min(faster, key=lambda row: row["error"])
+        reason = f"the smallest of the methods that are faster; none of them keeps {_MAX_ERROR}"
+    about = f"{best['speed_up']:.1f} times as fast as exact attention with an error of {best['error']:.3f}"
+    if best.get("output_error") is not None:
+        about += f" in attention and of {best['output_error']:.3f} in the output"
+    return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}
 
 
 def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
@@ -330,29 +313,29 @@ def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
     return None if name is None else settings_of(model.config, name)
 
 
-def is_decoder(model: PreTrainedModel) -> bool:
-    """Whether some of a model's attention is causal."""
-    return any(getattr(module, "is_causal", None) is True for module, *_ in attention_modules(model))
-
-
 def _settings(
     methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
     own: EfficientAttentionConfig | None,
     model: PreTrainedModel,
 ) -> dict[str, EfficientAttentionConfig]:
     """Label -> settings of the methods to compare; in an encoder-decoder, methods without layers are in the encoder."""
-    is_pair = is_encoder_decoder(model)
     if methods is None and own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
+    modules, is_pair = [module for module, *_ in attention_modules(model)], is_encoder_decoder(model)
+    # In an encoder-decoder the conversion checks each layer.
+    is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
     if methods is None:
         configs = default_configs(
-            is_causal=is_decoder(model) and not is_pair,
+            "compare",
+            is_causal=is_causal,
             takes_pictures=takes_pictures(model),
-            has_distance_bias=any(has_distance_bias(type(module)) for module, *_ in attention_modules(model)),
+            has_distance_bias=any(has_distance_bias(type(module)) for module in modules),
         )
         methods = {method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
+    entries = [entry.config for one in settings.values() for entry in one.entries]
+    check_methods(entries, is_causal, model=f"the {type(model).__name__}", allow_learned=True)
     return {
         label: EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])
         if is_pair and len(one.entries) == 1 and one.layers is None

@@ -7,8 +7,9 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -21,18 +22,16 @@ from hf_efficient_attn.evaluation.capture import (
     exact_output,
     forward,
     summarize_attention,
-    tensors_of,
 )
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
-from hf_efficient_attn.evaluation.timing import Timing, paired_seconds, summary
+from hf_efficient_attn.evaluation.timing import Timing, calls_to_time, summary, time_calls
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
 
 logger = logging.getLogger(__name__)
 
-# If the log errors are normal with a known deviation, an unseen sequence stays below mean + 2 deviations with
-# probability .977.
+# An unseen sequence stays below mean + 2 deviations with probability .977, if log errors are normal.
 _DEVIATIONS = 2.0
 # Measurements of each time from which the saving is computed.
 _ROUNDS = 3
@@ -73,23 +72,22 @@ def calibrate(
     all heads of a layer then have the columns that are accepted here, or exact attention where no budget is accepted.
     In all other calls `auto` decides for each head, with these columns first and `max_error` as its bound.
 
-    The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads. E is the output of
-    exact attention, and A is the output of the method for the same queries, keys and values. These are the layer's
-    inputs in the exact model on `batches`, so that they do not include the errors of earlier layers. The masks and the
-    random draws are those of the converted model.
+    The error of a layer on a sequence is |A - E| / |E| in the operator norm, averaged over heads: E is the output of
+    exact attention, and A that of the method, for the layer's queries, keys and values in the exact model on `batches`.
+    So it does not include the errors of earlier layers. Masks and random draws are those of the converted model.
 
     In an encoder-decoder the layers of the two stacks have names, such as "encoder.layers.0", and methods without a
     causal form are candidates for the encoder only. Cross attention belongs to its layer of the decoder.
 
     The limit is meant for unseen sequences, and the cheapest of many candidates may have been chosen by chance. A
-    candidate is therefore accepted only if exp(mean + 2 s sqrt(1 + 1/n)) <= `max_error` for the logarithms of its
-    errors on the n sequences, and if its largest error is at most `max_error`. About one unseen sequence in 44 exceeds
-    this bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is
-    larger. A standard deviation of .25 counts as one more observation in the pooled one, because sequences that happen
-    to be alike would otherwise promise too much; for a single sequence s is .25. The result is reliable if there are 8
-    or more sequences that resemble the model's later inputs in kind and length. Errors grow with the length: a model
-    that keeps a limit of .2 at 512 tokens can have errors of .5 at 2,048. The result therefore contains the length
-    that it was measured at, and a model that is converted with it warns once of a longer sequence.
+    candidate is therefore accepted only if its largest error is at most `max_error`, and if exp(mean + 2 s
+    sqrt(1 + 1/n)) is, for the logarithms of its errors on the n sequences. About one unseen sequence in 44 exceeds this
+    bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is larger.
+    The pooled one counts a deviation of .25 as one more observation, because sequences that happen to be alike would
+    otherwise promise too much; for a single sequence s is .25. The result is reliable for 8 or more sequences that
+    resemble the model's later inputs in kind and length. Errors grow with the length: a model that keeps a limit of .2
+    at 512 tokens can have errors of .5 at 2,048. A model that is converted with the result therefore warns once of a
+    sequence that is longer than those in `batches`.
 
     Args:
         model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random
@@ -122,40 +120,52 @@ def calibrate(
             with their default hyperparameters; or no candidate that is accepted in any layer.
     """
     check_max_error(max_error)
-    batches = check_batches(batches)
-    summary = summarize_attention(model, largest(batches))
+    if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
+        given = "a batch itself" if isinstance(batches, (Mapping, Tensor)) else shown(batches)
+        raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
+    if not (batches := list(batches)):
+        raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
+    longest_batch = max(batches, key=_size)
+    summary = summarize_attention(model, longest_batch)
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
     study = Study(candidates, summary)
-    with capture_attention(model, lambda call: study.add(call, number)):
-        bar = tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False)
-        for number, batch in enumerate(bar):
+    with capture_attention(model, study.add):
+        for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False):
             forward(model, batch)
-            study.drop(number, max_error)
-    table, tokens = study.errors(), study.tokens
+            study.end_batch(max_error)
+    table, tokens = study.table, study.tokens
     # The length is known without its padding only now. What computes all sequences exactly says nothing about others.
     longest = max(tokens.values(), default=0)
     useful = [one for one in candidates if one.columns < longest]
     if not useful:
         refuse_short(longest, sorted({one.columns for one in candidates}))
     chosen = choose_each(table, useful, max_error)
-    if budgets is None:
-        _refuse_exact([choice.candidate.config for choice in chosen.values()], longest)
+    # A small budget saves nothing on sequences that a method computes exactly by default, and its error says nothing
+    # about longer ones.
+    methods_used = dict.fromkeys(choice.candidate.config.method for choice in chosen.values())
+    limits = {method: make_config(method).to_measure().exact_length for method in methods_used}
+    if budgets is None and limits and longest <= min(limits.values()):
+        names = " and ".join(f"{method} (up to {limit} tokens)" for method, limit in limits.items())
+        raise UnsupportedAttentionError(
+            f"the longest sequence has {longest} tokens without its padding, which {names} computes exactly with the "
+            "default hyperparameters, so that there is nothing to choose: give sequences as long as those that the "
+            "model is for, or name smaller budgets, budgets=[...]"
+        )
     # Where no budget is accepted, a method that decides in each call can still be used.
-    stored = {config: config.calibrated(max_error, accepted=False) for config in configs_of(methods)}
-    for config, undecided in stored.items():
+    for config in configs_of(methods):
+        undecided = config.calibrated(max_error, accepted=False)
         if undecided is not None:
             undecided = make_config(undecided, seed=getattr(config, "seed", 0) + seed)
             rest = Choice(Candidate(0, undecided), math.nan, math.nan)
             chosen |= {layer: rest for layer in in_order(tokens) if layer not in chosen}
     if not chosen:
-        error, nearest = min((max(errors.values()), candidate) for (_, candidate), errors in table.items() if errors)
+        smallest = min(max(errors.values()) for errors in table.values() if errors)
         raise UnsupportedAttentionError(
-            f"no method keeps max_error={max_error} in any layer; the nearest is {nearest.config.method} at "
-            f"{nearest.columns} columns with an error of {error:.3g}. Keep the model exact, or allow a larger budget "
-            "or error"
+            f"no method keeps max_error={max_error} in any layer; the smallest error is {smallest:.3g}. Keep the model "
+            "exact, or allow a larger budget or error"
         )
     settings = make_settings(chosen, max(tokens[layer] for layer in chosen))
-    speed = measure_speed(model, largest(batches), settings)
+    speed = measure_speed(model, longest_batch, settings)
     if not speed.is_gain:
         warnings.warn(
             f"at {settings.calibrated_length} tokens this choice saves nothing: its attention is {speed.ratio:.2g} "
@@ -163,25 +173,10 @@ def calibrate(
             f"{_ROUNDS} rounds). {HOW_TO_SAVE}",
             stacklevel=2,
         )
-    off = measure_output_error(model, largest(batches), settings)
+    off = measure_output_error(model, longest_batch, settings)
     if off is not None:
         logger.info(f"calibrated at {settings.calibrated_length} tokens: the model's output is off by {off:.3g}")
     return settings
-
-
-def _refuse_exact(chosen: Sequence[MethodConfig], longest: int) -> None:
-    """Refuse a choice of methods that compute all sequences exactly with their default budget, unless some do not.
-
-    A smaller budget saves nothing on sequences so short, and its error says nothing about longer ones.
-    """
-    limits = {config.method: make_config(config.method).to_measure().exact_length for config in chosen}
-    if limits and longest <= min(limits.values()):
-        names = " and ".join(f"{method} (up to {limit} tokens)" for method, limit in limits.items())
-        raise UnsupportedAttentionError(
-            f"the longest sequence has {longest} tokens without its padding, which {names} computes exactly with the "
-            "default hyperparameters, so that there is nothing to choose: give sequences as long as those that the "
-            "model is for, or name smaller budgets, budgets=[...]"
-        )
 
 
 def choose_each(
@@ -231,22 +226,22 @@ def _method_in(call: Call, settings: EfficientAttentionConfig) -> MethodConfig |
 
 
 def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> Timing:
-    """How many times faster the attention of all layers is with `settings` than exact attention, on one batch.
+    """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
-    Projections and the other parts of the model are not included. Layers that stay exact are.
+    It is the first of the batch. Projections and other parts of the model are not included. Layers that stay exact are.
     """
-    seconds: list[list[tuple[float, float]]] = []  # of the attention with `settings`, and exact, in each round
+    seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
     def visit(call: Call) -> None:
-        config = _method_in(call, settings)
-        works = {} if config is None else {"": functools.partial(call.compute, config)}
-        exact, timed = paired_seconds(call.compute_exact, works, _ROUNDS)
-        seconds.append(timed.get("", list(zip(exact, exact, strict=True))))
+        config, one = _method_in(call, settings), call.row(0)
+        works = [one.compute_exact if config is None else functools.partial(one.compute, config), one.compute_exact]
+        numbers = [calls_to_time(work) for work in works]
+        seconds.append([[*map(time_calls, works, numbers)] for _ in range(_ROUNDS)])
 
     with capture_attention(model, visit):
         forward(model, batch)
-    rounds = zip(*seconds, strict=True)
-    return summary([(sum(own for own, _ in pairs), sum(exact for _, exact in pairs)) for pairs in rounds])
+    own, exact = torch.tensor(seconds).sum(0).T.tolist()
+    return summary(list(zip(own, exact, strict=True)))
 
 
 def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:
@@ -281,86 +276,53 @@ def check_max_error(max_error: float) -> None:
         raise UnsupportedAttentionError(f"max_error={max_error!r} must be a number above 0, such as 0.1")
 
 
-def check_batches(batches: Iterable[Batch]) -> list[Batch]:
-    """The batches as a list that is not empty."""
-    is_batch = isinstance(batches, (Mapping, Tensor))
-    if is_batch or isinstance(batches, str) or not isinstance(batches, Iterable):
-        given = "a batch itself" if is_batch else shown(batches)
-        raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
-    batches = list(batches)
-    if not batches:
-        raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
-    return batches
-
-
-def largest(batches: Sequence[Batch]) -> Batch:
-    """The batch with the longest sequences: with the most numbers per sequence in one of its tensors."""
-    return max(batches, key=lambda batch: max((math.prod(x.shape[1:]) for x in tensors_of(batch).values()), default=0))
+def _size(batch: Batch) -> int:
+    """The largest number of numbers per sequence in a tensor of a batch; 0 for what `forward` refuses."""
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    return max((math.prod(x.shape[1:]) for x in values if isinstance(x, Tensor) and x.ndim), default=0)
 
 
 class Study:
-    """Measurements of the attention modules of a model, which are collected call by call.
+    """Errors of methods in the layers of a model, which are collected call by call.
 
     Attributes:
-        values: module -> candidate, or name of a property -> (batch, index in it, number of the call) -> (H,).
-        tokens: of the longest sequence in each layer.
-        layers: module -> layer.
+        table: the errors; of several calls in a layer, such as self and cross attention, the largest.
+        tokens: the number of tokens of the longest sequence in each layer.
     """
 
     def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
-        self.values: dict[str, dict[Any, dict[tuple[int, int, int], Tensor]]] = {}
+        self.table: ErrorTable = {}
         self.tokens = Counter[Layer]()
-        self.layers = {call.name: call.layer for call in summary.calls}
-        self._calls = Counter(call.name for call in summary.calls)
-        self._done = Counter[str]()  # the calls of each module that are measured
+        self._batch = 0
         causal = set(methods_with("causal"))
         self._candidates = {
-            call.name: [
+            call.layer: [
                 one for one in candidates if call.layer not in summary.causal_layers or one.config.method in causal
             ]
             for call in summary.calls
         }
 
-    def add(self, call: Call, batch: int, properties: Sequence[Mapping[str, Tensor]] = ()) -> None:
-        """Measure the errors of a call, and keep properties of some of its sequences."""
-        values, turn = self.values.setdefault(call.name, {}), self._done[call.name]
-        for candidate in self._candidates[call.name]:
-            errors = call.errors(candidate.config.to_measure())
-            values.setdefault(candidate, {}).update({(batch, b, turn): errors[b] for b in call.sequences})
-        for index, found in enumerate(properties):
-            for name, heads in found.items():
-                values.setdefault(name, {})[batch, index, turn] = heads
-        if call.layer is not None:
-            self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
-        self._done[call.name] += 1
+    def add(self, call: Call) -> dict[Candidate, Tensor]:
+        """Measure the methods in a call: candidate -> errors (B, H)."""
+        found = {one: call.errors(one.config.to_measure()) for one in self._candidates[call.layer]}
+        if call.layer is None:
+            return found
+        self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
+        for candidate, errors in found.items():
+            known = self.table.setdefault((call.layer, candidate), {})
+            for b in call.sequences:
+                known[self._batch, b] = max(errors[b].mean().item(), known.get((self._batch, b), 0.0))
+        return found
 
-    def batches_done(self, name: str) -> int:
-        """The number of batches in which all calls of a module are measured."""
-        return self._done[name] // self._calls[name]
-
-    def drop(self, batch: int, max_error: float) -> None:
-        """Measure no longer in a module what exceeds a limit in some sequence of a batch."""
-        for name, rest in self._candidates.items():
-            found = [self.values.get(name, {}).get(one, {}).items() for one in rest]
+    def end_batch(self, max_error: float) -> None:
+        """Go on to the next batch, and measure no longer in a layer what exceeds a limit there in some sequence."""
+        self._batch += 1
+        for layer, rest in self._candidates.items():
             rest[:] = [
                 one
-                for one, errors in zip(rest, found, strict=True)
-                if all(heads.mean().item() <= max_error for (number, *_), heads in errors if number == batch)
+                for one in rest
+                if layer is None or all(error <= max_error for error in self.table.get((layer, one), {}).values())
             ]
-
-    def errors(self) -> ErrorTable:
-        """The errors of the layers in batches in which all their modules are measured: the largest of the calls."""
-        table: ErrorTable = {}
-        for name, layer in self.layers.items():
-            done = min(self.batches_done(other) for other, of in self.layers.items() if of == layer)
-            for candidate, values in self.values.get(name, {}).items():
-                if layer is None or not isinstance(candidate, Candidate):
-                    continue
-                known = table.setdefault((layer, candidate), {})
-                for (batch, index, _), heads in values.items():
-                    if batch < done:
-                        known[batch, index] = max(heads.mean().item(), known.get((batch, index), 0.0))
-        return table
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:

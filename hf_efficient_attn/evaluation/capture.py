@@ -113,10 +113,6 @@ class Call(NamedTuple):
         )  # fmt: skip
 
 
-def _never_exact(method: MethodConfig) -> None:
-    return None
-
-
 def exact_output(call: Call) -> Tensor:
     """The output of exact attention for the inputs of a call, in float32 or float64."""
     acc_dtype = torch.promote_types(call.value.dtype, torch.float32)
@@ -127,7 +123,7 @@ def exact_output(call: Call) -> Tensor:
 @contextlib.contextmanager
 def capture_attention(
     model: nn.Module,
-    visit: Callable[[Call], None],
+    visit: Callable[[Call], object],
     compute: Callable[[Call], Tensor] = exact_output,
     *,
     windows: bool = False,
@@ -187,13 +183,13 @@ def capture_attention(
         if location.window is not None:
             exact = exact_layer(*tensors, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window)
             if windows:
-                visit(Call(location, *tensors, is_causal, scaling, exact, _never_exact, module))
+                visit(Call(location, *tensors, is_causal, scaling, exact, lambda method: None, module))
             return exact.transpose(1, 2).contiguous(), None
         is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
-        why_exact = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else _never_exact
-        call = Call(location, *tensors, is_causal, scaling, value.new_empty(0), why_exact, module, distance_bias)
+        why = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else lambda method: None
+        call = Call(location, *tensors, is_causal, scaling, value.new_empty(0), why, module, distance_bias)
         exact = compute(call)
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(
@@ -242,12 +238,6 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     if "use_cache" in inspect.signature(root.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)
-
-
-def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch that have a dimension; none for what `forward` refuses."""
-    items = batch.items() if isinstance(batch, Mapping) else [("", batch)]
-    return {name: x for name, x in items if isinstance(x, Tensor) and x.ndim}
 
 
 class AttentionSummary(NamedTuple):

@@ -3,8 +3,7 @@
 import copy
 import math
 import statistics
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,19 +25,11 @@ from hf_efficient_attn.evaluation.timing import (
 )
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_of
-from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
 
-# task -> how the outputs of a method are compared with those of exact attention, which needs no labels.
-AGREEMENT = {
-    "embedding": "cosine",
-    "causal-lm": "perplexity_ratio",
-    "masked-lm": "top1",
-    "text-to-text": "top1",
-    "speech-to-text": "top1",
-    "image-classification": "top1",
-}
+# task -> how the outputs of a method are compared with those of exact attention. For other tasks it is "top1".
+AGREEMENT = {"embedding": "cosine", "causal-lm": "perplexity_ratio"}
 # Number of inputs on which the errors of layers and of the hidden states are measured.
 ERROR_INPUTS = 2
 
@@ -63,7 +54,8 @@ def make_variants(
     `own` is the one of `settings` that `model` has already: this variant is `model` itself. Inputs have at most
     `longest` tokens. For `chunk` see `Variant`; None for no such variant.
     """
-    exact = exact_copy(model)
+    exact = copy_with_shared_weights(model)
+    convert(exact, EXACT)
     variants = {EXACT: Variant(exact)}
     for label, wanted in settings.items():
         entry, converted = wanted.entries[0], model
@@ -86,14 +78,7 @@ def chunk_label(chunk: int) -> str:
 
 def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model that shares its parameters and buffers."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
-
-
-def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with exact attention that shares its parameters and buffers."""
-    exact = copy_with_shared_weights(model)
-    convert(exact, EXACT)
-    return exact
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 class Answer(NamedTuple):
@@ -113,7 +98,7 @@ class Procedure(NamedTuple):
     batch: int = 1  # inputs of a forward pass
     rounds: int = 3  # measurements of each time
     memory: bool = True  # whether to measure memory
-    rows: int | None = None  # inputs for the agreement; None for 4 texts or excerpts of recordings, or 32 pictures
+    rows: int | None = None  # inputs for the agreement; None for 4 texts or 32 pictures
     device: "torch.device | str" = "cpu"  # where PyTorch computes
     dtype: "torch.dtype | None" = None  # of the model; None for the dtype of the checkpoint
     new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
@@ -134,14 +119,14 @@ class LengthComparison:
         self._exact_seconds = 0.0  # the latest time of exact attention
         self._exact_calls = 1  # how many calls are timed together for it
         self._errors: dict[str, list[float]] = {}
+        self._kept: Any = None  # what `run_model` returned in the latest pass
 
     @torch.no_grad()
     def measure(self, label: str) -> dict[str, Any]:
         """Measure the variant with a label, exact attention first; returns a row of the benchmark's "measurements"."""
-        model, settings, chunk = self._variants[label]
-        work, begin, peak = self._pass(label, 0), timer(), None
-        inputs = work.inputs
-        if self._procedure.memory:
+        procedure, (model, settings, chunk) = self._procedure, self._variants[label]
+        (work, inputs), begin, peak = self._pass(label, 0), timer(), None
+        if procedure.memory:
             peak = peak_of(work, model.device)
         else:
             work()
@@ -151,19 +136,23 @@ class LengthComparison:
         is_timed = first > LONG_SECONDS and peak is None and model.device.type == "cpu"
         # Long passes of exact attention are timed again after those of each method, and what chunks gain is clear.
         is_once = first > LONG_SECONDS and (label == EXACT or chunk is not None)
-        rounds = 1 if is_once else self._procedure.rounds
+        rounds = 1 if is_once else procedure.rounds
         seconds: list[float] = []
         answers: list[Answer] = []
         for index in range(max(rounds, self._batches)):
             if index:
-                work = self._pass(label, index)
+                work, inputs = self._pass(label, index)
             if index < rounds:
                 seconds.append(first if is_timed and not index else time_calls(work, calls))
-            elif work.output is None:
+            else:
                 work()
-            if index < self._batches and (answer := self._answer(chunk, work, index)) is not None:
-                answers.append(answer)
-            work.output = work.states = None
+            answer = answer_of(self._data.task, inputs, *self._kept) if index < self._batches else None
+            if answer is not None:
+                if chunk is not None:
+                    pieces = answer.compared.unflatten(0, (len(self._references[index].compared), -1))
+                    answer = Answer(normalize(pieces.mean(1), dim=1))
+                is_compared = index * procedure.batch < ERROR_INPUTS
+                answers.append(answer if is_compared else answer._replace(states=None))
         if label == EXACT:
             self._exact_seconds, self._exact_calls, self._references = seconds[-1], calls, answers
             self._errors = self._layer_errors() if self._data.is_real else {}
@@ -171,25 +160,26 @@ class LengthComparison:
         else:
             before = self._exact_seconds
             if chunk is None:  # nothing follows the chunks
-                self._exact_seconds = time_calls(self._pass(EXACT, 0), self._exact_calls)
+                self._exact_seconds = time_calls(self._pass(EXACT, 0)[0], self._exact_calls)
             # The load of the machine changes between the two times, at a steady pace as far as is known.
             change = (self._exact_seconds - before) / len(seconds)
             pairs = [(one, before + change * (number + 0.5)) for number, one in enumerate(seconds)]
+        self._kept = None
         timing, layers = summary(pairs), self._errors.get(label, [])
         values = {} if settings is None else settings.to_dict()
-        speed: tuple[float | None, float | None] = None, None
-        if self._data.task == "causal-lm" and 1 < self._procedure.new_tokens < inputs.tokens:
-            new_tokens = self._procedure.new_tokens
-            prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
-            speed = time_generation(model, prompts, new_tokens, self._procedure.rounds)
+        first_token, tokens_per_second = None, None
+        if self._data.task == "causal-lm" and 1 < procedure.new_tokens < inputs.tokens:
+            prompts = inputs.values["input_ids"][:, : inputs.tokens - procedure.new_tokens]
+            first_token, tokens_per_second = time_generation(model, prompts, procedure.new_tokens, procedure.rounds)
         compared = list(zip(answers, self._references, strict=True))
+        is_log = self._data.task == "causal-lm"
         return {
             "attention": label,
             "method": values.pop("method", EXACT),
             "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
             "length": inputs.tokens,
             "pixels": inputs.pixels,
-            "batch": min(self._procedure.batch, self._data.rows),
+            "batch": min(procedure.batch, self._data.rows),
             "seconds": timing.seconds,
             "speed_up": timing.ratio,
             "speed_up_min": timing.ratio_min,
@@ -197,31 +187,26 @@ class LengthComparison:
             "peak_memory_mib": None if peak is None else peak / 2**20,
             "error": _mean(torch.tensor(layers, dtype=torch.float64)),
             "layer_errors": [error if math.isfinite(error) else None for error in layers],
-            "output_error": _mean(*(_state_errors(one, exact) for one, exact in compared)),
+            "output_error": _mean(*(_state_errors(*pair) for pair in compared)),
             "agreement": _mean(
-                *(compare(self._data.task, one.compared, exact.compared) for one, exact in compared),
-                is_log=self._data.task == "causal-lm",
+                *(compare(self._data.task, one.compared, exact.compared) for one, exact in compared), is_log=is_log
             ),
             "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
-            "first_token_seconds": speed[0],
-            "tokens_per_second": speed[1],
+            "first_token_seconds": first_token,
+            "tokens_per_second": tokens_per_second,
         }
 
-    def _pass(self, label: str, index: int) -> "_Pass":
+    def _pass(self, label: str, index: int) -> tuple[Callable[[], None], Inputs]:
+        """A forward pass of a variant on the batch with this index, which sets `_kept`, and its inputs."""
         batch, number = self._procedure.batch, index % max(1, self._batches)
         model, _, chunk = self._variants[label]
-        inputs = self._data.inputs(self._length, number * batch, batch, chunk)
-        return _Pass(self._data.task, model, inputs.to(model.device))
+        inputs = self._data.inputs(self._length, number * batch, batch, chunk).to(model.device)
 
-    def _answer(self, chunk: int | None, work: "_Pass", index: int) -> Answer | None:
-        """What is kept of a pass on the batch with this index."""
-        answer = answer_of(self._data.task, work.output, work.inputs)
-        if answer is not None and chunk is not None:
-            chunks = answer.compared.unflatten(0, (len(self._references[index].compared), -1))
-            return Answer(normalize(chunks.mean(1), dim=1))
-        if answer is None or index * self._procedure.batch >= ERROR_INPUTS:
-            return answer
-        return answer._replace(states=work.states)
+        def work() -> None:
+            self._kept = None  # frees the earlier output
+            self._kept = run_model(self._data.task, model, inputs)
+
+        return work, inputs
 
     def _layer_errors(self) -> dict[str, list[float]]:
         """Errors of the layers in order, averaged over heads and inputs; 0 where a layer is exact.
@@ -229,10 +214,6 @@ class LengthComparison:
         In an encoder-decoder, layers that are exact with every method, such as those of the decoder, are left out.
         """
         variants = {label: one for label, one in self._variants.items() if one.chunk is None}
-        modules = {
-            label: {location.name: module for module, location, *_ in attention_modules(one.model)}
-            for label, one in variants.items()
-        }
         errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
 
         def visit(call: Call) -> None:
@@ -240,12 +221,12 @@ class LengthComparison:
                 label: None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
                 for label, one in variants.items()
             }
-            if self._data.is_pair and all(config is None for config in configs.values()):
+            if self._data.is_pair and not any(configs.values()):
                 return
             for label, config in configs.items():
                 error = 0.0
                 if config is not None:
-                    learned = learned_of(modules[label][call.name])
+                    learned = learned_of(variants[label].model.base_model.get_submodule(call.name))
                     error = call.errors(config, None if learned is None else learned()).mean().item()
                 errors[label].setdefault(call.layer, []).append(error)
 
@@ -256,28 +237,6 @@ class LengthComparison:
         return {
             label: [statistics.fmean(layers[layer]) for layer in in_order(layers)] for label, layers in errors.items()
         }
-
-
-class _Pass:
-    """A forward pass of a model on one batch, which keeps output and last hidden states of its last call."""
-
-    def __init__(self, task: str, model: PreTrainedModel, inputs: Inputs) -> None:
-        self.task, self.model, self.inputs = task, model, inputs
-        self.output: Any = None
-        self.states: Tensor | None = None
-
-    def __call__(self) -> None:
-        """Run the model; the earlier output is freed first."""
-        self.output = self.states = None
-        # The model without its head; where it is the model itself, its output may be logits.
-        hook = self.model.base_model.register_forward_hook(self._keep)
-        try:
-            self.output = run_model(self.task, self.model, self.inputs)
-        finally:
-            hook.remove()
-
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.states = getattr(output, "last_hidden_state", getattr(output, "logits", None))
 
 
 def _mean(*values: Tensor, is_log: bool = False) -> float | None:
@@ -297,33 +256,46 @@ def _state_errors(answer: Answer, exact: Answer) -> Tensor:
     return errors
 
 
-def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> Any:
-    """Run what a task needs of a model: for embeddings, the model without a head."""
-    return forward(model.base_model if task == "embedding" else model, inputs.values)
+def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, Tensor | None]:
+    """Run what a task needs of a model; returns its output, and the last hidden states or the logits.
+
+    The hidden states are those of the model without its head, which is all that embeddings need.
+    """
+    states: list[Tensor | None] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        states.append(getattr(output, "last_hidden_state", getattr(output, "logits", None)))
+
+    hook = model.base_model.register_forward_hook(keep)
+    try:
+        output = forward(model.base_model if task == "embedding" else model, inputs.values)
+    finally:
+        hook.remove()
+    return output, states[-1]
 
 
-def answer_of(task: str, output: Any, inputs: Inputs) -> Answer | None:
-    """What is kept of an output of `run_model` for `inputs`; None for a masked language model without a mask token."""
+def answer_of(task: str, inputs: Inputs, output: Any, states: Tensor | None) -> Answer | None:
+    """What is kept of what `run_model` returns; None for a masked language model without a mask token."""
     if task == "embedding":
         hidden_states: Tensor = output.last_hidden_state
-        return Answer(normalize(hidden_states.float().mean(1), dim=1))
+        return Answer(normalize(hidden_states.float().mean(1), dim=1), None, states)
     logits: Tensor = output.logits
     if task == "masked-lm":
         if inputs.masked is None or inputs.targets is None:
             return None
         guesses = logits[inputs.masked]
-        return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"))
-    if task in ("text-to-text", "speech-to-text"):
-        return Answer(logits.argmax(2).flatten())
+        return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"), states)
+    if task == "text-to-text":
+        return Answer(logits.argmax(2).flatten(), None, states)
     if task == "image-classification":
-        return Answer(logits.argmax(1))
+        return Answer(logits.argmax(1), None, states)
     targets: Tensor = inputs.values["input_ids"][:, 1:]
     parts = [  # in parts, because the logits in float32 are large
         cross_entropy(part.float().transpose(1, 2), target, reduction="none")
         for part, target in zip(torch.split(logits[:, :-1], 512, 1), torch.split(targets, 512, 1), strict=True)
     ]
     losses = torch.cat(parts, 1).mean(1)
-    return Answer(losses, losses)
+    return Answer(losses, losses, states)
 
 
 def compare(task: str, answer: Tensor, reference: Tensor) -> Tensor:

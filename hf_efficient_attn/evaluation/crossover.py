@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import pathlib
-import statistics
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,17 +17,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import Work, processor_name, time_calls, use_device
+from hf_efficient_attn.evaluation.timing import Work, processor_name, use_device
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import (
     MethodConfig,
     attention,
-    available_methods,
     crossover,
     learns,
     make_config,
-    method_info,
 )
 from hf_efficient_attn.version import __version__
 
@@ -37,24 +34,21 @@ _HEAD_DIM = 64
 _SHORTEST, _FIRST, _LONGEST = 256, 4096, 1 << 17
 # Exact attention is not measured at longer sequences: its time grows with the square of the length.
 _QUADRATIC = 2048
-# Calls are repeated until they take this time in seconds, in so many rounds that their number is odd.
-_MIN_SECONDS, _MAX_ROUNDS = 0.02, 5
+# Calls are repeated until they take this time in seconds.
+_MIN_SECONDS = 0.05
 # A call of a method that takes longer is not followed by one at twice the length: the ratio is taken to grow in
 # proportion to the length.
 _MAX_SECONDS = 2.0
 # A ratio that is large enough for a search to stop there; a ratio just above 1 may be due to chance.
 _CLEAR = 1.1
 _FORMAT = 1
-# The size of a file that is read at most: a damaged one cannot fill the memory.
-_MAX_BYTES = 1 << 20
 _COMMAND = "hf-efficient-attn crossover --renew"
 
 
-def measure_crossover(method: str, device: torch.device, *, progress: bool = False) -> dict[str, crossover.Crossover]:
+def measure_crossover(method: str, device: torch.device) -> dict[str, crossover.Crossover]:
     """Measure the lengths of a method with its default hyperparameters, which takes some seconds.
 
-    On an otherwise idle machine two measurements of a length differ by up to a tenth. With `progress` there is a bar on
-    stderr if that is a terminal.
+    On an otherwise idle machine two measurements of a length differ by up to a tenth.
 
     Returns:
         row of the table -> lengths, for float32 and bfloat16, and causal if the method has a causal form.
@@ -76,7 +70,7 @@ def measure_crossover(method: str, device: torch.device, *, progress: bool = Fal
     dims = (crossover.SMALL_DIM, crossover.LARGE_DIM)
     cases = list(itertools.product((torch.float32, torch.bfloat16), (False, True)[: 1 + config.causal], dims))
     lengths: dict[str, list[int]] = {}
-    with torch.no_grad(), use_device(device), tqdm(cases, leave=False, disable=None if progress else True) as bar:
+    with torch.no_grad(), use_device(device), tqdm(cases, leave=False, disable=None) as bar:
         for dtype, is_causal, dim in bar:
             row, num_heads = crossover.table_key(dtype, is_causal), dim // _HEAD_DIM
             bar.set_description(f"{method}, {row}, {num_heads} heads")
@@ -87,34 +81,22 @@ def measure_crossover(method: str, device: torch.device, *, progress: bool = Fal
     return {row: crossover.Crossover(*found) for row, found in lengths.items()}
 
 
-def default_method() -> str:
-    """The method that another one switches to, whose lengths therefore matter."""
-    targets = (method_info(name).config_class.switches_to for name in available_methods())
-    return next(filter(None, targets))
-
-
 def measure_ratio(
     length: int, *, config: MethodConfig, num_heads: int, dtype: torch.dtype, device: torch.device, is_causal: bool
 ) -> tuple[float, float]:
-    """Time of exact attention of one sequence divided by that of a method, and the seconds of the method.
+    """Median time of exact attention of one sequence divided by that of a method, and the seconds of the method."""
+    from torch.utils.benchmark import Timer  # it imports setuptools, and the package imports this module
 
-    Both are medians over rounds in which they are measured in turn. A call before the first round fills memory and
-    caches, and determines how often each is called in a round. There are fewer rounds of long calls, which other work
-    of the machine disturbs less.
-    """
+    def seconds(work: Work) -> float:
+        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=_MIN_SECONDS).median
+
     generator = torch.Generator().manual_seed(0)
     tensors = torch.randn(3, 1, num_heads, length, _HEAD_DIM, generator=generator).to(device, dtype)
     query, key, value = tensors[:, :, :, :_QUADRATIC]
-    works: list[Work] = [
-        lambda: scaled_dot_product_attention(query, key, value, is_causal=is_causal),
-        lambda: attention(config, *tensors, is_causal=is_causal),
-    ]
-    seconds = [max(1e-6, time_calls(work)) for work in works]
-    numbers = [math.ceil(_MIN_SECONDS / _MAX_ROUNDS / one) for one in seconds]
-    rounds = min(_MAX_ROUNDS, math.ceil(_MIN_SECONDS * _MAX_ROUNDS / max(seconds)) | 1)
-    pairs = [[time_calls(*one) for one in zip(works, numbers, strict=True)] for _ in range(rounds)]
-    ratio = statistics.median(exact / method for exact, method in pairs)
-    return ratio * (length / query.shape[2]) ** 2, statistics.median(method for _, method in pairs)
+    method = seconds(lambda: attention(config, *tensors, is_causal=is_causal))
+    exact = seconds(lambda: scaled_dot_product_attention(query, key, value, is_causal=is_causal))
+    return exact / method * (length / query.shape[2]) ** 2, method
 
 
 def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int) -> int:
@@ -128,29 +110,24 @@ def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int)
         measure: measure(length) returns the ratio, and the seconds of a call of the method.
         shortest: the smallest length to try; the result is at most `NEVER`.
     """
-    high = max(shortest, _FIRST)
-    ratio, seconds = measure(high)
-    ratios = {high: ratio}
-    while ratio < _CLEAR:
-        if 2 * high > _LONGEST or 2.0 * seconds > _MAX_SECONDS:
-            return min(crossover.NEVER, round(high / ratio))
-        high *= 2
-        ratio, seconds = measure(high)
-        ratios[high] = ratio
-    low = min(ratios)
-    while ratios[low] >= 1.0:
-        if low == shortest:
+    measure, length = functools.cache(measure), max(shortest, _FIRST)
+    lengths = [length]
+    while measure(length)[0] < _CLEAR:
+        if 2 * length > _LONGEST or 2.0 * measure(length)[1] > _MAX_SECONDS:
+            return min(crossover.NEVER, round(length / measure(length)[0]))
+        length *= 2
+        lengths.append(length)
+    while measure(lengths[0])[0] >= 1.0:
+        if lengths[0] == shortest:
             return shortest
-        low = max(shortest, low // 2)
-        ratios[low] = measure(low)[0]
-    low = max(length for length, ratio in ratios.items() if ratio < 1.0)
-    high = min(length for length in ratios if length > low)
+        lengths.insert(0, max(shortest, lengths[0] // 2))
+    low = max(length for length in lengths if measure(length)[0] < 1.0)
+    high = lengths[lengths.index(low) + 1]
     for _ in range(2):  # to less than 1.2 times `low`; the ratio may jump anywhere in between
         middle = round(math.sqrt(low * high))
-        ratios[middle] = measure(middle)[0]
-        low, high = (middle, high) if ratios[middle] < 1.0 else (low, middle)
+        low, high = (middle, high) if measure(middle)[0] < 1.0 else (low, middle)
     # Where the ratio reaches 1, if it is a power of the length.
-    below, above = math.log(ratios[low]), math.log(ratios[high])
+    below, above = (math.log(measure(length)[0]) for length in (low, high))
     return round(low * math.pow(high / low, min(1.0, -below / max(1e-9, above - below))))
 
 
@@ -172,25 +149,20 @@ def machine_name(device: torch.device) -> str:
 
 
 def measured_table(method: str, device: torch.device) -> crossover.Table | None:
-    """The lengths of a method on this machine, None if there are none. The file is read once in a process.
+    """The lengths of a method on this machine, None if there are none.
 
     Warns:
         UserWarning: the file cannot be read, or is not of this package. Then there are none.
     """
-    return _read_table(cache_file(), machine_name(device), method)
-
-
-@functools.lru_cache(maxsize=64)
-def _read_table(path: pathlib.Path, machine: str, method: str) -> crossover.Table | None:
+    path = cache_file()
     try:
-        rows = _read(path).get(machine, {}).get(method)
+        rows = _read(path).get(machine_name(device), {}).get(method)
         if rows is None:
             return None
         table = {name: crossover.Crossover(*pair) for name, pair in rows.items()}
         lengths = [length for pair in table.values() for length in pair]
-        if not lengths or not set(table) <= set(crossover.built_in_table("cpu")):
-            raise ValueError(f"it has no known calls of {method}")
-        if not all(type(length) is int and 1 <= length <= crossover.NEVER for length in lengths):
+        is_known = bool(lengths) and set(table) <= set(crossover.built_in_table("cpu"))
+        if not is_known or not all(type(length) is int and 1 <= length <= crossover.NEVER for length in lengths):
             raise ValueError(f"the lengths of {method} are damaged")
         return table
     except (ValueError, TypeError, AttributeError) as error:
@@ -206,7 +178,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     """The machines in a file: name -> method -> row -> [small, large]. Empty if there is no file."""
     if not os.path.exists(path):
         return {}
-    values = read_json_object(path, max_bytes=_MAX_BYTES, name="it")
+    values = read_json_object(path, name="it")
     if values.get("format") != _FORMAT or not isinstance(values.get("machines"), dict):
         raise ValueError("it has another format")
     return dict(values["machines"])
@@ -228,15 +200,9 @@ def store_crossover(method: str, device: torch.device, found: Mapping[str, cross
     machines[machine] = {**methods, method: {name: list(lengths) for name, lengths in found.items()}}
     with replacing(path) as draft:
         write_json(draft, {"format": _FORMAT, "machines": machines})
-    forget()
+    register()
 
 
 def register() -> None:
-    """Let `auto` look its lengths up in the file."""
+    """Let `auto` look its lengths up in the file, which is read once for each kind of call."""
     crossover.use_measured(measured_table)
-
-
-def forget() -> None:
-    """Read the file again at the next call."""
-    _read_table.cache_clear()
-    register()

@@ -1,7 +1,7 @@
 """Inputs of any length for a model, and the task that the model is for.
 
-Inputs are texts, pictures or recordings of the user, Python's own documentation (`pydoc_data.topics`), which is part of
-every Python installation, or random numbers.
+Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), which is part of every
+Python installation, or random pixels.
 """
 
 import importlib.util
@@ -24,7 +24,6 @@ from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.positions import position_offset, position_tables
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
-from hf_efficient_attn.evaluation.speech import Speech, takes_speech
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
 
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
@@ -37,8 +36,6 @@ _CHARACTERS_PER_TOKEN = 16
 _TOKENIZER_FILES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-# Largest number of tokens of an image model besides those of patches: class and distillation tokens, registers.
-_MAX_EXTRA_TOKENS = 16
 
 
 class Inputs(NamedTuple):
@@ -46,7 +43,7 @@ class Inputs(NamedTuple):
 
     values: dict[str, Any]  # the arguments of the model
     tokens: int  # of each input in the model's attention
-    pixels: int | None = None  # height and width of the pictures; None for text and speech
+    pixels: int | None = None  # height and width of the pictures; None for text
     masked: Tensor | None = None  # bool (B, N), the tokens that a masked language model predicts
     targets: Tensor | None = None  # (number of masked tokens,), what they were, one input after another
 
@@ -60,27 +57,25 @@ class Inputs(NamedTuple):
 def task_of(model: PreTrainedModel) -> str:
     """The task of a model according to its class.
 
-    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder of text that predicts tokens),
-    "speech-to-text" (one of speech) or "image-classification".
+    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder that predicts tokens) or
+    "image-classification".
 
     Raises:
-        UnsupportedAttentionError: a model of another kind (waveforms, several inputs).
+        UnsupportedAttentionError: a model of another kind (speech, several inputs).
     """
-    name, is_text = type(model).__name__, model.main_input_name == "input_ids"
+    name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
         return "image-classification" if "ForImageClassification" in name else "embedding"
-    if is_encoder_decoder(model) and (is_text or takes_speech(model)):
-        task = "text-to-text" if is_text else "speech-to-text"
-        return "embedding" if model.get_output_embeddings() is None else task
-    if is_text:
-        if "ForMaskedLM" in name:
-            return "masked-lm"
-        return "causal-lm" if "ForCausalLM" in name or "LMHead" in name else "embedding"
-    raise UnsupportedAttentionError(
-        f"{name} takes {model.main_input_name}. Supported are models of text, encoders of pictures, image "
-        "classifiers, and encoder-decoders of speech such as Whisper; for other models call hea.calibrate with "
-        "batches of your own"
-    )
+    if model.main_input_name != "input_ids":
+        raise UnsupportedAttentionError(
+            f"{name} takes {model.main_input_name}. Supported are models of text, encoders of pictures, and image "
+            "classifiers; for other models call hea.calibrate or hea.distill with batches of your own"
+        )
+    if is_encoder_decoder(model):
+        return "embedding" if model.get_output_embeddings() is None else "text-to-text"
+    if "ForMaskedLM" in name:
+        return "masked-lm"
+    return "causal-lm" if "ForCausalLM" in name or "LMHead" in name else "embedding"
 
 
 def is_encoder_decoder(model: PreTrainedModel) -> bool:
@@ -123,25 +118,22 @@ class ModelData:
 
     Args:
         model: in eval mode, as loaded from `folder`.
-        folder: the checkpoint, with its tokenizer or the configuration of its image processor or feature extractor.
-        file: a text (.txt, .jsonl, or gzipped), a folder or zip file of pictures, or a .wav file or a folder of them.
-            None for Python's documentation, or for random numbers if the model has no tokenizer or takes pictures or
-            speech.
+        folder: the checkpoint, with its tokenizer or the configuration of its image processor.
+        file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
+            or for random pixels.
         longest: largest number of tokens that will be requested; the model must have as many positions.
         rows: requested number of inputs of each length; the data may contain fewer.
         shorter: whether to reduce `longest` to the length of a text that is too short, instead of refusing the text.
 
     Attributes:
         task: see `task_of`.
-        name: of the data; "generated" for random numbers.
+        name: of the data; "generated" for random pixels.
         rows: number of inputs of each length.
-        native_tokens: number of tokens of a picture of the size that the model was trained with, or of an input of
-            speech.
-        speech: the inputs of a speech model; None for other models.
+        native, native_tokens: height and width of the pictures that the model was trained with, and their tokens.
 
     Raises:
-        UnsupportedAttentionError: a file that cannot be read or is too short, or a file for a model without a
-            tokenizer, image processor or feature extractor.
+        UnsupportedAttentionError: a file that cannot be read or is too short, or a model without a tokenizer or image
+            processor.
     """
 
     def __init__(
@@ -157,42 +149,29 @@ class ModelData:
         self.task, self.rows, self.longest = task_of(model), rows, longest
         self.is_image, self.is_pair = takes_pictures(model), is_encoder_decoder(model)
         self.config, self.dtype = model.config, model.dtype
-        self.name = GENERATED if file is None else file.name
+        self.name = file.name if file is not None else GENERATED if self.is_image else DOCUMENTATION
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
         self.mask_token: int | None = None
-        self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text; none for random ones
+        self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text
         self.processor: Any = None
         self.pictures: list[tuple[str, Callable[[], bytes]]] = []
-        self.speech = Speech(model, folder, file) if takes_speech(model) else None
-        self.is_text = not self.is_image and self.speech is None
         if self.is_image:
             self._open_pictures(model, folder, file)
-        elif self.speech is not None:
-            self.longest = self.native_tokens = self.speech.positions
         else:
             self._open_text(folder, file, shorter)
-        items: list[Any] = self.pictures if self.speech is None else self.speech.excerpts
-        if items:
-            self.rows = min(rows, len(items))
-            # At regular intervals: if files are sorted by class, the first ones belong to one class.
-            items[:] = items[:: len(items) // self.rows][: self.rows]
 
     @property
     def is_real(self) -> bool:
-        """Whether the data are not random numbers."""
+        """Whether the data are not random pixels."""
         return self.name != GENERATED
 
     def _open_text(self, folder: pathlib.Path, file: pathlib.Path | None, shorter: bool) -> None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            if file is None:
-                return
             raise UnsupportedAttentionError(
-                f"{folder} contains no tokenizer, so that {file} cannot be tokenized: add the tokenizer, or leave "
-                "the data out for random token ids"
+                f"{folder} contains no tokenizer, so that no text can be tokenized: add the tokenizer of the model"
             )
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if file is None:
-            self.name = DOCUMENTATION
             # The longest topics first, so that an input contains few of them.
             topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
             text = "\n\n".join(topics)
@@ -224,9 +203,8 @@ class ModelData:
         noise = torch.zeros(1, self._channels, image, image, dtype=self.dtype)
         self.native_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
         # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
-        is_patch = self.native_tokens - (image // patch) ** 2 <= _MAX_EXTRA_TOKENS
-        self.step = patch if is_patch else image // math.isqrt(self.native_tokens)
-        self.extra_tokens = self.native_tokens - (image // self.step) ** 2
+        side = math.isqrt(self.native_tokens)
+        self.step, self.extra_tokens = image // side, self.native_tokens - side**2  # class tokens and the like
         if file is None:
             return
         if not (folder / "preprocessor_config.json").is_file():
@@ -238,7 +216,10 @@ class ModelData:
             raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow")
         load: Any = AutoImageProcessor.from_pretrained
         self.processor = load(folder, backend="pil")
-        self.pictures = pictures_of(file)
+        pictures = pictures_of(file)
+        self.rows = min(self.rows, len(pictures))
+        # At regular intervals: if files are sorted by class, the first ones belong to one class.
+        self.pictures = pictures[:: len(pictures) // self.rows][: self.rows]
 
     def pixels_for(self, length: int) -> int:
         """Height and width of the square picture of whole patches whose number of tokens is nearest to `length`."""
@@ -254,11 +235,6 @@ class ModelData:
             raise UnsupportedAttentionError(
                 f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
                 f"{self.native_tokens}"
-            )
-        if self.speech is not None and length != self.native_tokens:
-            raise UnsupportedAttentionError(
-                f"the model takes {self.native_tokens:,} positions ({self.speech.seconds:g} seconds) only: give a "
-                f"length of {self.native_tokens}"
             )
         if length <= sum(map(len, self.special)):
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
@@ -278,8 +254,6 @@ class ModelData:
         """
         self.check_length(length)
         indices = range(start, min(start + count, self.rows))
-        if self.speech is not None:
-            return Inputs(self.speech.values(indices), length)
         return self._image_inputs(length, indices) if self.is_image else self._text_inputs(length, indices, chunk)
 
     def _text_inputs(self, length: int, indices: range, chunk: int | None) -> Inputs:
@@ -290,8 +264,6 @@ class ModelData:
         texts = []
         for index in indices:
             text = self.token_ids[index * self.longest :][:whole]
-            if not len(self.token_ids):
-                text = torch.randint(self.config.vocab_size, (whole,), generator=torch.Generator().manual_seed(index))
             texts += [[*before, *text[piece : piece + size].tolist(), *after] for piece in pieces]
         ids, masked, targets = torch.tensor(texts), None, None
         if self.task == "masked-lm" and self.mask_token is not None:

@@ -4,13 +4,13 @@ A method becomes one of them by the class attribute `default_rank` of its config
 approximate softmax attention and have no learned parameters, so that it is useful without training.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, NoReturn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import AttentionSummary
 from hf_efficient_attn.integration.refusals import check_methods
+from hf_efficient_attn.integration.settings import changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
 
 _BUDGETS = (32, 64, 128, 256, 512, 1024)
@@ -24,60 +24,55 @@ class Candidate(NamedTuple):
     label: str = ""
 
 
-def default_methods(*, purpose: str | None = None, is_causal: bool = False, is_rectangular: bool = False) -> list[str]:
-    """Names of the default methods that support a model's attention, in the order of the registry.
+def default_methods(*, purpose: str | None = None) -> list[str]:
+    """Names of the default methods, in the order of the registry.
 
-    Args:
-        purpose: "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
-        is_causal: whether some of the attention is causal.
-        is_rectangular: whether some of it has fewer keys than queries by construction.
+    `purpose` is "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
     """
-    infos = [method_info(name) for name in available_methods()]
+    kinds = {name: method_info(name).config_class for name in available_methods()}
     return [
-        info.name
-        for info in infos
-        if info.config_class.default_rank is not None
-        and (purpose is None or purpose in info.config_class.default_for)
-        and (info.causal or not is_causal)
-        and (info.rectangular or not is_rectangular)
+        name
+        for name, kind in kinds.items()
+        if kind.default_rank is not None and (purpose is None or purpose in kind.default_for)
     ]
 
 
 def default_configs(
+    purpose: Literal["compare", "calibrate"],
     *,
-    purpose: Literal["compare", "calibrate"] = "compare",
-    is_causal: bool = False,
+    is_causal: bool,
+    takes_pictures: bool,
+    has_distance_bias: bool,
     is_rectangular: bool = False,
-    takes_pictures: bool = False,
-    has_distance_bias: bool = False,
 ) -> list[MethodConfig]:
-    """Configs of the default methods: "compare" gives one of each, "calibrate" the fastest first.
+    """Configs of the default methods for a model: "compare" gives one of each, "calibrate" the fastest first.
 
     In bidirectional attention "calibrate" gives all variants of each. Classifiers of pictures read the first token,
     which therefore has to attend to all tokens: methods that have global tokens get one.
+
+    Args:
+        purpose: what the configs are for.
+        is_causal: whether some of the model's attention is causal.
+        takes_pictures: whether it is a model of pictures.
+        has_distance_bias: whether some scores have a bias by distance.
+        is_rectangular: whether some of the attention has fewer keys than queries by construction.
     """
-    names = default_methods(purpose=purpose, is_causal=is_causal, is_rectangular=is_rectangular)
-    configs = [make_config(name) for name in names]
+    infos = map(method_info, default_methods(purpose=purpose))
+    suitable = [info for info in infos if info.causal >= is_causal and info.rectangular >= is_rectangular]
+    configs = [make_config(info.name) for info in suitable]
     if purpose == "calibrate":
         configs.sort(key=lambda config: config.default_rank or 0)
-        configs = [
-            make_config(config, **values)
-            for config in configs
-            for values in (({},) if is_causal else config.default_variants)
-        ]
+        variants = [(config, ({},) if is_causal else config.default_variants) for config in configs]
+        configs = [make_config(config, **values) for config, several in variants for values in several]
     if takes_pictures:
         configs = [make_config(one, global_tokens=1) if hasattr(one, "global_tokens") else one for one in configs]
-    return [config for config in configs if config.adds_distance_bias or not has_distance_bias]
+    return [config for config in configs if config.adds_distance_bias >= has_distance_bias]
 
 
 def method_label(config: MethodConfig) -> str:
     """The name of the method, with the hyperparameters that differ from their defaults."""
-    changed = [
-        f"{spec.name}={getattr(config, spec.name)}"
-        for spec in dataclasses.fields(config)
-        if getattr(config, spec.name) != spec.default
-    ]
-    return config.method + (f" ({', '.join(changed)})" if changed else "")
+    values = changed_hyperparameters(config)
+    return config.method + (f" ({', '.join(f'{key}={value}' for key, value in values.items())})" if values else "")
 
 
 def make_candidates(
@@ -95,7 +90,7 @@ def make_candidates(
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
         configs = default_configs(
-            purpose="calibrate",
+            "calibrate",
             is_causal=is_causal,
             is_rectangular=summary.is_rectangular,
             takes_pictures=summary.takes_pictures,
@@ -107,11 +102,8 @@ def make_candidates(
             raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
     check_methods(configs, is_causal, summary.is_rectangular)
     given = _BUDGETS if budgets is None else budgets
-    if not isinstance(given, Iterable):
-        raise UnsupportedAttentionError(f"budgets must be a list of integers, not {shown(given)}: write budgets=[...]")
-    for columns in given:
-        if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-            raise UnsupportedAttentionError(f"a budget of {columns!r} columns is not possible; give integers above 0")
+    if not isinstance(given, Iterable) or not all(type(columns) is int and columns > 0 for columns in given):
+        raise UnsupportedAttentionError(f"budgets={shown(given)} must be a list of integers above 0, such as [64, 128]")
     useful = [columns for columns in sorted(set(given)) if columns < summary.max_kv_len]
     if not useful:
         refuse_short(summary.max_kv_len, sorted(set(given)))

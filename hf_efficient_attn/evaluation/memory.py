@@ -28,24 +28,23 @@ def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
     if isinstance(head, nn.Linear) and not getattr(model.config, "is_encoder_decoder", False):
         width += head.out_features
     needed, free = batch * length * width * model.dtype.itemsize, free_memory(model.device)
-    if free is not None and needed > free:
-        what = "an input" if batch == 1 else f"a batch of {batch:,} inputs"
+    if needed > free:
         raise UnsupportedAttentionError(
-            f"{what} of {length:,} tokens needs at least {needed / 2**30:,.0f} GiB of memory, and {free / 2**30:,.1f} "
-            f"GiB are free: give fewer tokens{' or smaller batches' if batch > 1 else ''}"
+            f"a batch of {batch:,} inputs of {length:,} tokens needs at least {needed / 2**30:,.0f} GiB of memory, and "
+            f"{free / 2**30:,.1f} GiB are free: give fewer tokens or smaller batches"
         )
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes of memory that are free on a device; None if the system does not tell."""
+def free_memory(device: torch.device) -> float:
+    """Bytes of memory that are free on a device; inf if the system does not tell."""
     known = pathlib.Path("/proc/meminfo")
     if device.type == "cpu":
         lines = known.read_text().splitlines() if known.exists() else []
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+        return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), torch.inf)
     try:
         return torch.accelerator.get_memory_info(device)[0]
     except RuntimeError:  # not recorded for this kind of device
-        return None
+        return torch.inf
 
 
 @contextlib.contextmanager
@@ -53,7 +52,7 @@ def memory_errors(advice: str) -> Iterator[None]:
     """Turn PyTorch's errors about memory into a MemoryError with advice, such as "give shorter lengths"."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+    except (MemoryError, RuntimeError) as error:
         is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not is_known and not any(sign in str(error).lower() for sign in _SIGNS):
             raise

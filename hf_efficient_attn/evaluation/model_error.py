@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
-from hf_efficient_attn.integration.attention import method_at
-from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
+from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.ops.attend import accumulation_dtype
@@ -143,17 +141,13 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
     if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 1):
         raise UnsupportedAttentionError(f"num_rows={num_rows!r} must be an integer of 1 or more, or None for all rows")
     roots = transformers_models(model)
-    if all(method_of(config) is None for root in roots for config in configs_of(root)):
+    methods = {one.module: one.chosen for root in roots for one in attention_modules(root)}
+    if not any(methods.values()):
         raise UnsupportedAttentionError(
             f"{type(roots[0]).__name__} computes exact attention in every layer, so that there is no error: convert it "
             "first, with hea.convert(model, method)"
         )
-    methods = {
-        module: method_at(config, method_of(config), location)
-        for root in roots
-        for module, location, config, _ in attention_modules(root)
-    }
-    errors: list[LayerError | None] = []
+    errors: list[LayerError] = []
 
     def method_in(call: Call) -> MethodConfig | None:
         method = methods[call.module]
@@ -166,30 +160,25 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         return call.compute(method, required_tensors(call.module, method, call.name))
 
     def visit(call: Call) -> None:
-        errors.append(_layer_error(call, method_in(call), num_rows, seed))
+        method, sequences = method_in(call), call.sequences
+        if not sequences:
+            return
+        estimate = bound = torch.zeros(len(sequences), call.query.shape[1], dtype=torch.float64)
+        if method is not None:
+            # One sequence at a time, because the mask of causal rows is (H, p, Nk).
+            rows = zip(*(_sequence_error(call, b, num_rows, seed) for b in sequences), strict=True)
+            estimate, bound = (torch.stack(values).double().cpu() for values in rows)
+        name = EXACT if method is None else method.method
+        errors.append(LayerError(call.layer, call.name, name, call.tokens, estimate, bound))
 
     with capture_attention(model, visit, compute, windows=True):
         forward(model, batch)
-    found = tuple(error for error in errors if error is not None)
-    if not found:
+    if not errors:
         raise UnsupportedAttentionError(
             "the batch has no valid token in any attention layer, so that there is nothing to measure: check its "
             "attention_mask"
         )
-    return ModelError(found, num_rows)
-
-
-def _layer_error(call: Call, method: MethodConfig | None, num_rows: int | None, seed: int) -> LayerError | None:
-    """The error of one call; None if no sequence has a valid token."""
-    if not call.sequences:
-        return None
-    if method is None:
-        zeros = torch.zeros(len(call.sequences), call.query.shape[1], dtype=torch.float64)
-        return LayerError(call.layer, call.name, EXACT, call.tokens, zeros, zeros)
-    # One sequence at a time, because the mask of causal rows is (H, p, Nk).
-    errors = zip(*(_sequence_error(call, b, num_rows, seed) for b in call.sequences), strict=True)
-    estimate, bound = (torch.stack(values).double().cpu() for values in errors)
-    return LayerError(call.layer, call.name, method.method, call.tokens, estimate, bound)
+    return ModelError(tuple(errors), num_rows)
 
 
 def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowError:

@@ -1,6 +1,5 @@
 """The pictures of `hf-efficient-attn benchmark` and `analyze`."""
 
-import itertools
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -15,16 +14,11 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 _MARKERS = "osD^vP*X"
 # Errors from here on are drawn at the edge: the output has nothing to do with the exact one.
 _LARGEST_ERROR = 1.5
-# Key of the rows -> title, label of the axis, value of exact attention, largest value that is drawn.
+# Key of the rows -> title, label of the axis, value of exact attention, lowest and highest end of the axis.
 _PANELS = {
-    "speed_up": ("Speed-up: higher is better", "times as fast as exact attention", 1.0, math.inf),
-    "error": ("Error of a layer: lower is better", "relative error (operator norm)", 0.0, _LARGEST_ERROR),
+    "speed_up": ("Speed-up: higher is better", "times as fast as exact attention", 1.0, 1.2, math.inf),
+    "error": ("Error of a layer: lower is better", "relative error (operator norm)", 0.0, 0.1, _LARGEST_ERROR),
 }
-# Largest ratio of the ends of a logarithmic scale of colours.
-_LOG_RANGE = 1000.0
-
-# For each layer one number per head; None for a layer without the property.
-Values = list[list[float] | None]
 
 
 def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -43,9 +37,7 @@ def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    from matplotlib.ticker import LogLocator
-
-    title, what, exact, largest = _PANELS[key]
+    title, what, exact, lowest, largest = _PANELS[key]
     lengths = sorted({row["length"] for row in rows})
     ends = [(lengths[-1], exact, "exact attention", "0.3")]  # x and y of the last point, text, colour
     values: list[float] = []
@@ -60,13 +52,7 @@ def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
     axes.axhline(exact, color="0.3", linewidth=1.2, linestyle="--", zorder=2)
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    if key == "speed_up":
-        low, high = min([0.9, *values]) / 1.1, max([1.2, *values]) * 1.1
-        axes.set(yscale="log", ylim=(low, high))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    else:
-        axes.set_ylim(0, min(largest, 1.1 * max([0.1, *values])))
+    axes.set_ylim(0, min(largest, 1.1 * max([lowest, *values])))
     axes.minorticks_off()
     axes.set_title(title, loc="left", fontweight="bold", fontsize="medium")
     axes.set(xlabel="tokens", ylabel=what)
@@ -76,20 +62,16 @@ def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def label_ends(axes: Any, ends: Iterable[tuple[float, float, str, str]], distance: float = 0.055) -> None:
-    """Write texts to the right of the last points of lines, moved up or down so that they do not overlap.
+    """Write texts to the right of the last points of lines, moved up so that they do not overlap.
 
     Args:
         axes: the panel, whose limits are final.
         ends: x and y of each point, its text and its colour.
         distance: smallest distance between two texts, as a share of the height of the panel.
     """
-    to_share = axes.transScale + axes.transLimits
-    placed = sorted((float(to_share.transform((x, y))[1]), x, y, text, color) for x, y, text, color in ends)
-    # Upwards until nothing overlaps, and then down into the panel.
-    up = list(itertools.accumulate((share for share, *_ in placed), lambda low, share: max(share, low + distance)))
-    down = itertools.accumulate(reversed(up), lambda high, share: min(share, high - distance), initial=1.0 + distance)
-    heights = reversed(list(down)[1:])
-    for height, (_, x, y, text, color) in zip(heights, placed, strict=True):
+    to_share, height = axes.transScale + axes.transLimits, -math.inf
+    for share, x, y, text, color in sorted((float(to_share.transform(end[:2])[1]), *end) for end in ends):
+        height = max(share, height + distance)
         line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5), "color": color}
         axes.annotate(
             text, xy=(x, y), xytext=(1.04, height), textcoords="axes fraction", va="center", color=color,
@@ -103,73 +85,48 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
     All errors have one colour scale that ends at 1, an error as large as the output itself, so that a method that fails
     does not hide the differences between the others.
     """
-    from matplotlib.colors import LogNorm, Normalize  # an optional dependency
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an optional dependency
 
     layers = result["layers"]
     names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in layers]
-    rows: list[list[tuple[str, Values, Any]]] = [[]]  # title, numbers and scale of each map
-    for title, key in (("stable rank of the attention matrix", "stable_rank"), ("tail / head", "head_to_tail")):
-        numbers = [x for entry in layers for x in entry[key] or () if x > 0]
-        if numbers:
-            low, high = max(min(numbers), max(numbers) / _LOG_RANGE), max(numbers)
-            norm = LogNorm(low, high if high > low else 2 * low, clip=True)
-            rows[0].append((title, [entry[key] for entry in layers], norm))
     errors = [entry["errors"] for entry in layers]
     largest = max((max(heads) for one in errors for sizes in one.values() for heads in sizes.values()), default=0.0)
-    scale = Normalize(0.0, min(1.0, largest) if largest > 0 else 1.0)
-    budgets = [str(budget) for budget in result["budgets"]]
-    rows += [
-        [(f"{label}\n{budget} columns", [one[label][budget] for one in errors], scale) for budget in budgets]
-        for label in errors[0]
-    ]
+    limits = {"vmin": 0.0, "vmax": min(1.0, largest) or 1.0}
+    # Title, numbers (for each layer one per head, or None) and scale of each map.
+    rows: list[list[tuple[str, list[list[float] | None], dict[str, Any]]]] = [[]]
+    for title, key in (("stable rank of the attention matrix", "stable_rank"), ("tail / head", "head_to_tail")):
+        if any(x > 0 for entry in layers for x in entry[key] or ()):
+            rows[0].append((title, [entry[key] for entry in layers], {"norm": "log"}))
+    for label in errors[0]:
+        budgets = [str(columns) for columns in result["budgets"]]
+        rows.append(
+            [(f"{label}\nerror at {key} columns", [one[label][key] for one in errors], limits) for key in budgets]
+        )
     rows = [maps for maps in rows if maps]
-    num_columns = max(map(len, rows))
+    num_columns, step = max(map(len, rows)), max(1, round(len(names) / 16))
     num_heads = max(len(heads) for maps in rows for _, values, _ in maps for heads in values if heads)
     width, height = max(2.4, min(0.3 * num_heads, 5.0) + 0.8), min(6.0, max(1.2, 0.2 * len(layers))) + 1.0
     # A title that is wider than the maps below it would be cut.
     figure = Figure(figsize=(max(7.0, width * num_columns + 1.0), height * len(rows) + 0.7), layout="constrained")
-    panels = figure.subplots(len(rows), num_columns, squeeze=False)
-    for axes in panels.flat:
-        axes.axis("off")
-    with_errors = []
-    for maps, places in zip(rows, panels, strict=True):
-        for (title, values, norm), axes in zip(maps, places, strict=False):
-            image = _draw_map(axes, values, norm, names)
+    for maps, panels in zip(rows, figure.subplots(len(rows), num_columns, squeeze=False), strict=True):
+        for axes in panels[len(maps) :]:
+            axes.axis("off")
+        for (title, values, scale), axes in zip(maps, panels, strict=False):
+            # Layers may have different numbers of heads.
+            padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in values]
+            image = axes.imshow(padded, aspect="auto", **scale)
             axes.set_title(title, fontsize="small")
-            if norm is scale:
-                with_errors.append(axes)
-            else:
-                figure.colorbar(image, ax=axes, shrink=0.9)
-    if with_errors:
-        extend = "max" if largest > 1.0 else "neither"
-        bar = figure.colorbar(with_errors[-1].images[0], ax=with_errors, extend=extend, aspect=25)
-        bar.set_label("relative error (operator norm)" + (f", up to {largest:.1f}" if largest > 1.0 else ""))
+            axes.set(xlabel="head", ylabel="layer")
+            axes.set_yticks(range(0, len(names), step), names[::step])
+            axes.tick_params(labelsize="x-small", length=2)
+            figure.colorbar(image, ax=axes, extend="max" if scale is limits and largest > 1.0 else "neither")
     figure.suptitle(title_of(result))
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120)
 
 
 def title_of(result: Mapping[str, Any]) -> str:
-    """Model, data and length, as far as they are known, for a title."""
-    parts = [f"{result['tokens']:,} tokens"]
-    if "data" in result:
-        rows, pixels = result["data"]["rows"], result.get("pixels")
-        kind = "excerpt" if result.get("excerpt_seconds") else "text" if pixels is None else "picture"
-        parts = [result["source"], result["data"]["name"], f"{rows} {kind}{'s' if rows > 1 else ''} of {parts[0]}"]
-    return ", ".join(parts)
-
-
-def _draw_map(axes: Any, values: Values, norm: Any, names: list[str]) -> Any:
-    """Draw one heat map; layers may have different numbers of heads."""
-    num_heads = max(len(heads or ()) for heads in values)
-    padded = [[*(heads or ()), *[math.nan] * (num_heads - len(heads or ()))] for heads in values]
-    axes.axis("on")
-    image = axes.imshow(padded, aspect="auto", norm=norm)
-    axes.set_xlabel("head", fontsize="x-small")
-    axes.set_ylabel("layer", fontsize="x-small")
-    step = max(1, round(len(names) / 16))
-    axes.set_yticks(range(0, len(names), step), names[::step], fontsize="x-small")
-    axes.set_xticks(range(0, num_heads, max(1, round(num_heads / 16))))
-    axes.tick_params(labelsize="x-small", length=2)
-    return image
+    """Model, data and length of a result of `analyze_checkpoint`."""
+    rows, kind = result["data"]["rows"], "text" if result["pixels"] is None else "picture"
+    inputs = f"{rows} {kind}{'s' if rows > 1 else ''} of {result['tokens']:,} tokens"
+    return f"{result['source']}, {result['data']['name']}, {inputs}"

@@ -1,13 +1,6 @@
-"""What long measurements have in common: an estimate first, rows as they finish, a limit of time, partial results.
+"""Long measurements: rows as they finish, a limit of time, and partial results after an interruption.
 
-A measurement is planned as a list of steps with estimated durations, and `carry_out` goes through them:
-
-    execution = Execution(minutes=2, on_estimate=print, on_row=print)
-    plan = [Step("sdpa at 512 tokens", 3.0), Step("sdpa at 2048 tokens", 20.0)]
-    with partial_result(lambda: rows), contextlib.closing(carry_out(plan, execution)) as steps:
-        for step in steps:
-            rows.append(measure(step))
-            execution.on_row(rows[-1])
+A measurement is a list of steps, and `carry_out` goes through them. The caller does the work of each step.
 """
 
 import contextlib
@@ -41,10 +34,10 @@ def partial_result(result: Callable[[], Any]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interruption:
-        found = None if isinstance(interruption, Interrupted) else result()
-        if found is None:
+        known = None if isinstance(interruption, Interrupted) else result()
+        if known is None:
             raise
-        raise Interrupted(found) from None
+        raise Interrupted(known) from None
 
 
 def _ignore(value: Any) -> None: ...
@@ -56,13 +49,11 @@ class Execution:
 
     Attributes:
         minutes: limit of the duration; None for no limit. A step that is not expected to end in time is left out.
-        on_estimate: called once before the steps with a sentence about the expected duration.
         on_row: called with every row of the result as soon as it is complete.
         on_begin: called once before the steps with what is known of the result by then, such as the names of methods.
     """
 
     minutes: float | None = None
-    on_estimate: Callable[[str], None] = _ignore
     on_row: Callable[[Any], None] = _ignore
     on_begin: Callable[[Any], None] = _ignore
     _start: float = field(default_factory=time.monotonic, repr=False)
@@ -73,45 +64,27 @@ class Execution:
 
 
 class Step(NamedTuple):
-    """A part of a measurement: its name, for messages, its estimated duration, and what the caller needs to do it.
-
-    Only the proportions of the durations have to be right: `carry_out` corrects them by a factor.
-    """
+    """A part of a measurement: its name, its estimated cost in any unit, and what the caller needs to do it."""
 
     name: str
-    seconds: float
+    cost: float
     key: Any = None
 
 
-def carry_out(plan: Sequence[Step], execution: Execution, noun: str = "measurement") -> Generator[Step, None, None]:
-    """Yield steps until the time limit, with a progress bar in proportion to their durations.
+def carry_out(plan: Sequence[Step], execution: Execution) -> Generator[Step, None, None]:
+    """Yield steps until the time limit, with a progress bar in proportion to their costs.
 
-    The first step is always carried out, and the iteration stops at the first later step that is not expected to end in
-    time. So the most informative steps come first. The estimates are corrected by the durations of the steps that are
-    done. A step is done when the next one is requested. Closing the generator removes the bar. `noun` is what a step is
-    called in the estimate.
+    The first step is always carried out. The iteration stops at the first later step that is not expected to end in
+    time, at the pace of the steps before it. A step is done when the next one is requested. Closing the generator
+    removes the bar.
     """
-    total, left = sum(step.seconds for step in plan), execution.seconds_left()
-    limit = f", of which as many as fit in {duration(left)}" if total > left else ""
-    count = f"{len(plan)} {noun}{'s' if len(plan) > 1 else ''}"
-    execution.on_estimate(f"Expected: {duration(total)} for {count}{limit}.")
     layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     begin, done = time.monotonic(), 0.0
-    with tqdm(total=total or 1.0, bar_format=layout, disable=None, leave=False) as bar:
+    with tqdm(total=sum(step.cost for step in plan) or 1.0, bar_format=layout, disable=None, leave=False) as bar:
         for step in plan:
-            factor = (time.monotonic() - begin) / done if done else 1.0
-            if done and factor * step.seconds > execution.seconds_left():
+            if done and (time.monotonic() - begin) / done * step.cost > execution.seconds_left():
                 return
             bar.set_description(step.name)
             yield step
-            done += step.seconds
-            bar.update(step.seconds)
-
-
-def duration(seconds: float) -> str:
-    """A duration in words, such as "about 40 seconds"."""
-    for unit, length in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
-        if seconds >= 1.5 * length:
-            return f"about {seconds / length:.0f} {unit}s"
-    count = max(1, round(seconds))
-    return f"about {count} second{'s' if count > 1 else ''}"
+            done += step.cost
+            bar.update(step.cost)

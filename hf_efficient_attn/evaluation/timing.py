@@ -1,12 +1,10 @@
 """Time and memory of function calls, and the machine on which they are measured.
 
-Times are paired: every measured call runs between two calls of a reference, so that slow changes in the load of the
-machine cancel. The clock is that of torch.utils.benchmark.
+Every measured call runs between two calls of a reference, so that slow changes in the load of the machine cancel.
 """
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 import os
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from tqdm import tqdm
+from transformers.generation.streamers import BaseStreamer
 
 from hf_efficient_attn.version import __version__
 
@@ -65,8 +64,7 @@ UNSTEADY = "Some rounds differ by more than half: the machine was busy, and the 
 
 def timer() -> float:
     """The time in seconds by the clock of `torch.utils.benchmark`, which waits for the work of a GPU."""
-    # Not imported above: it imports setuptools, and `import hf_efficient_attn` imports this module.
-    from torch.utils.benchmark import timer as clock
+    from torch.utils.benchmark import timer as clock  # it imports setuptools, and the package imports this module
 
     return clock()
 
@@ -92,19 +90,10 @@ def calls_to_time(work: Work, first: float | None = None) -> int:
 def paired(
     reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
 ) -> tuple[Timing, dict[str, Timing]]:
-    """The timing of `reference`, and label -> timing of the call, from `paired_seconds`."""
-    references, times = paired_seconds(reference, calls, rounds, bar)
-    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
-
-
-def paired_seconds(
-    reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
-) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
     """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
     Returns:
-        the seconds of every measurement of the reference, and label -> (seconds of the call, of the reference) of each
-        round. The bar is updated once per round and call.
+        the timing of the reference, and label -> timing of the call. The bar is updated once per round and call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
@@ -118,7 +107,7 @@ def paired_seconds(
             times[label].append((taken, statistics.fmean(references[-2:])))
             if bar is not None:
                 bar.update()
-    return references, times
+    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
 
 def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
@@ -133,43 +122,38 @@ def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
     )
 
 
-@torch.no_grad()
+class _Clock(BaseStreamer):
+    """Records when generation has the prompt, and each token after it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(timer())
+
+    def end(self) -> None: ...
+
+
 def time_generation(
     model: transformers.PreTrainedModel, input_ids: torch.Tensor, new_tokens: int, rounds: int
 ) -> tuple[float, float]:
     """Measure greedy generation of at least 2 tokens after prompts (B, N), with the cache that the model makes itself.
 
-    `GenerationMixin.generate` would add its own time, and the penalties and beams of the checkpoint's settings.
-
     Returns:
-        medians over rounds: the seconds of the pass of the prompt, which fills a new cache and gives the first token;
-        and the tokens per second after the first one, all inputs of the batch together.
+        medians over rounds: the seconds to the first token, and the tokens per second after it, all inputs of the batch
+        together.
     """
-    parameters = inspect.signature(model.forward).parameters
-    # Earlier versions of Transformers, and models from elsewhere, call the cache `past_key_values`.
-    name = "cache" if "cache" in parameters else "past_key_values"
-    # Without this, a model computes the logits of all tokens of the prompt, as no generation does.
-    last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-
-    def following(ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
-        """The most likely next token (B, 1), and the cache."""
-        output = model(ids, use_cache=True, **options)
-        return output.logits[:, -1:].argmax(-1), getattr(output, name)
-
+    options = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
     first, later = [], []
+    for prompt in (input_ids[:, :16], *[input_ids] * rounds):
+        clock = _Clock()
+        mask = torch.ones_like(prompt)
+        model.generate(prompt, attention_mask=mask, streamer=clock, pad_token_id=0, **options)  # type: ignore[operator]
+        start, token, *_, end = clock.times
+        first.append(token - start)
+        later.append(end - token)
     # What the first call of an operator takes does not count.
-    token, cache = following(input_ids[:, :16], **last_only)
-    following(token, **{name: cache})
-    for _ in range(rounds):
-        start = timer()
-        token, cache = following(input_ids, **last_only)
-        first.append(timer() - start)
-        start = timer()
-        for _ in range(new_tokens - 1):
-            token, cache = following(token, **{name: cache})
-        later.append(timer() - start)
-        del cache  # before the next round fills another one
-    return statistics.median(first), len(input_ids) * (new_tokens - 1) / max(statistics.median(later), 1e-9)
+    return statistics.median(first[1:]), len(input_ids) * (new_tokens - 1) / max(statistics.median(later[1:]), 1e-9)
 
 
 @contextlib.contextmanager
@@ -189,14 +173,7 @@ def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far.
-
-    On Linux `ru_maxrss` of a child process includes the peak of its parent; `VmHWM` does not.
-    """
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+    """Largest resident memory of this process so far; on Linux at least the peak of the process that started it."""
     import resource  # not available on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -232,11 +209,9 @@ def peak_of(work: Work, device: torch.device | None = None) -> int | None:
 def processor_name() -> str:
     """The processor's name according to the operating system."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def machine(model: torch.nn.Module) -> dict[str, Any]:

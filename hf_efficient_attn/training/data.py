@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.data import ModelData, max_positions
-from hf_efficient_attn.evaluation.speech import takes_speech
 from hf_efficient_attn.training.batches import shuffled
 from hf_efficient_attn.training.steps import process_rank, world_size
 
@@ -43,7 +42,7 @@ class TrainingData:
 
     Raises:
         UnsupportedAttentionError: a file that cannot be read or has too few batches, a length that the model cannot
-            have, a model without a tokenizer or image processor, or a model of speech.
+            have, or a model without a tokenizer or image processor.
     """
 
     def __init__(
@@ -55,11 +54,6 @@ class TrainingData:
         batch_size: int,
         num_batches: int,
     ) -> None:
-        if takes_speech(model):
-            raise UnsupportedAttentionError(
-                f"{type(model).__name__} takes speech. The command distills models of text and of pictures; for this "
-                "one call hea.distill with batches of your own"
-            )
         is_image, positions = takes_pictures(model), max_positions(model)
         longest = length or min(positions or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
         if not is_image and positions is not None and longest > positions:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.evaluation import memory
 from hf_efficient_attn.evaluation.analyze import analyze
 from hf_efficient_attn.evaluation.data import task_of
 from test_benchmark_command import TEXT, _short, command, tokenizer_for  # noqa: F401 (a fixture)
@@ -27,7 +28,7 @@ def made(tmp_path):
     return make, tmp_path / "words.txt"
 
 
-@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=needs_interface)])
+@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=[needs_interface, pytest.mark.exhaustive])])
 def test_benchmark_measures_the_encoder(family, made, tmp_path, capsys):
     make, text = made
     methods = "longformer:window_size=4" + ("" if family == "t5" else ",nystromformer:num_landmarks=4")
@@ -47,7 +48,9 @@ def test_benchmark_measures_the_encoder(family, made, tmp_path, capsys):
         assert min(row["layer_errors"]) > 0 and 0 <= row["agreement"] <= 1
 
 
-@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=needs_interface)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("bart", marks=pytest.mark.exhaustive), pytest.param("t5", marks=needs_interface)]
+)
 def test_analyze_names_the_layers_of_both_stacks(family, made, tmp_path, capsys):
     make, text = made
     out = tmp_path / "out"
@@ -84,11 +87,30 @@ def test_whisper_is_calibrated_and_analyzed_from_batches():
     batch["decoder_input_ids"] = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     found = hea.calibrate(model, [batch], max_error=9.0, methods=["nystromformer"], budgets=[16])
     assert found.named_layers() == ["encoder.layers.0", "encoder.layers.1"]
-    result = analyze(model, [batch], methods=[hea.LongformerConfig()], budgets=[17], max_error=9.0)
+    result = analyze(model, batch, methods=[hea.LongformerConfig()], budgets=[17], max_error=9.0)
     assert len(result["layers"]) == 6
     errors = hea.attention_error(hea.convert(model, found), batch)
     assert [one.layer for one in errors.layers if one.method != "sdpa"] == ["encoder.layers.0", "encoder.layers.1"]
 
 
-def test_tasks():
+def test_tasks_and_models_of_sound(tmp_path, capsys):
     assert task_of(tiny("bart")) == "text-to-text" and task_of(tiny("bart").model) == "embedding"
+    tiny("whisper").save_pretrained(tmp_path / "sound")
+    file = ("--data", tmp_path / "sound" / "config.json")
+    for words in (
+        ["benchmark"],
+        ["analyze", *file],
+        ["distill", "--method", "linformer", "-o", tmp_path / "out", *file],
+    ):
+        capsys.readouterr()
+        assert command(words[0], tmp_path / "sound", *words[1:]) == 2
+        assert "takes input_features. Supported are models of text" in capsys.readouterr().err
+
+
+def test_the_logits_of_a_decoder_take_little_memory(monkeypatch):
+    """Less than logits of all positions of the encoder is free, and more than all that a layer of it makes."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100 << 20)
+    model = tiny("bart", vocab_size=100_000)
+    memory.check_memory(model, 1500)
+    with pytest.raises(hea.UnsupportedAttentionError, match="GiB of memory"):
+        memory.check_memory(model, 1500, 10_000)

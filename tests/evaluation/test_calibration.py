@@ -52,7 +52,7 @@ def share_below(found, max_error):
 )
 def test_unseen_batches_stay_below_the_error(family, methods, dtype):
     model = tiny_model(family).to(dtype)
-    config = hea.calibrate(model, iter(batches(family, 4)), max_error=0.6, methods=methods, budgets=[16, 32, 48])
+    config = hea.calibrate(model, iter(batches(family, 4)), max_error=0.6, methods=methods, budgets=[16, 48])
     found = layer_errors(model, config, batches(family, 8, start=100))
     assert found
     assert share_below(found, 0.6) >= 0.95
@@ -119,40 +119,41 @@ def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "ending"), [*((family, None) for family in ("bert", "gpt2", "vit", "llama", "linformer")),
-                           ("bert", IndexError), ("bert", KeyboardInterrupt)],
+    ("family", "ending"), [*((family, None) for family in ("bert", "gpt2", "vit", "flurka")),
+                           ("flurka", IndexError), ("bert", KeyboardInterrupt)],
 )  # fmt: skip
 def test_the_model_is_unchanged(family, ending, monkeypatch):
-    """After a calibration, a failure in the second batch and an interruption, with learned parameters too."""
+    """After a calibration, a failure in the second batch and an interruption; with learned parameters too."""
 
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    is_learned, family = family == "linformer", "bert" if family == "linformer" else family
+    is_learned, family = family == "flurka", "bert" if family == "flurka" else family
     model = tiny_model(family).train()
     if is_learned:
-        hea.convert(model, "linformer", projection_dim=8)
+        hea.convert(model, "flurka_linear", projection_dim=8)
     next(module for module in model.modules() if not list(module.children())).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "learned_parameters" in name:
                 parameter.add_(1.0)
-    state, training = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
-    config, attention = model.config.to_dict(), model.config._attn_implementation
+
+    def facts():
+        own = [(module.training, vars(module).get("forward")) for module in model.modules()]
+        return own, model.config.to_dict(), model.config._attn_implementation, torch.get_rng_state().tolist()
+
     data = batches(family, 2)
     if ending is IndexError:
         data[1] = {"input_ids": torch.full((1, 70), 10**6)}
     elif ending is KeyboardInterrupt:
         monkeypatch.setattr(capture.Call, "errors", interrupt)
     torch.manual_seed(3)
-    random = torch.get_rng_state()
+    state, before = copy.deepcopy(model.state_dict()), facts()
     with torch.enable_grad():
         with pytest.raises(ending) if ending else contextlib.nullcontext():
             hea.calibrate(model, data, max_error=5.0, methods=["kdeformer"], budgets=[16])
         assert torch.is_grad_enabled()
-    assert torch.equal(torch.get_rng_state(), random)
-    assert [m.training for m in model.modules()] == training
-    assert (model.config.to_dict(), model.config._attn_implementation) == (config, attention)
+    assert facts() == before
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert capture._NAME not in transformers.AttentionInterface().valid_keys()
 
@@ -220,10 +221,10 @@ def test_padding_does_not_count():
     summary = capture.summarize_attention(model, data)
     study = calibration.Study([candidate], summary)
     data["attention_mask"][0, 60:] = 0
-    with capture.capture_attention(model, lambda call: study.add(call, 0)):
+    with capture.capture_attention(model, study.add):
         capture.forward(model, data)
     assert study.tokens == {0: 60, 1: 60}
-    assert [set(errors) for errors in study.errors().values()] == [{(0, 0)}, {(0, 0)}]
+    assert [set(errors) for errors in study.table.values()] == [{(0, 0)}, {(0, 0)}]
 
 
 def test_bound_and_spread_of_errors():
@@ -270,21 +271,20 @@ def warnings_of(model, *batches):
     return [str(one.message) for one in caught if "calibrated" in str(one.message)]
 
 
-@pytest.mark.parametrize("methods", [["longformer"], ["longformer", "kdeformer"]])
-def test_the_calibrated_length_is_stored(methods, tmp_path):
+@pytest.mark.parametrize("is_mix", [False, True])
+def test_the_calibrated_length_is_stored(is_mix, tmp_path):
     """In every form of the choice, through cycles of saving and loading."""
     model = tiny_model("bert")
-    config = hea.calibrate(model, batches("bert", 2), max_error=5.0, methods=methods[:1], budgets=[16])
-    assert config.calibrated_length == 70
-    assert "calibrated_length=70" in repr(config)
-    if len(methods) > 1:
-        mix = [{"layers": [i], "method": method} for i, method in enumerate(methods)]
+    config = hea.calibrate(model, batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[16])
+    assert config.calibrated_length == 70 and "calibrated_length=70" in repr(config)
+    if is_mix:
+        mix = [{"layers": [i], "method": method} for i, method in enumerate(["longformer", "kdeformer"])]
         config = hea.EfficientAttentionConfig(layers=mix, calibrated_length=70)
     for values in (config.to_dict(), config.to_dict(defaults=False)):
         again = hea.EfficientAttentionConfig.from_dict(values)
         assert (again, again.calibrated_length) == (config, 70)
     assert "seed" not in json.dumps(config.to_dict(defaults=False)) and "seed" in json.dumps(config.to_dict())
-    hea.convert(model, config)
+    hea.convert(model, config.to_dict())
     for turn in range(2):
         model.save_pretrained(tmp_path / str(turn))
         written = json.loads((tmp_path / str(turn) / "config.json").read_text())["efficient_attention"]
@@ -323,23 +323,16 @@ def test_wrong_lengths_and_keys_are_refused(values, message):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_one_warning_of_a_longer_sequence(family):
+    """Padding does not make a sequence longer."""
     model = hea.convert(tiny_model(family), choice())
-    short, long, longer = (tiny_batch(family, length=length) for length in (70, 71, 90))
-    assert warnings_of(model, short, short) == []
-    (message,) = warnings_of(model, long, longer)
-    assert "71 tokens" in message and "up to 70 tokens" in message and "hea.calibrate" in message
+    short, longer, padded = (tiny_batch(family, length=length, padding="right") for length in (70, 90, 90))
+    padded["attention_mask"][:, 70:] = 0
+    assert warnings_of(model, short, padded) == []
+    padded["attention_mask"][0, :80] = 1
+    (message,) = warnings_of(model, padded, longer)
+    assert "80 tokens" in message and "up to 70 tokens" in message and "hea.calibrate" in message
     assert warnings_of(model, longer) == []
     assert warnings_of(hea.convert(hea.convert(tiny_model(family), choice()), "sdpa"), longer) == []
-
-
-def test_padding_does_not_make_a_sequence_longer():
-    model = hea.convert(tiny_model("bert"), choice())
-    padded = tiny_batch("bert", length=90, padding="right")
-    padded["attention_mask"][:, 70:] = 0
-    assert warnings_of(model, padded) == []
-    padded["attention_mask"][0, :80] = 1
-    (message,) = warnings_of(model, padded)
-    assert "80 tokens" in message
 
 
 @pytest.mark.exhaustive
@@ -425,7 +418,7 @@ BERT_BATCH = tiny_batch("bert")
         ("bert", [BERT_BATCH], {"methods": ["kdeformr"]}, "Did you mean 'kdeformer'"),
         ("bert", [BERT_BATCH], {"methods": ["linformer"]}, "learned parameters"),
         ("bert", [BERT_BATCH], {"methods": [hea.NystromformerConfig(conv_kernel_size=3)]}, "learned parameters"),
-        ("bert", [BERT_BATCH], {"budgets": [0]}, "a budget of 0"),
+        *(("bert", [BERT_BATCH], {"budgets": x}, "must be a list of integers above 0") for x in ([0], 16, [True])),
         ("bert", [BERT_BATCH], {"budgets": [70, 100]}, "save nothing"),
         ("bert", [BERT_BATCH], {"budgets": [1], "methods": ["eva"]}, "2 or more"),
         ("gpt2", [BERT_BATCH], {"methods": ["nystromformer"]}, "Methods that have one: .*kdeformer"),

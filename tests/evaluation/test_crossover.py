@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import types
 import warnings
 
 import pytest
@@ -22,9 +23,9 @@ FOUND = {"float32": Crossover(1300, 700), "bfloat16 causal": Crossover(3000, 300
 def cache(monkeypatch, tmp_path) -> pathlib.Path:
     """A cache folder that does not exist yet; its file."""
     monkeypatch.setenv("HEA_CACHE", str(tmp_path / "cache"))
-    measuring.forget()
+    measuring.register()
     yield tmp_path / "cache" / "crossover.json"
-    measuring.forget()
+    measuring.register()
 
 
 def look_up(method="kdeformer", total_dim=LARGE_DIM, dtype=torch.float32, is_causal=False):
@@ -74,36 +75,24 @@ def test_a_length_that_would_take_long_to_measure_is_extrapolated():
 MEASURED = {"num_heads": 2, "dtype": torch.float32, "device": CPU, "is_causal": True}
 
 
-def test_ratios_are_medians_of_pairs(monkeypatch):
-    """The load of the machine, which slows some rounds down, has no influence."""
-    calls = []
-
-    def time_calls(work, number=1):
-        calls.append(number)
-        return (0.001 if len(calls) % 2 == 0 else 0.003) * next(load)
-
-    monkeypatch.setattr(measuring, "time_calls", time_calls)
-    options = {"config": measuring.make_config("kdeformer"), **MEASURED}
-    load = iter([1, 1, 1, 1, 5, 5, 9, 9, 2, 2, 1, 4])
-    assert measuring.measure_ratio(64, **options) == pytest.approx((3.0, 0.004))
-    # Short calls are repeated, and long ones are measured once.
-    assert calls == [1, 1] + [2, 4] * 5
-    load = iter([300, 100] + [1] * 2)
-    measuring.measure_ratio(64, **options)
-    assert calls[12:] == [1] * 4
-
-
 def test_both_are_measured_and_exact_attention_only_up_to_a_length(monkeypatch):
     options = {"config": measuring.make_config("kdeformer", block_size=4, num_samples=4), **MEASURED}
-    assert all(0.0 < found < torch.inf for found in measuring.measure_ratio(64, **options))
+    monkeypatch.setattr(measuring, "_MIN_SECONDS", 1e-3)
+    ratio, seconds = measuring.measure_ratio(64, **options)
+    assert 0.0 < ratio < 100.0 and 0.0 < seconds < 1.0
     lengths, sdpa = set(), measuring.scaled_dot_product_attention
     monkeypatch.setattr(measuring, "_QUADRATIC", 32)
     monkeypatch.setattr(
         measuring, "scaled_dot_product_attention", lambda q, *x, **k: lengths.add(q.shape[2]) or sdpa(q, *x, **k)
     )
-    monkeypatch.setattr(measuring, "time_calls", lambda work, number=1: (work(), 0.5)[1])
+    monkeypatch.setattr("torch.utils.benchmark.Timer.blocked_autorange", _half_a_second)
     assert measuring.measure_ratio(64, **options) == (4.0, 0.5)
     assert lengths == {32}
+
+
+def _half_a_second(timer, min_run_time):
+    timer.timeit(1)
+    return types.SimpleNamespace(median=0.5)
 
 
 def test_every_kind_of_call_is_measured(monkeypatch):
@@ -125,7 +114,6 @@ def test_methods_without_a_crossover_are_refused():
         measuring.measure_crossover("linformer", CPU)
     with pytest.raises(UnsupportedAttentionError, match="measured for nearfar: name nearfar"):
         measuring.measure_crossover("auto", CPU)
-    assert measuring.default_method() == "nearfar"
 
 
 # Calls of other sizes.
@@ -180,10 +168,10 @@ def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
     measuring.store_crossover("kdeformer", CPU, FOUND)
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "processor_name", lambda: "another processor")
-        measuring.forget()
+        measuring.register()
         assert look_up() == built_in
         measuring.store_crossover("kdeformer", CPU, {"bfloat16": Crossover(9, 9)})
-    measuring.forget()
+    measuring.register()
     assert look_up() == 700
     assert len(json.loads(cache.read_text())["machines"]) == 2
     with use_threads(torch.get_num_threads() + 1):
@@ -209,9 +197,8 @@ def _file(rows):
         b"", b"\xff\x00", b"[]", b'{"format": 2, "machines": {}}', b'{"format": 1}', b"[" * 100000, _file([]),
         _file({}), _file({"float32": 700}), _file({"float32": [700]}), _file({"float32": [700, True]}),
         _file({"float32": [700, 0]}), _file({"float99": [700, 700]}), _file({"float32": [700, 10**12]}),
-        b" " * (1 << 20) + _file({"float32": [700, 700]}),
     ],
-    ids=range(15),
+    ids=range(14),
 )  # fmt: skip
 def test_a_damaged_file_is_named_once_and_replaced(content, cache):
     cache.parent.mkdir()
@@ -248,8 +235,8 @@ def measurements(monkeypatch):
     """The numbers of measurements that the command made; each finds other lengths."""
     made = []
 
-    def measure(method, device, *, progress):
-        made.append((method, device, progress, torch.get_num_threads()))
+    def measure(method, device):
+        made.append((method, device, torch.get_num_threads()))
         return {"float32": Crossover(1000 + len(made), 500), "float32 causal": Crossover(NEVER, NEVER)}
 
     monkeypatch.setattr(measuring, "measure_crossover", measure)
@@ -259,8 +246,8 @@ def measurements(monkeypatch):
 def test_the_command_measures_once(cache, measurements, capsys):
     assert run() == 0
     first = capsys.readouterr().out
-    assert "| float32 | bidirectional |        1001 |         500 |" in first
-    assert "| float32 | causal        |    >1000000 |    >1000000 |" in first
+    assert "| float32        |     1001 |      500 |" in first
+    assert "| float32 causal | >1000000 | >1000000 |" in first
     assert f"Measured now, and written to {cache}" in first
     assert run() == 0
     assert "1001" in (second := capsys.readouterr().out)
@@ -268,7 +255,7 @@ def test_the_command_measures_once(cache, measurements, capsys):
     assert len(measurements) == 1
     assert run("--renew", "--threads", "3") == 0
     assert len(measurements) == 2
-    assert measurements[1][3] == 3
+    assert measurements[1][2] == 3
     assert look_up() == 500  # of the usual number of threads
 
 
@@ -278,7 +265,6 @@ def test_the_command_as_json(cache, measurements, capsys):
         "method": "kdeformer", "machine": measuring.machine_name(CPU), "file": str(cache), "measured_now": True,
         "lengths": {"float32": {"small": 1001, "large": 500}, "float32 causal": {"small": NEVER, "large": NEVER}},
     }  # fmt: skip
-    assert measurements[0][2] is False  # no bar
 
 
 def test_the_command_refuses_before_it_measures(cache, measurements, capsys):

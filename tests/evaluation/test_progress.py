@@ -1,12 +1,11 @@
 """Steps of a measurement within a limit of time, and partial results."""
 
-import contextlib
 import io
 
 import pytest
 
 from hf_efficient_attn.evaluation import progress
-from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, duration, partial_result
+from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, partial_result
 
 
 class Clock:
@@ -35,24 +34,9 @@ def clock(monkeypatch):
 def test_steps_stop_before_the_limit(seconds, factor, minutes, done, clock):
     names = []
     for step in carry_out([Step(f"{i}", s) for i, s in enumerate(seconds)], Execution(minutes, _start=0.0)):
-        clock.now += factor * step.seconds
+        clock.now += factor * step.cost
         names.append(step.name)
     assert names == [f"{i}" for i in range(done)]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "minutes", "noun", "told"),
-    [
-        ([100, 80], None, "measurement", "Expected: about 3 minutes for 2 measurements."),
-        ([100], 1.0, "text", "Expected: about 2 minutes for 1 text, of which as many as fit in about 60 seconds."),
-    ],
-)
-def test_the_estimate_is_told_before_the_work(seconds, minutes, noun, told, clock):
-    said = []
-    execution = Execution(minutes, on_estimate=said.append, _start=0.0)
-    with contextlib.closing(carry_out([Step("a", s) for s in seconds], execution, noun)) as steps:
-        next(steps)
-        assert said == [told]
 
 
 def test_the_bar_is_in_proportion_to_the_estimates_and_removed(clock, monkeypatch):
@@ -79,11 +63,3 @@ def test_partial_results():
     with pytest.raises(Interrupted) as caught, partial_result(lambda: "outer"), partial_result(lambda: "inner"):
         raise KeyboardInterrupt
     assert caught.value.result == "inner"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "1 second"), (80, "80 seconds"), (100, "2 minutes"), (6000, "2 hours"), (5 * 86400, "5 days")],
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == f"about {text}"
