@@ -1,6 +1,6 @@
 """Batches in a random order, and without end."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -17,18 +17,23 @@ def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterato
     """Batches without end, the same in every call with the same arguments.
 
     Raises:
-        UnsupportedAttentionError: there are no batches, or only one.
+        UnsupportedAttentionError: when they are read, if there are no batches, or only one.
     """
     if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
         raise UnsupportedAttentionError(
             f"batches must be an iterable of batches, such as a list or a DataLoader, not {type(batches).__name__}: "
             "split the data into batches"
         )
-    if iter(batches) is batches:
+    if isinstance(batches, Iterator):
         batches = list(islice(batches, num_steps))
-    if isinstance(batches, Sized):
+    if isinstance(batches, Sequence):
         _check_count(len(batches))
-    return shuffled(batches, seed) if isinstance(batches, Sequence) else _repeated(batches)
+        yield from shuffled(batches, seed)
+    while True:
+        count = 0
+        for count, batch in enumerate(batches, start=1):  # noqa: B007 (the number of the last one)
+            yield batch
+        _check_count(count)
 
 
 def shuffled(items: Sequence[ItemT], seed: int) -> Iterator[ItemT]:
@@ -37,14 +42,6 @@ def shuffled(items: Sequence[ItemT], seed: int) -> Iterator[ItemT]:
     while True:
         for index in torch.randperm(len(items), generator=generator).tolist():
             yield items[index]
-
-
-def _repeated(batches: Iterable[Batch]) -> Iterator[Batch]:
-    while True:
-        count = 0
-        for count, batch in enumerate(batches, start=1):  # noqa: B007 (the number of the last one)
-            yield batch
-        _check_count(count)
 
 
 def _check_count(count: int) -> None:

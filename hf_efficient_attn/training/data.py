@@ -2,7 +2,7 @@
 
 import hashlib
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -78,17 +78,16 @@ class TrainingData:
         self._length, self._count = longest, batch_size
         self.name, self.tokens = data.name, data.tokens_for(longest)
         # Two batches to learn from for every process, and one that is held out.
-        found, fewest = data.rows // batch_size, 2 * world_size() + 1
-        if found < fewest:
+        count, fewest = data.rows // batch_size, 2 * world_size() + 1
+        if count < fewest:
             inputs = "pictures" if is_image else f"windows of {self.tokens} tokens"
-            number = {0: "not one batch", 1: "a single batch"}.get(found, f"{found} batches")
             raise UnsupportedAttentionError(
-                f"{self.name} has {data.rows} {inputs}, which are {number} of {batch_size}. Distillation needs "
-                f"{fewest} or more, two for each process to learn from and one to measure the error on: give more "
-                f"data, or a smaller --batch-size{'' if is_image else ' or --length'}"
+                f"{self.name} has {data.rows} {inputs}, {count} batches of {batch_size}. Distillation needs {fewest} "
+                "or more, two for each process to learn from and one to measure the error on: give more data, or a "
+                f"smaller --batch-size{'' if is_image else ' or --length'}"
             )
-        held_out = min(_MOST_HELD_OUT, max(1, found // _HELD_OUT_INTERVAL))
-        self.train, self.held_out = range(min(found - held_out, num_batches)), range(found - held_out, found)
+        held_out = min(_MOST_HELD_OUT, max(1, count // _HELD_OUT_INTERVAL))
+        self.train, self.held_out = range(min(count - held_out, num_batches)), range(count - held_out, count)
 
     def batch(self, number: int) -> dict[str, Any]:
         """The batch with a number. No token of a masked language model is masked."""
@@ -105,19 +104,16 @@ class TrainingData:
 
     def digest(self) -> str:
         """A number that other data hardly have: of all tokens, or of all names and some pixels."""
-        names = "\n".join(name for name, _ in self._data.pictures).encode("utf-8", "backslashreplace")
-        is_image = self._data.is_image
-        tensor = self.batch(self.held_out[0])["pixel_values"] if is_image else self._data.token_ids
-        return digest((repr((self.name, self._length, self._count, self._data.rows)).encode() + names, tensor))
+        data = self._data
+        content = self.batch(self.held_out[0])["pixel_values"] if data.is_image else data.token_ids
+        names = [name for name, _ in data.pictures]
+        return digest(repr((self.name, self._length, self._count, data.rows, names)), content)
 
 
-def digest(parts: Iterable[bytes | Tensor]) -> str:
-    """A hash of texts and tensors."""
-    found = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Tensor):
-            found.update(repr((tuple(part.shape), part.dtype)).encode())
-            found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        else:
-            found.update(part)
-    return found.hexdigest()
+def digest(text: str, *tensors: Tensor) -> str:
+    """A hash of a text and tensors."""
+    result = hashlib.sha256(text.encode("utf-8", "backslashreplace"))
+    for x in tensors:
+        result.update(repr((tuple(x.shape), x.dtype)).encode())
+        result.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return result.hexdigest()

@@ -26,21 +26,25 @@ from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import check_drawing, replacing
+from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training import distillation, steps
-from hf_efficient_attn.training.attention_loss import check_loss
 from hf_efficient_attn.training.chart import draw
 from hf_efficient_attn.training.data import TrainingData, digest
-from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, refuse_converted, stages_of
-from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
+from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
+from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
+from hf_efficient_attn.training.steps import (
+    NOTHING_TRAINED,
+    DivergedError,
+    LayerLoss,
+    Training,
+    process_rank,
+    wait_for_all,
+    world_size,
+)
 
 FORMAT = 1
 # A state of another format cannot be continued.
-FORMAT_OF_STATE = 2
-# The names of the stages in the saved state.
-_STAGES = ("distillation", "finetuning")
+FORMAT_OF_STATE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +87,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """How it trains, in plain values by the names of the options of `hf-efficient-attn distill`."""
-        names = {"finetune_steps": "steps", "finetune_target": "target", "finetune_learning_rate": "learning_rate"}
+        second = self.options.finetuning
         return {
             **{name: getattr(self, name) for name in ("steps", "loss", "length", "batch_size")},
             **{name: getattr(self.options, name) for name in ("learning_rate", "seed")},
-            **{
-                name: getattr(self.options.finetuning, key, None)
-                for name, key in (names | {"lora_rank": "lora_rank"}).items()
-            },
+            **{f"finetune_{name}": getattr(second, name, None) for name in ("steps", "target", "learning_rate")},
+            "lora_rank": getattr(second, "lora_rank", None),
         }
 
 
@@ -141,64 +143,55 @@ class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
     def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
-        self._plan, self._execution, self._options = plan, execution, steps.over_processes(plan.options)
-        check_loss(plan.loss)
-        config = make_config(plan.method, **plan.hyperparameters)
-        if (reason := distillation.why_nothing_to_learn([config])) is not None:
-            raise UnsupportedAttentionError(reason)
+        self._plan, self._execution, second = plan, execution, plan.options.finetuning
         options = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
         conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **options)
         self._conversion, self.model = conversion, conversion.model
-        model, second = conversion.model, plan.options.finetuning
-        advice = "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
-        refuse_converted(model, advice)
+        model, checked = conversion.model, conversion.checked
+        refuse_converted(model)
         conversion.extend()
-        total, folder = plan.num_batches * steps.world_size(), conversion.checked.folder
-        self._data = data = TrainingData(model, folder, file, plan.length, plan.batch_size, total)
+        total = plan.num_batches * world_size()
+        self._data = data = TrainingData(model, checked.folder, file, plan.length, plan.batch_size, total)
         nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
-        self._trained: nn.Module = model if second and second.target == "logits" else model.base_model
-        self._teacher: nn.Module | None = None
+        trained: nn.Module = model if second and second.target == "logits" else model.base_model
+        teacher = None
         if second is not None:
             with torch.no_grad():  # a refusal would otherwise come after the first stage
-                outputs_of(self._trained, data.batch(data.held_out[0]), second.target)
-            self._teacher = make_teacher(self._trained, second, "give --lora-rank N, which trains adapters in float32")
+                outputs_of(trained, data.batch(data.held_out[0]), second.target)
+            teacher = make_teacher(trained, second)
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
-        # The stages that have begun, and their names in the saved state.
-        self._stages: dict[str, Distillation | Finetuning] = {}
+        self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
+        # The stages that have begun.
+        self._stages: list[Training] = []
         self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
-        self._state, self._request = self._folder / "state.pt", self._make_request()
+        self._state = self._folder / "state.pt"
+        # Plain values, by the names of options, that must be equal when the work is continued.
+        self._request = {
+            "version": FORMAT_OF_STATE,
+            "source": digest(repr(sorted(checked.config.items(), key=str)), *model.state_dict().values()),
+            "data": data.digest(),
+            "settings": repr(dict(model.config.efficient_attention or {})),
+            **plan.to_dict(),
+            "max_length": plan.max_length,
+            "processes": world_size(),
+        }
         self._saved = self._load()
-        self._record = self._saved["record"]
-        # The steps that the saved state contains.
-        self._saved_at = sum(self._saved[name]["step"] for name in _STAGES if self._saved.get(name)) or None
+        # Errors by stage and layer, rows, and the losses since the last row.
+        self._record: dict[str, Any] = self._saved["record"]
+        # The number of steps that the saved state contains.
+        self._saved_at = sum(stage["step"] for stage in self._saved["stages"]) or None
         self._interruption, self._is_over = threading.Event(), False
         counts = {"rows": len(data.train), "held_out": len(data.held_out)}
         self._about = {
             "format": FORMAT,
-            "source": name_of(conversion.checked),
-            "attention": method_label(config),
+            "source": name_of(checked),
+            "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
             "machine": machine(model),
             "data": {"name": data.name, **{key: plan.batch_size * count for key, count in counts.items()}},
             "tokens": data.tokens,
             "plan": plan.to_dict(),
             "resumed_at": self._saved_at,
-        }
-        execution.on_begin(self._about)
-
-    def _make_request(self) -> dict[str, Any]:
-        """Plain values, by the names of options, that must be equal when the work is continued."""
-        checked = self._conversion.checked
-        config = repr(sorted(checked.config.items(), key=str))
-        tensors = ((name.encode("utf-8", "backslashreplace"), p) for name, p in checked.weights.tensors.items())
-        return {
-            "version": FORMAT_OF_STATE,
-            "source": digest(itertools.chain((config.encode(),), itertools.chain.from_iterable(tensors))),
-            "data": self._data.digest(),
-            "settings": repr(dict(self.model.config.efficient_attention or {})),
-            **self._plan.to_dict(),
-            "max_length": self._plan.max_length,
-            "processes": steps.world_size(),
         }
 
     def _load(self) -> dict[str, Any]:
@@ -214,12 +207,11 @@ class _CheckpointRun:
                 raise UnsupportedAttentionError(
                     f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
                 )
-            # Errors by layer, losses of the second stage, rows, and the losses since the last row.
-            return {"record": {"before": None, "after": None, "outputs": None, "history": [], "recent": []}}
+            return {"stages": [], "record": {"layers": [], "outputs": [], "history": [], "recent": []}}
         again = "--restart discards it and starts again"
         with refusing(f"the state in {self._folder} cannot be read: {again}"):
-            saved = torch.load(self._state, map_location="cpu", weights_only=True)
-            request, values = saved["request"], dict(saved["values"])
+            saved = dict(torch.load(self._state, map_location="cpu", weights_only=True))
+            request = dict(saved["request"])
         names = [
             f"--{key.replace('_', '-')} {request.get(key)}" if key in self._plan.to_dict() else f"other {key}"
             for key, value in self._request.items()
@@ -230,52 +222,52 @@ class _CheckpointRun:
                 f"{self._folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
                 f"began with, and it continues; {again}"
             )
-        return values
+        return saved
 
     def _save(self) -> None:
         """Replace the saved state as a whole."""
-        if steps.process_rank() == 0:
+        if process_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            states = {name: stage.state_dict() for name, stage in self._stages.items()}
-            values = {**dict.fromkeys(_STAGES), **states, "record": self._record}
+            states = [stage.state_dict() for stage in self._stages]
             with replacing(self._state) as draft, draft.open("wb") as file:
-                torch.save({"request": self._request, "values": values}, file)
-        steps.wait_for_all()
+                torch.save({"request": self._request, "stages": states, "record": self._record}, file)
+        wait_for_all()
         self._saved_at = self._steps_done
 
     def _remove_state(self) -> None:
         """Remove the saved state, and its folder unless that holds anything else."""
-        if steps.process_rank() == 0:
+        if process_rank() == 0:
             self._state.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-        steps.wait_for_all()
+        wait_for_all()
 
     @property
     def _steps_done(self) -> int:
-        return sum(stage.step_number for stage in self._stages.values())
+        return sum(stage.step_number for stage in self._stages)
 
     def train(self) -> None:
         """Train what remains of both stages, and measure the errors before and after."""
-        plan, options = self._plan, self._options
+        plan, saved = self._plan, self._saved["stages"]
+        # With `write_now` only those that have begun.
+        trainings = itertools.islice(self._trainings, len(saved) if plan.write_now else None)
         try:
             with _noting_interruption() as self._interruption:
-                stages = stages_of(self._trained, self._teacher, plan.steps, plan.loss, options)
-                # With `write_now` only those that have begun.
-                count = sum(bool(self._saved.get(name)) for name in _STAGES) if plan.write_now else len(_STAGES)
-                for name, self._training in zip(_STAGES[:count], stages, strict=False):
-                    self._stages[name] = self._training
-                    if self._saved.get(name):
-                        self._training.load_state_dict(self._saved[name])
+                for training in trainings:
+                    if not self._stages:
+                        self._execution.on_begin(self._about)
+                    self._stages.append(training)
+                    if saved:
+                        training.load_state_dict(saved.pop(0))
                     else:
                         self._note_errors("before")
                     if plan.write_now:
                         self._note_errors("after")
-                        self._training.finish()
+                        training.finish()
                         continue
-                    stream = self._data.stream(options.seed, self._steps_done)
-                    self._training.run(stream, self._after_step, show_progress=options.show_progress)
-        except steps.DivergedError as error:
+                    stream = self._data.stream(plan.options.seed, self._steps_done)
+                    training.run(stream, self._after_step, show_progress=plan.options.show_progress)
+        except DivergedError as error:
             option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
             advice = f"use a smaller {option} than {error.learning_rate:g}"
             if self._state.is_file():
@@ -287,29 +279,22 @@ class _CheckpointRun:
             known = {"steps_done": self._saved_at, "steps": plan.num_batches, "folder": str(self._folder)}
             raise Interrupted({**known, "is_over": self._is_over}) from None
 
-    def _after_step(self, step: int, losses: Sequence[steps.LayerLoss]) -> None:
+    def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
-        record = self._record
+        record, training = self._record, self._stages[-1]
         if losses:
             record["recent"].append(statistics.fmean(one.loss for one in losses))
-        is_row = step % self._plan.save_steps == 0 or step == self._training.num_steps
+        is_row = step % self._plan.save_steps == 0 or step == training.num_steps
         if is_row:
-            stage = "layers" if len(self._stages) == 1 else "outputs"
-            row = {
-                "stage": stage,
-                "step": step,
-                "loss": _mean(record["recent"]),
-                "held_out": self._note_errors("after"),
-            }
-            record["history"].append(row)
+            loss, held_out = _mean(record["recent"]), self._note_errors("after")
+            record["history"].append({"stage": training.key, "step": step, "loss": loss, "held_out": held_out})
             record["recent"] = []
-            self._execution.on_row(row)
-        # In a distributed training one process stops all.
+            self._execution.on_row(record["history"][-1])
         is_last = self._steps_done == self._plan.num_batches
         flags = [self._interruption.is_set(), not is_last and self._execution.seconds_left() <= 0]
-        if self._options.reduce is not None:
+        if training.reduce is not None:  # one process stops all
             numbers = torch.tensor(flags, dtype=torch.float32, device=self.model.device)
-            flags = (self._options.reduce(numbers) > 0).tolist()
+            flags = (training.reduce(numbers) > 0).tolist()
         if is_row or any(flags):
             self._save()
         if any(flags):
@@ -318,45 +303,37 @@ class _CheckpointRun:
 
     def _note_errors(self, when: str) -> float | None:
         """Measure the errors of the layers, or of the outputs, on the held-out data, and return their mean."""
-        found: dict[tuple[Layer | None, str], list[float]] = defaultdict(list)
+        training, losses = self._stages[-1], defaultdict[tuple[Layer | None, str], list[float]](list)
         for number in self._data.held_out:
-            for one in self._training.measure(self._data.batch(number)):
-                found[one.layer, one.name].append(one.loss)
-        if not found:
-            raise UnsupportedAttentionError(self._training.idle)
-        errors: list[dict[str, Any]] = [
-            {"layer": layer, "name": name, "error": _mean(values)} for (layer, name), values in found.items()
-        ]
-        if len(self._stages) == 1:
-            self._record[when] = errors
-        else:
-            outputs = self._record["outputs"] or {"before": None, "after": None}
-            self._record["outputs"] = {**outputs, when: errors[0]["error"]}
-        return _mean([entry["error"] for entry in errors])
+            for one in training.measure(self._data.batch(number)):
+                losses[one.layer, one.name].append(one.loss)
+        if not losses:
+            raise UnsupportedAttentionError(NOTHING_TRAINED)
+        known = {entry["name"]: entry for entry in self._record[training.key]}
+        for (layer, name), values in losses.items():
+            known[name] = {"layer": layer, "name": name, "after": None} | known.get(name, {}) | {when: _mean(values)}
+        self._record[training.key] = list(known.values())
+        return _mean([entry[when] for entry in known.values()])
 
     def write(self) -> dict[str, Any]:
         """Write the checkpoint, and remove the state if the training is complete."""
-        pairs: list[tuple[Any, Any]] = list(zip(self._record["before"], self._record["after"], strict=True))
+        record, whens = self._record, ("before", "after")
+        means = {key: {when: _mean([x[when] for x in record[key]]) for when in whens} for key in ("layers", "outputs")}
         result: dict[str, Any] = {
             **self._about,
             "steps_done": self._steps_done,
             "complete": self._steps_done == self._plan.num_batches,
-            "layers": [
-                {"layer": old["layer"], "name": old["name"], "before": old["error"], "after": new["error"]}
-                for old, new in pairs
-            ],
-            "error_before": _mean([old["error"] for old, _ in pairs]),
-            "error_after": _mean([new["error"] for _, new in pairs]),
-            "outputs": self._record["outputs"],
-            "history": self._record["history"],
+            "layers": [{key: entry[key] for key in ("layer", "name", *whens)} for entry in record["layers"]],
+            **{f"error_{when}": means["layers"][when] for when in whens},
+            "outputs": means["outputs"] if record["outputs"] else None,
+            "history": record["history"],
         }
 
         def add_files(folder: pathlib.Path) -> None:
-            draw(result, folder / "distillation.png")
-            write_json(folder / "distillation.json", result)
+            write_results(result, folder, "distillation", draw)
 
         report: dict[str, Any] = {"distillation": result}
-        if steps.process_rank() == 0:
+        if process_rank() == 0:
             nn.Module.to(self.model, "cpu")
             report |= self._conversion.write(add_files=add_files)
         if result["complete"]:
@@ -374,18 +351,16 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _noting_interruption() -> Iterator[threading.Event]:
     """Set an event at Ctrl-C, so that a step is completed first. A second Ctrl-C ends it at once."""
     noted, before = threading.Event(), signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield noted
-        return
 
     def note(number: int, frame: Any) -> None:
         # What starts several processes passes Ctrl-C on to those that have received it already.
-        if steps.world_size() == 1:
+        if world_size() == 1:
             tqdm.write("Stopping after this step. Ctrl-C again stops at once, without saving it.", nolock=True)
             signal.signal(signal.SIGINT, before)
         noted.set()
 
-    signal.signal(signal.SIGINT, note)
+    if callable(before):  # not ignored
+        signal.signal(signal.SIGINT, note)
     try:
         yield noted
     finally:

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -46,9 +45,9 @@ class DistillationOptions(KnownFields):
             a smaller one, down to a tenth.
         seed: the order of the batches, if they are a sequence.
         on_step: called after each step with its number, from 1, and the loss of every layer; in the second stage with
-            a single loss, whose layer is None.
+            the losses of the outputs, which have no layer (None).
         reduce: averages a tensor (a gradient, or losses) over the processes of a distributed training, for example
-            `functools.partial(accelerator.reduce, reduction="mean")`; None for one process.
+            `functools.partial(accelerator.reduce, reduction="mean")`; None for all processes of `torch.distributed`.
         finetuning: the second stage, in which the converted model imitates the outputs of the exact one; None for none.
         show_progress: whether to show progress bars, if stderr is a terminal.
     """
@@ -62,15 +61,10 @@ class DistillationOptions(KnownFields):
 
     def __post_init__(self) -> None:
         check_positive("learning_rate", self.learning_rate, is_count=False)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise UnsupportedAttentionError(f"seed={shown(self.seed)} must be an integer")
-        if not isinstance(self.finetuning, (FinetuningOptions, NoneType)):
+        if not isinstance(self.finetuning, FinetuningOptions | None):
             raise UnsupportedAttentionError(
                 f"finetuning must be hea.FinetuningOptions(steps=...) or None, not {shown(self.finetuning)}"
             )
-        for name in ("on_step", "reduce"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise UnsupportedAttentionError(f"{name} must be a function or None, not {shown(getattr(self, name))}")
 
 
 def distill(
@@ -104,8 +98,8 @@ def distill(
         **hyperparameters: of the method, as in `hea.convert`, for example `feature_map="hedgehog"`.
 
     Returns:
-        The same model, converted. If the user interrupts the training it is converted as well, with the parameters of
-        the last step.
+        The same model, converted. If the user or an error of the batches interrupts the training it is converted as
+        well, with the parameters of the last step.
 
     Raises:
         UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches
@@ -119,28 +113,19 @@ def distill(
         >>> model.save_pretrained("converted")
     """
     check_positive("steps", steps)
-    check_loss(loss)
-    if not isinstance(options, (DistillationOptions, NoneType)):
-        raise UnsupportedAttentionError(
-            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
-        )
-    for name in hyperparameters.keys() & {spec.name for spec in dataclasses.fields(DistillationOptions)} - {"seed"}:
-        raise UnsupportedAttentionError(
-            f"{name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({name}=...)"
-        )
     options = options or DistillationOptions()
     refuse_converted(model)
-    stream = batch_stream(batches, options.seed, steps)
     before = snapshot(transformers_models(model))
+    stream = batch_stream(batches, options.seed, steps)
     teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
     try:
         convert(model, method_or_config, layers=layers, **hyperparameters)
         with partial_result(lambda: model):
             for training in stages_of(model, teacher, steps, loss, options):
                 training.run(stream, options.on_step, show_progress=options.show_progress)
-    except (DivergedError, KeyboardInterrupt):
+    except DivergedError:
         raise
-    except BaseException:
+    except UnsupportedAttentionError:
         before.restore()
         raise
     return model
@@ -163,7 +148,7 @@ class Distillation(Training):
         UnsupportedAttentionError: no layer has learned parameters to train.
     """
 
-    title = "distillation"
+    title, key = "distillation", "layers"
 
     def __init__(
         self,
@@ -174,96 +159,63 @@ class Distillation(Training):
         teacher: Callable[[Call], Tensor] = exact_output,
         fixed: Collection[Tensor] = (),
     ) -> None:
+        check_loss(loss)
         options = options or DistillationOptions()
-        self.model, self.learning_rate, self.reduce = model, options.learning_rate, options.reduce
-        self._loss, self._teacher, ids = loss, teacher, {id(p) for p in fixed}
-        # What holds the learned parameters of a layer, and the names of the groups.
-        self._names: dict[LearnedParameters, str] = {}
-        groups: dict[str, dict[str, Tensor]] = {}
+        self.model, self._loss, self._teacher, ids = model, loss, teacher, {id(p) for p in fixed}
+        self.copies: dict[LearnedParameters, dict[str, Tensor]] = {}
         modules = [one for root in transformers_models(model) for one in attention_modules(root)]
-        for module, location, *_ in modules:
-            learned = learned_of(module)
-            if learned is None or learned in self._names:
-                continue
+        for learned in filter(None, (learned_of(one.module) for one in modules)):
             copies = {
                 name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
                 for name, p in learned.tensors().items()
                 if id(p) not in ids
             }
             if copies:
-                self._names[learned], groups[location.name] = location.name, copies
-        if not groups:
+                self.copies[learned] = copies
+        if not self.copies:
             reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
-            if reason is not None:
-                raise UnsupportedAttentionError(reason)
             raise UnsupportedAttentionError(
-                "no layer of the model has learned parameters to distill: choose layers whose method has them"
+                reason or "no layer of the model has learned parameters to distill: choose layers whose method has them"
             )
-        trained = [p for group in groups.values() for p in group.values()]
+        trained = [p for copies in self.copies.values() for p in copies.values()]
         settings = [{"params": [p], "lr": options.learning_rate * _share(p)} for p in trained]
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, 2 * (num_steps - step) / num_steps))
-        super().__init__(groups, optimizer, schedule, num_steps)
-        self.idle = "no converted layer computed attention"
+        super().__init__(trained, optimizer, schedule, num_steps, options.learning_rate, options.reduce)
 
-    def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
-        """The losses of the layers, without those that compute this batch exactly, and their sums by group."""
-        found = self._visit(batch, partial(backward, loss=self._loss))
-        sums = dict.fromkeys(self.groups, 0.0)
-        for name, one in found:
-            sums[name] += one.loss
-        return [one for _, one in found], torch.tensor(list(sums.values()), device=self.trained[0].device)
+    def _backward(self, batch: Batch) -> list[LayerLoss]:
+        return self._visit(batch, partial(backward, loss=self._loss))
 
     def measure(self, batch: Batch) -> list[LayerLoss]:
         """The relative error of each layer on a batch, without training."""
-        return [one for _, one in self._visit(batch, torch.no_grad()(relative_error))]
+        return self._visit(batch, torch.no_grad()(relative_error))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Write the trained parameters into the model."""
-        for holder, name in self._names.items():
-            tensors = holder.tensors()
-            for key, p in self.groups[name].items():
-                tensors[key].copy_(p)
+        for learned, copies in self.copies.items():
+            tensors = learned.tensors()
+            for name, p in copies.items():
+                tensors[name].copy_(p)
 
-    def _visit(self, batch: Batch, loss: Loss) -> list[tuple[str, LayerLoss]]:
-        """A loss for every call that trains something, with the name of the group.
-
-        The parameters have the dtype of the model.
-        """
-        found = []
+    def _visit(self, batch: Batch, loss: Loss) -> list[LayerLoss]:
+        """A loss for every call that trains something. The parameters have the dtype of the model."""
+        losses = []
 
         def visit(call: Call) -> None:
             learned = learned_of(call.module)
-            if learned is None or learned not in self._names or self._is_exact(call, learned.method):
+            if learned is None or learned not in self.copies or call.why_exact(learned.method) is not None:
                 return
-            name = self._names[learned]
-            group, present = self.groups[name], learned.tensors()
+            if call.key.shape[2] <= learned.method.exact_length:
+                return
+            copies = self.copies[learned]
             with torch.enable_grad():
-                copies = {key: group.get(key, p.detach()).to(p.dtype) for key, p in present.items()}
-                found.append((name, LayerLoss(call.layer, call.name, loss(call, learned.method, copies))))
+                parameters = {name: copies.get(name, p.detach()).to(p.dtype) for name, p in learned.tensors().items()}
+                losses.append(LayerLoss(call.layer, call.name, loss(call, learned.method, parameters)))
 
-        # What only the loss of a task needs is left out. Encoder-decoder models make inputs of their labels.
-        has_decoder = any(root.config.is_encoder_decoder for root in transformers_models(self.model))
-        if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
-            batch = {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
         with capture_attention(self.model, visit, self._teacher):
             forward(self.model, batch)
-        return found
-
-    def _is_exact(self, call: Call, method: MethodConfig) -> bool:
-        """Whether the converted model computes a call exactly."""
-        if call.why_exact(method) is not None:
-            return True
-        self.idle = (
-            f"sequences of {call.tokens} tokens are within the budget of {method.method}, which computes up to "
-            f"{method.exact_length} tokens exactly, so that there is nothing to learn: give longer sequences or a "
-            "smaller budget"
-        )
-        return call.key.shape[2] <= method.exact_length
-
-    def _name_of_loss(self, index: int) -> str:
-        return list(self.groups)[index]
+        return losses
 
 
 def stages_of(
@@ -290,17 +242,14 @@ def _share(parameter: Tensor) -> float:
     return min(1.0, max(0.1, 5.0 * parameter.detach().square().mean().sqrt().item()))
 
 
-def refuse_converted(
-    model: nn.Module,
-    advice: str = "load the original checkpoint without attn_implementation, or switch back with hea.convert(model, "
-    "'sdpa') if its weights were not trained since",
-) -> None:
+def refuse_converted(model: nn.Module) -> None:
     """Refuse a model whose attention is not exact, because its exact attention is not that of its training."""
     for root in transformers_models(model):
         for name in filter(None, map(method_of, configs_of(root))):
             raise UnsupportedAttentionError(
-                f"the {type(root).__name__} is converted to {name} already, and only exact attention can teach: "
-                f"{advice}"
+                f"the {type(root).__name__} is converted to {name} already, and only exact attention can teach: load "
+                "the original checkpoint without attn_implementation, or switch back with hea.convert(model, 'sdpa') "
+                "or 'hf-efficient-attn convert --method sdpa' if its weights were not trained since"
             )
 
 

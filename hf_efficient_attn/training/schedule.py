@@ -1,7 +1,7 @@
 """Up-training schedules: which attention a model uses at which step, and the schedules of the paper."""
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.methods import method_info
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
-from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation
+from hf_efficient_attn.training.stage_distillation import FormerAttention, check_repeatable, distill_stage
 from hf_efficient_attn.training.steps import unwrap
 from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
 
@@ -54,8 +54,6 @@ class UptrainingSchedule:
             stage's distillation, which do not count as steps of the training.
         total_steps: the number of steps of the whole training. `step` needs it if ends are shares; Trainer tells the
             callback.
-        part: the name of the submodule to switch, for example "encoder" in an EncoderDecoderModel; the rest of the
-            model does not change. The submodule must have its own config. None switches the whole model.
 
     Raises:
         UnsupportedAttentionError: a method or hyperparameter is unknown, ends do not increase or do not end at 1.0,
@@ -63,24 +61,19 @@ class UptrainingSchedule:
             nothing to learn.
     """
 
-    def __init__(
-        self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None, part: str | None = None
-    ) -> None:
+    def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
         given: Iterable[Any] = stages.stages if isinstance(stages, UptrainingSchedule) else stages
         if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
             raise UnsupportedAttentionError(
                 f"stages must be a list of (attention, end), not {shown(stages)}; UptrainingSchedule.parse reads "
                 "strings"
             )
-        self.stages: tuple[Stage, ...] = make_stages(given, part)
-        if total_steps is not None and (isinstance(total_steps, bool) or not isinstance(total_steps, int)):
-            raise UnsupportedAttentionError(f"total_steps must be an integer, not {total_steps!r}")
+        self.stages: tuple[Stage, ...] = make_stages(given)
         self.total_steps = total_steps
-        # The bare models and the optimizers whose models are checked.
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
-        # The records of switches to a first stage that is still to be distilled, and the attention before them.
-        self._waiting: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], FormerAttention]]
-        self._waiting = weakref.WeakKeyDictionary()
+        # The last optimizer whose model was checked.
+        self._checked: torch.optim.Optimizer | None = None
+        # A model in a first stage that is still to be distilled, the record of its switch, and its former attention.
+        self._first: tuple[nn.Module, dict[str, Any], FormerAttention] | None = None
         if total_steps is not None:
             self.ends(total_steps)
 
@@ -176,7 +169,6 @@ class UptrainingSchedule:
                 in the first call, before anything changes. Or the stage computes all batches exactly.
             DivergedError: a loss of the distillation was not finite.
         """
-        index = self.index(step)
         if optimizer is not None and batches is None:
             names = [f"{stage.attention!r} (distill={stage.distill})" for stage in self.still_distilled(step)]
             if names:
@@ -184,46 +176,29 @@ class UptrainingSchedule:
                     f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give "
                     "them with schedule.step(model, optimizer, step, batches=...), in every call"
                 )
+        check_repeatable(batches, options)
         # Once for the bare model, and once for its wrappers, which exist when training begins.
-        checked = model if optimizer is None else optimizer
-        if checked not in self._checked:
+        if optimizer is None or optimizer is not self._checked:
             check_stages(model, self.stages)
-            self._checked.add(checked)
-        distillation = None
-        if batches is not None and self.starts(step) and self.stages[index].distill:
-            distillation = StageDistillation(batches, options or DistillationOptions())
-        return self.advance(model, optimizer, step, distillation)
-
-    def advance(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        step: int,
-        distillation: StageDistillation | None = None,
-    ) -> "dict[str, Any] | None":
-        """`step` without its checks. A stage that starts with this step is distilled if `distillation` is given."""
+            self._checked = optimizer
         stage, inner = self.stages[self.index(step) if step else 0], unwrap(model)
-        waiting = self._waiting.pop(inner, None) if step == 0 else None
+        distill = None
+        if stage.distill and batches is not None and self.starts(step):
+            distill = partial(distill_stage, inner, stage, batches=batches, options=options or DistillationOptions())
         if not is_in_stage(model, stage):
-            record, former = switch_stage(model, optimizer, stage, step, distillation)
-            if stage.distill and step == 0 and distillation is None:
-                self._waiting[inner] = record, former
+            record, former = switch_stage(model, optimizer, stage, step, distill)
+            self._first = (inner, record, former) if stage.distill and not step and distill is None else None
             return record
-        if waiting is None:
-            if stage.distill and step == 0 and optimizer is None:
-                logger.warning(
-                    f"the model is in the stage {stage.attention!r} already when training begins, so that it is not "
-                    f"distilled and distill={stage.distill} has no effect"
-                )
-            return None
-        if distillation is None:
-            self._waiting[inner] = waiting
-            return None
-        return waiting[0] | {"distillation": distillation.run(inner, stage, waiting[1])}
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """The stages as plain values that JSON can represent; `UptrainingSchedule` accepts this form."""
-        return [stage.to_dict() for stage in self.stages]
+        is_waiting = not step and self._first is not None and self._first[0] is inner
+        if is_waiting and self._first is not None and distill is not None:
+            (_, record, former), self._first = self._first, None
+            return record | {"distillation": distill(former)}
+        if stage.distill and not step and optimizer is None and not is_waiting:
+            logger.warning(
+                f"the model is in the stage {stage.attention!r} already when training begins, so that it is not "
+                f"distilled and distill={stage.distill} has no effect"
+            )
+        return None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UptrainingSchedule) and self.stages == other.stages
@@ -241,7 +216,6 @@ def uptraining_preset(
     variant: str = "flurka_performer",
     *,
     total_steps: int | None = None,
-    part: str | None = None,
     **hyperparameters: Any,
 ) -> UptrainingSchedule:
     """The schedule that the paper uses for a task (Gupta et al. 2023, appendix A.4).
@@ -254,9 +228,8 @@ def uptraining_preset(
         task: "nmt", "imagenet", "mlm", "glue" or "lra".
         variant: "flurka_performer", "flurka_eva" or "flurka_linear".
         total_steps: see `UptrainingSchedule`.
-        part: see `UptrainingSchedule`. For "nmt" the paper switches the "encoder"; leave it out for a model that is an
-            encoder.
-        **hyperparameters: hyperparameters of the stages; each stage takes those that it has.
+        **hyperparameters: hyperparameters of the stages; each stage takes those that it has. With "nmt" the paper
+            switches the encoder of a translation model only: `layers=["encoder"]`.
 
     Raises:
         UnsupportedAttentionError: the task, the variant or a hyperparameter is unknown.
@@ -268,13 +241,10 @@ def uptraining_preset(
     base = "linear" if variant == "flurka_linear" else "linformer"
     share = _SHARES[task].get(base)
     stages = [(variant, 1.0)] if share is None else [(base, share), (variant, 1.0)]
-    known = {name: method_info(name).config_class.hyperparameters() for name, _ in stages}
-    for key in hyperparameters:
-        if not any(key in fields for fields in known.values()):
-            options = sorted({field for fields in known.values() for field in fields})
-            raise UnsupportedAttentionError(unknown_name("hyperparameter", key, options))
+    known = {name: {"layers", *method_info(name).config_class.hyperparameters()} for name, _ in stages}
+    for key in hyperparameters.keys() - set().union(*known.values()):
+        raise UnsupportedAttentionError(unknown_name("hyperparameter", key, sorted(set().union(*known.values()))))
     return UptrainingSchedule(
         [(name, end, {k: v for k, v in hyperparameters.items() if k in known[name]}) for name, end in stages],
         total_steps,
-        part,
     )

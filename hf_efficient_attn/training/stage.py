@@ -1,11 +1,9 @@
 """The stages of up-training: an attention and the step at which it ends."""
 
 import ast
-import contextlib
 import dataclasses
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +23,6 @@ class Stage:
         end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
             None for the end of training.
         settings: the value for `config.efficient_attention`; None for exact attention.
-        part: the name of the submodule to switch; None for the whole model.
         distill: the number of steps in which the learned parameters imitate the attention before the switch to the
             stage; 0 for none.
     """
@@ -33,14 +30,7 @@ class Stage:
     attention: str
     end: float | int | None
     settings: EfficientAttentionConfig | None = None
-    part: str | None = None
     distill: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The stage as plain values that JSON can represent; `UptrainingSchedule` accepts this form."""
-        stage = {"attention": self.attention, "end": self.end, "settings": self.settings and self.settings.to_dict()}
-        further = {"distill": self.distill or None, "part": self.part}
-        return stage | {name: value for name, value in further.items() if value is not None}
 
     def end_step(self, total_steps: int) -> int:
         """The number of completed steps at which the stage ends."""
@@ -50,7 +40,7 @@ class Stage:
         return self.end if isinstance(self.end, int) else round(round(self.end * total_steps, 6))
 
 
-def make_stages(given: Iterable[Any], part: str | None = None) -> tuple[Stage, ...]:
+def make_stages(given: Iterable[Any]) -> tuple[Stage, ...]:
     """Stages from any of the forms that `UptrainingSchedule` accepts, with its refusals."""
     stages: list[Stage] = []
     for entry in given:
@@ -61,24 +51,13 @@ def make_stages(given: Iterable[Any], part: str | None = None) -> tuple[Stage, .
             raise UnsupportedAttentionError(
                 f"two consecutive stages are the same ({before.attention!r}): combine them into one"
             )
-    return tuple(dataclasses.replace(stage, part=part or stage.part) for stage in stages)
+    return tuple(stages)
 
 
 def _make_stage(given: Any, before: Stage | None) -> Stage:
     """One stage; `before` is the preceding one, from which some hyperparameters are inherited."""
     if isinstance(given, Stage):
         return given
-    if isinstance(given, Mapping):
-        try:
-            plain = Stage(**given)
-        except TypeError:
-            raise UnsupportedAttentionError(
-                f"{dict(given)!r} is not a stage: use a dictionary with 'attention', 'end' and 'settings'"
-            ) from None
-        settings: Any = plain.settings
-        attention = plain.attention if not settings else EfficientAttentionConfig.from_dict(settings, plain.attention)
-        stage = _make_stage((attention, plain.end, {"distill": plain.distill}), None)
-        return dataclasses.replace(stage, part=plain.part)
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
         raise UnsupportedAttentionError(
             f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
@@ -95,66 +74,48 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
         raise UnsupportedAttentionError(
             f"distill={distill!r}: give the number of steps of the distillation before a stage, or 0 for none"
         )
-    if distill:
-        learning = why_nothing_to_learn([entry.config for entry in settings.entries] if settings else [])
+    learning = why_nothing_to_learn([entry.config for entry in settings.entries] if settings else [])
+    if distill and learning:
         reason = learning if settings else f"{name!r} is exact attention"
-        if reason is not None:
-            raise UnsupportedAttentionError(f"a stage with distill={distill}: {reason}")
-    return Stage(name, end, settings, distill=distill)
+        raise UnsupportedAttentionError(f"a stage with distill={distill}: {reason}")
+    return Stage(name, end, settings, distill)
 
 
 def _inherited(method: str, before: Stage | None) -> dict[str, Any]:
     """Hyperparameters of the preceding stage that determine what is learned or drawn and that `method` has too."""
     if method not in available_methods() or not before or not before.settings or len(before.settings.entries) > 1:
         return {}
-    config, config_class = before.settings.entries[0].config, method_info(method).config_class
-    found: dict[str, Any] = {}
-    for spec in dataclasses.fields(config_class):
-        if (spec.metadata.get("carried") or spec.name == "seed") and hasattr(config, spec.name):
-            value = {spec.name: getattr(config, spec.name)}
-            # The other method may not accept this value, for example tables that all layers share.
-            with contextlib.suppress(UnsupportedAttentionError):
-                config_class(**value)
-                found |= value
-    return found
+    config = before.settings.entries[0].config
+    return {
+        spec.name: getattr(config, spec.name)
+        for spec in dataclasses.fields(method_info(method).config_class)
+        if (spec.metadata.get("carried") or spec.name == "seed") and hasattr(config, spec.name)
+    }
 
 
 def _check_ends(ends: Sequence[Any]) -> None:
-    """Refuse ends of stages that are no ends, do not increase, or mix shares and step numbers."""
+    """Refuse ends of stages that are no ends, do not increase, or mix shares and numbers of steps."""
     if not ends:
         raise UnsupportedAttentionError("a schedule needs at least one stage")
-    known = [end for end in ends if end is not None]
-    for end in known:
-        is_number = isinstance(end, (int, float)) and not isinstance(end, bool) and math.isfinite(end)
-        if not is_number or end <= 0 or (isinstance(end, float) and end > 1):
-            raise UnsupportedAttentionError(
-                f"{end!r} is not the end of a stage: use a share of all steps (a float above 0 and at most 1.0) or a "
-                "number of steps (an integer of at least 1)"
-            )
-    if None in ends[:-1]:
-        raise UnsupportedAttentionError("only the last stage may end with training (None)")
-    if len({isinstance(end, float) for end in known}) > 1:
+    known = [0, *(ends[:-1] if ends[-1] is None else ends)]
+    kinds = {type(end) for end in known[1:]}
+    is_fit = kinds <= {int} or (kinds == {float} and ends[-1] == 1.0)
+    if not is_fit or not all(before < after for before, after in itertools.pairwise(known)):
         raise UnsupportedAttentionError(
-            f"the ends of the stages mix shares and step numbers: {ends}. Write 1.0 for all steps and 1 for one step"
+            f"the ends of the stages cannot be {ends}: give shares of all steps, floats that increase to 1.0, or "
+            "numbers of steps, integers that increase, of which the last may be None for the end of training"
         )
-    if isinstance(ends[-1], float) and ends[-1] != 1.0:
-        raise UnsupportedAttentionError(f"the last share must be 1.0: {ends}")
-    if any(after <= before for before, after in itertools.pairwise(known)):
-        raise UnsupportedAttentionError(f"every stage must end after the one before it: {ends}")
 
 
 def parse_stage(text: str) -> tuple[str, float | int | None, dict[str, Any]]:
     """(attention, end, hyperparameters) from "ATTENTION[,key=value...]:END"."""
     head, _, end = text.rpartition(":")
     name, *pairs = head.split(",")
-    if not name or any("=" not in pair for pair in pairs):
-        raise UnsupportedAttentionError(
-            f"{text!r} is not a stage: write ATTENTION[,key=value...]:END, for example linformer,projection_dim=64:0.25"
-        )
     number = None if end == "end" else _parse_value(end)
-    if isinstance(number, str):
+    if not name or any("=" not in pair for pair in pairs) or isinstance(number, str):
         raise UnsupportedAttentionError(
-            f"{text!r} ends at {end!r}: write a share such as 0.25, a number of steps, or 'end'"
+            f"{text!r} is not a stage: write ATTENTION[,key=value...]:END, for example "
+            "linformer,projection_dim=64:0.25. END is a share of all steps, a number of steps, or 'end'"
         )
     return name, number, {key: _parse_value(value) for key, value in (pair.split("=", 1) for pair in pairs)}
 

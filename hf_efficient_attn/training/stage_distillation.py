@@ -14,14 +14,12 @@ import contextlib
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
@@ -31,16 +29,11 @@ from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.steps import WINDOW, over_processes
-
-logger = logging.get_logger(__name__)
+from hf_efficient_attn.training.steps import WINDOW
 
 
 class FormerAttention:
     """The attention of a model before a switch. It remains valid if the model is switched to another one.
-
-    Args:
-        model: the model.
 
     Attributes:
         layers: attention module -> its method, None if it was exact, and its learned parameters.
@@ -50,10 +43,9 @@ class FormerAttention:
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]] = {}
         self.fixed: list[Tensor] = []
-        for root in transformers_models(model):
-            for one in attention_modules(root):
-                learned = learned_of(one.module)
-                self.layers[one.module] = one.chosen, {} if learned is None else learned.tensors()
+        for one in (one for root in transformers_models(model) for one in attention_modules(root)):
+            learned = learned_of(one.module)
+            self.layers[one.module] = one.chosen, {} if learned is None else learned.tensors()
 
     def compute(self, call: Call) -> Tensor:
         """The output of this attention for the inputs of a call."""
@@ -65,60 +57,47 @@ class FormerAttention:
         return call.compute(method, parameters or None)
 
 
-@dataclass(frozen=True)
-class StageDistillation:
-    """Distills the stages of a schedule.
+def check_repeatable(batches: Iterable[Batch] | None, options: DistillationOptions | None) -> None:
+    """Refuse batches that a resumed training could not read again, and a second stage of the distillation."""
+    if isinstance(batches, Iterator):
+        raise UnsupportedAttentionError(
+            f"the batches for distillation are a {type(batches).__name__}, which can be read only once, but a resumed "
+            "training must read the same ones again: give a list or a DataLoader"
+        )
+    if options is not None and options.finetuning is not None:
+        raise UnsupportedAttentionError(
+            "a stage of up-training is distilled layer by layer only, because the training itself is the second stage: "
+            "leave out options.finetuning"
+        )
 
-    Attributes:
-        batches: as for `hea.distill`, but not an iterator: every stage reads them from the start.
-        options: as for `hea.distill`, without `finetuning`. By default gradients are averaged over all processes.
+
+def distill_stage(
+    model: nn.Module, stage: Stage, former: FormerAttention, batches: Iterable[Batch], options: DistillationOptions
+) -> dict[str, Any]:
+    """Train the learned parameters of a model that was just switched to a stage, in place.
+
+    In distributed training all processes must call it, and end with the same parameters.
+
+    Returns:
+        "steps", and the mean loss of the first and of the last steps as "first_loss" and "last_loss".
 
     Raises:
-        UnsupportedAttentionError: `batches` is an iterator, or the options have a second stage.
+        UnsupportedAttentionError: there are no batches, the stage computes all of them exactly, or it has no new
+            parameters.
+        DivergedError: a loss was not finite.
     """
-
-    batches: Iterable[Batch]
-    options: DistillationOptions = field(default_factory=DistillationOptions)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.batches, Iterator):
-            raise UnsupportedAttentionError(
-                f"the batches for distillation are a {type(self.batches).__name__}, which can be read only once, but a "
-                "resumed training must read the same ones again: give a list or a DataLoader"
-            )
-        if self.options.finetuning is not None:
-            raise UnsupportedAttentionError(
-                "a stage of up-training is distilled layer by layer only, because the training itself is the second "
-                "stage: leave out options.finetuning"
-            )
-
-    def run(self, model: nn.Module, stage: Stage, former: FormerAttention) -> dict[str, Any]:
-        """Train the learned parameters of a model that was just switched to a stage, in place.
-
-        In distributed training all processes must call it, and end with the same parameters.
-
-        Returns:
-            "steps", and the mean loss of the first and of the last steps as "first_loss" and "last_loss".
-
-        Raises:
-            UnsupportedAttentionError: there are no batches, the stage computes all of them exactly, or it has no new
-                parameters.
-            DivergedError: a loss was not finite.
-        """
-        options = over_processes(self.options)
-        with _own_random_state(options.seed):
-            stream = batch_stream(self.batches, options.seed, stage.distill)
-            distillation = Distillation(model, stage.distill, "output", options, former.compute, former.fixed)
-            distillation.title = f"distillation of {stage.attention}"
-            losses = distillation.run(stream, options.on_step, show_progress=options.show_progress)
-        count = min(WINDOW, max(1, len(losses) // 5))
-        first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
-        logger.info(f"{stage.attention} was distilled in {stage.distill} steps, loss {first:.3g} to {last:.3g}")
-        return {"steps": stage.distill, "first_loss": first, "last_loss": last}
+    with _separate_random_state(options.seed):
+        stream = batch_stream(batches, options.seed, stage.distill)
+        distillation = Distillation(model, stage.distill, "output", options, former.compute, former.fixed)
+        distillation.title = f"distillation of {stage.attention}"
+        losses = distillation.run(stream, options.on_step, show_progress=options.show_progress)
+    count = min(WINDOW, max(1, len(losses) // 5))
+    first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+    return {"steps": stage.distill, "first_loss": first, "last_loss": last}
 
 
 @contextlib.contextmanager
-def _own_random_state(seed: int) -> Iterator[None]:
+def _separate_random_state(seed: int) -> Iterator[None]:
     """Within the context the generators from which data sets and collators draw depend on the seed only."""
     states = random.getstate(), np.random.get_state()
     try:
@@ -150,10 +129,8 @@ def training_batches(
             "the training does: give other batches, with UptrainingCallback(schedule, distillation_batches=...)"
         )
     count = max(1, len(dataset) // batch_size)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-    samples = [
-        list(range(first, len(dataset) // count * count, count)) for first in order[process_index::num_processes]
-    ]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()[process_index::num_processes]
+    samples = [list(range(first, len(dataset) // count * count, count)) for first in order]
     return DataLoader(dataset, batch_sampler=samples, collate_fn=collate)
 
 

@@ -252,7 +252,7 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
         assert message in shown and "--restart discards it" in shown
     assert (tmp_path / "out.partial" / "state.pt").read_bytes() == state
     with monkeypatch.context() as changed:
-        changed.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
+        changed.setattr(distill_checkpoint, "FORMAT_OF_STATE", 99)
         assert command(*base, "-o", tmp_path / "out") == 2
     assert "other version" in capsys.readouterr().err
     assert command(*base, "--seed", 1, "-o", tmp_path / "out") == 2
@@ -297,7 +297,7 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     out, at = ["-o", tmp_path / "out"], base.index("--data") + 1
     for name, content, message in (
         ("empty.txt", " \n", "there is no text in it"),
-        ("short.txt", "w1 w2 w3 " * 40, "has 3 windows of 40 tokens, which are a single batch of 2"),
+        ("short.txt", "w1 w2 w3 " * 40, "has 3 windows of 40 tokens, 1 batches of 2"),
         ("tiny.txt", "w1 w2 w3 w4 w5 w6", "has 6 tokens, but an input of 40"),
         ("none.txt", None, "no such file"),
     ):
@@ -334,13 +334,9 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
 
 def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
     # Only a method that is exact up to some length and learns something; a user's own can be one.
-    def is_exact(self, call, method):
-        self.idle = f"sequences of {call.tokens} tokens are within the budget"
-        return True
-
-    monkeypatch.setattr(Distillation, "_is_exact", is_exact)
+    monkeypatch.setattr(hea.LinearConfig, "exact_length", 100)
     assert command(*base, "-o", tmp_path / "out") == 2
-    assert "sequences of 40 tokens are within the budget" in capsys.readouterr().err
+    assert "sequences are within the budget of the method" in capsys.readouterr().err
 
 
 def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
@@ -348,7 +344,7 @@ def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
     shutil.copytree(made("bert"), source)
     transformers.BertModel.from_pretrained(source).bfloat16().save_pretrained(source)
     given = ["distill", source, "--data", text, *HEDGEHOG, *SMALL]
-    assert "give --lora-rank N" in refused(capsys, *given, *SECOND, "-o", tmp_path / "out")
+    assert "(--lora-rank N)" in refused(capsys, *given, *SECOND, "-o", tmp_path / "out")
     assert command(*given, *SECOND, "--lora-rank", 2, "-o", tmp_path / "out") == 0
     assert {p.dtype for p in weights(tmp_path / "out").values()} == {torch.bfloat16}
 
