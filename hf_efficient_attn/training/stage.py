@@ -85,11 +85,14 @@ def _inherited(method: str, before: Stage | None) -> dict[str, Any]:
     """Hyperparameters of the preceding stage that determine what is learned or drawn and that `method` has too."""
     if method not in available_methods() or not before or not before.settings or len(before.settings.entries) > 1:
         return {}
-    config = before.settings.entries[0].config
+    values = before.settings.entries[0].config.to_dict()
     return {
-        spec.name: getattr(config, spec.name)
+        spec.name: values[spec.name]
         for spec in dataclasses.fields(method_info(method).config_class)
-        if (spec.metadata.get("carried") or spec.name == "seed") and hasattr(config, spec.name)
+        if (spec.metadata.get("carried") or spec.name == "seed")
+        and spec.name in values
+        # The other method may not have this value, for example a feature map.
+        and values[spec.name] in (spec.metadata.get("choices") or [values[spec.name]])
     }
 
 
