@@ -10,6 +10,8 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
 
+# Exponent of the cost of an estimate.
+_TAU = 0.5
 # Tables of the first estimate, which finds the densities that are far below a bound.
 _FIRST_TABLES = 32
 
@@ -32,7 +34,7 @@ class DensityReport:
 
 
 def weighted_exponential_kde(
-    points: Tensor, queries: Tensor, weights: Tensor, *, eps: float, seed: int = 0, tau: float = 0.5
+    points: Tensor, queries: Tensor, weights: Tensor, *, eps: float, seed: int = 0
 ) -> tuple[Tensor, DensityReport]:
     """alpha_j within a factor 1 +- eps of sum_i v_i exp(<x_i, y_j>), v >= 0 (Zandieh et al. 2023, Algorithm 2).
 
@@ -59,13 +61,12 @@ def weighted_exponential_kde(
         weights: v, (n,), not negative.
         eps: relative error, in (0, 1).
         seed: seed of the hash and of the sampling.
-        tau: exponent of the cost of an estimate, in (0, 1].
 
     Returns:
         log alpha, float64 (n_queries,), -inf if all weights are 0; and a `DensityReport`.
 
     Raises:
-        UnsupportedAttentionError: the shapes do not match, eps or tau is out of range, or a weight is negative.
+        UnsupportedAttentionError: the shapes do not match, eps is out of range, or a weight is negative.
     """
     sizes = tuple(points.shape), tuple(queries.shape), tuple(weights.shape)
     if list(map(len, sizes)) != [2, 2, 1] or sizes[0][1] != sizes[1][1] or sizes[0][0] != sizes[2][0]:
@@ -73,15 +74,15 @@ def weighted_exponential_kde(
             f"points (n, d), queries (n_queries, d) and weights (n,) are needed; got "
             f"{sizes[0]}, {sizes[1]} and {sizes[2]}"
         )
-    if not 0.0 < eps < 1.0 or not 0.0 < tau <= 1.0:
-        raise UnsupportedAttentionError(f"eps={eps} must be above 0 and below 1, tau={tau} above 0 and at most 1")
+    if not 0.0 < eps < 1.0:
+        raise UnsupportedAttentionError(f"eps={eps} must be above 0 and below 1")
     if bool((weights < 0).any()):
         raise UnsupportedAttentionError("weights below 0 are not a density; split the sum by sign into two sums")
-    return _log_densities(points.double(), queries.double(), weights.double().log(), eps, seed, tau)
+    return _log_densities(points.double(), queries.double(), weights.double().log(), eps, seed)
 
 
 def _log_densities(
-    points: Tensor, queries: Tensor, logs: Tensor, eps: float, seed: int | Tensor, tau: float = 0.5
+    points: Tensor, queries: Tensor, logs: Tensor, eps: float, seed: int | Tensor
 ) -> tuple[Tensor, DensityReport]:
     """`weighted_exponential_kde` by the logarithms (n,) of the weights, all float64."""
     positive = logs > -torch.inf
@@ -98,7 +99,8 @@ def _log_densities(
     remaining = torch.arange(num_queries, device=queries.device)
     # float32 is sufficient for sampling. The exact sums are in float64.
     hashed, asked = augmented.float(), torch.cat((queries, queries.new_zeros(num_queries, 1)), 1).float()
-    while (tables := _num_tables(eps, mu, tau)) <= len(remaining):
+    # Tables with which densities of mu and more have about the relative error eps.
+    while (tables := max(16, math.ceil(2.0 * eps**-2 * mu**-_TAU))) <= len(remaining):
         levels.append((mu, len(remaining)))
         density, again = functools.partial(kde.gaussian_kde, hashed, mu=mu, seed=seed), 1_000_000 * len(levels)
         first = density(asked[remaining], tables=_FIRST_TABLES, stream=again + 500_000)
@@ -136,8 +138,3 @@ def softmax_column_norms(
     queries, keys, root = queries.double(), keys.double(), math.sqrt(2.0)
     log_sums, _ = _log_densities(keys, queries, keys.new_zeros(len(keys)), eps, seed)
     return _log_densities(root * queries, root * keys, -2.0 * log_sums, eps, seed + 1)[0], log_sums
-
-
-def _num_tables(eps: float, mu: float, tau: float) -> int:
-    """Tables with which densities of mu and more have about the relative error eps."""
-    return max(16, math.ceil(2.0 * eps**-2 * float(mu**-tau)))
