@@ -41,7 +41,6 @@ class KernelReport:
         light_samples: draws of all queries, including the first ones, which determine their number.
         evaluations: kernel evaluations; a pair that was evaluated twice counts twice.
         projections: projections of points onto random directions, each about as expensive as an evaluation.
-        pairs: n_queries * n_keys.
     """
 
     exact: bool
@@ -51,7 +50,6 @@ class KernelReport:
     light_samples: int
     evaluations: int
     projections: int
-    pairs: int
 
 
 class Plan(NamedTuple):
@@ -83,7 +81,7 @@ def kernel_matvec(queries: Tensor, keys: Tensor, x: Tensor, *, bandwidth: float)
     Raises:
         UnsupportedAttentionError: the shapes do not match, or the bandwidth is not positive.
     """
-    _check(queries, keys, x, bandwidth)
+    check_product(queries, keys, x, bandwidth)
     matrix = x.unsqueeze(1) if x.ndim == 1 else x
     out = kde.kernel_product(queries.double() / bandwidth, keys.double() / bandwidth, matrix.double())
     return out.reshape(queries.shape[0], *x.shape[1:]).to(x.dtype)
@@ -176,7 +174,7 @@ def approx_kernel_matvec(
     Raises:
         UnsupportedAttentionError: the shapes do not match, or bandwidth, eps or delta is out of range.
     """
-    _check(queries, keys, x, bandwidth)
+    check_product(queries, keys, x, bandwidth)
     if not (0.0 < eps < math.inf and 0.0 < delta < 1.0):
         raise UnsupportedAttentionError(f"eps={eps} must be above 0 and finite, and delta={delta} above 0 and below 1")
     matrix = x.unsqueeze(1) if x.ndim == 1 else x
@@ -184,9 +182,8 @@ def approx_kernel_matvec(
     scaled_queries, scaled_keys = queries / bandwidth, keys / bandwidth
     plan = plan_product(scaled_queries, scaled_keys, matrix, eps=eps, delta=delta, seed=seed)
     if isinstance(plan, int):
-        pairs = num_queries * num_keys
         heavy = torch.full((num_queries,), num_keys, dtype=torch.int64, device=keys.device)
-        report = KernelReport(True, num_keys, heavy, num_queries, 0, plan + pairs, 0, pairs)
+        report = KernelReport(True, num_keys, heavy, num_queries, 0, plan + num_queries * num_keys, 0)
         return kernel_matvec(queries, keys, x, bandwidth=bandwidth), report
     x64, light = matrix.double(), scaled_keys[plan.light]
     weights, numbers, num_light = x64[plan.light], matrix.shape[1], len(light)
@@ -211,8 +208,7 @@ def approx_kernel_matvec(
     if plan.whole.any():
         some = plan.whole.nonzero().squeeze(1)
         out[some] = kde.kernel_product(scaled_queries[some].double(), scaled_keys.double(), x64)
-    exact_rows, light_samples, pairs = int(plan.whole.sum()), num_queries * plan.pilot + drawn, num_queries * num_keys
-    counts = exact_rows, light_samples, evaluations, plan.projections, pairs
+    counts = int(plan.whole.sum()), num_queries * plan.pilot + drawn, evaluations, plan.projections
     report = KernelReport(False, len(plan.heavy), near, *counts)
     return out.reshape(num_queries, *x.shape[1:]).to(x.dtype), report
 
@@ -243,10 +239,14 @@ def plan_product(
     pairs = (uniform((2, sample), seed, _PAIRS, keys.device) * sizes).to(torch.int64)
     query_index, key_index = torch.minimum(pairs, sizes - 1)
     distances: Tensor = torch.linalg.vector_norm(queries[query_index] - keys[key_index], dim=1)
+    ordered = torch.cat((largest_square.sort(descending=True).values, largest_square.new_zeros(1)))
+    columns = torch.arange(num_keys + 1, device=keys.device)
     best, lowest = None, float(num_keys)
     for exponent in _ALPHAS:
         threshold = float(num_keys) ** -exponent
-        is_heavy = _heavy_coordinates(largest_square, factor * level * threshold**2 / num_queries)
+        # H: without the k largest coordinates, the largest of the others determines the range of the first draws.
+        first_draws = (2.0 * level * factor * threshold**2 * num_keys**2 / num_queries * ordered).sqrt()
+        is_heavy = largest_square > ordered[int((columns + 2.0 * first_draws)[:num_keys].argmin())]
         is_light = (largest_square > float(num_keys) ** -4.0) & ~is_heavy
         num_light = int(is_light.sum())
         if not num_light:
@@ -279,17 +279,6 @@ def plan_product(
     projections = family.tables * family.depth * (num_queries + len(light))
     plan = Plan(heavy, light, tables, threshold, draws, draws < 0, evaluations, pilot, projections)
     return _light_sizes(plan, queries, points, squares[light], (allowed, delta, largest), seed)
-
-
-def _heavy_coordinates(largest: Tensor, factor: float) -> Tensor:
-    """Mask (n,) of H: the coordinates above the threshold for which columns and first draws cost least."""
-    num_keys = len(largest)
-    ordered = torch.cat((largest.sort(descending=True).values, largest.new_zeros(1)))
-    columns = torch.arange(num_keys + 1, device=largest.device)
-    # Without the k largest coordinates, the largest of the others determines the range of the draws.
-    draws = (2.0 * factor * num_keys * num_keys * ordered).sqrt()
-    best = int((columns + 2.0 * draws)[:num_keys].argmin())
-    return largest > ordered[best]
 
 
 def _light_draws(
@@ -357,15 +346,13 @@ def _light_sizes(
     return plan._replace(draws=torch.where(whole, 0, draws), whole=whole, evaluations=evaluations)
 
 
-def _check(queries: Tensor, keys: Tensor, x: Tensor, bandwidth: float) -> None:
+def check_product(queries: Tensor, keys: Tensor, x: Tensor, bandwidth: float) -> None:
     """Refuse arguments that are not a product."""
     fits = queries.ndim == keys.ndim == 2 and x.ndim in (1, 2) and queries.shape[1] == keys.shape[1]
-    if not fits or x.shape[0] != keys.shape[0]:
+    if not fits or x.shape[0] != keys.shape[0] or not all(t.is_floating_point() for t in (queries, keys, x)):
         raise UnsupportedAttentionError(
-            "queries (n_queries, d), keys (n, d), x (n,) or (n, m), one row for each key, are needed; got queries "
-            f"{tuple(queries.shape)}, keys {tuple(keys.shape)}, x {tuple(x.shape)}"
+            "queries (n_queries, d), keys (n, d), x (n,) or (n, m), one row for each key, of a floating type, are "
+            f"needed; got queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, x {tuple(x.shape)} of {x.dtype}"
         )
-    if not all(t.is_floating_point() for t in (queries, keys, x)):
-        raise UnsupportedAttentionError("queries, keys and x must be of a floating type")
     if not 0.0 < bandwidth < math.inf:
         raise UnsupportedAttentionError(f"bandwidth={bandwidth} must be a positive number")
