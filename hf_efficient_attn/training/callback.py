@@ -23,12 +23,10 @@ from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
-from hf_efficient_attn.training.stage_distillation import check_repeatable, log_entries, training_batches
+from hf_efficient_attn.training.stage_distillation import log_entries, training_batches
 from hf_efficient_attn.training.switch import apply_stage, check_stages, is_in_stage, learned_layout, stage_layouts
 
 logger = logging.get_logger(__name__)
-
-TRAINER_STATE = "trainer_state.json"
 
 
 class UptrainingCallback(TrainerCallback):
@@ -41,9 +39,8 @@ class UptrainingCallback(TrainerCallback):
     `trainer_state.json`: {"step", "epoch", "uptraining_from", "uptraining_stage"}. A checkpoint contains the model in
     the stage of its step, and its `config.json` names that stage.
 
-    A stage with "distill" is distilled at its switch, and the first stage when training begins. The entry of the log
-    then also has "distillation_steps", "distillation_first_loss" and "distillation_last_loss"; that of the first stage
-    has "distilled_stage" in place of the names of a switch. A training that is resumed from a checkpoint before the
+    A stage with "distill" is distilled at its switch. The entry of the log then also has "distillation_steps",
+    "distillation_first_loss" and "distillation_last_loss". A training that is resumed from a checkpoint before the
     switch repeats the distillation bit for bit.
 
     Pass the callback to the constructor of Trainer. Then a checkpoint of a later stage can be resumed: the model
@@ -73,7 +70,6 @@ class UptrainingCallback(TrainerCallback):
         distillation_batches: Iterable[Batch] | None = None,
         distillation_options: DistillationOptions | None = None,
     ) -> None:
-        check_repeatable(distillation_batches, distillation_options)
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
         # The batches of this training, which are given or of its training set, and the options.
@@ -118,7 +114,7 @@ class UptrainingCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages against the wrapped model, and switch to the stage to resume in."""
-        schedule, model, optimizer = self.schedule, kwargs["model"], kwargs["optimizer"]
+        schedule, model = self.schedule, kwargs["model"]
         schedule.total_steps = state.max_steps
         schedule.ends(state.max_steps)
         self._distillation = self.distillation_batches, self.distillation_options
@@ -131,10 +127,6 @@ class UptrainingCallback(TrainerCallback):
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
             schedule.step(model, None, state.global_step - 1)
-            return
-        record = schedule.step(model, optimizer, 0, *self._distillation)
-        if record is not None and record["distillation"] is not None:
-            state.log_history.append({**log_entries(record), "epoch": state.epoch, "step": 0})
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
@@ -170,27 +162,20 @@ def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
     resumes from the checkpoint with the highest number without looking at its files. This function renames the latest
     checkpoints until it finds a complete one. Nothing is deleted.
     """
-    while folder.is_dir() and (last := get_last_checkpoint(str(folder))) is not None:
+    while folder.is_dir() and (last := get_last_checkpoint(str(folder))) and not is_complete(pathlib.Path(last)):
         path = pathlib.Path(last)
-        reason = why_incomplete(path)
-        if reason is None:
-            return
         numbered = (path.with_name(f"incomplete-{path.name}-{number}") for number in itertools.count(1))
-        target = next(target for target in numbered if not target.exists())
-        path.rename(target)
-        logger.warning(f"{path.name} is incomplete ({reason}). It was renamed to {target.name}")
+        target = path.rename(next(target for target in numbered if not target.exists()))
+        logger.warning(f"{path.name} is incomplete. It was renamed to {target.name}")
 
 
-def why_incomplete(checkpoint: pathlib.Path) -> str | None:
-    """What is missing in a checkpoint of Trainer; None if it is complete.
+def is_complete(checkpoint: pathlib.Path) -> bool:
+    """Whether a checkpoint of Trainer has all its files.
 
     Trainer writes `trainer_state.json` last, but other processes may still be writing their random states.
     """
     try:
-        json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"no {TRAINER_STATE}"
-    except ValueError:
-        return f"{TRAINER_STATE} is truncated"
-    truncated = [path for path in sorted(checkpoint.glob("rng_state*.pth")) if not zipfile.is_zipfile(path)]
-    return f"{truncated[0].name} is truncated" if truncated else None
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all(zipfile.is_zipfile(path) for path in checkpoint.glob("rng_state*.pth"))

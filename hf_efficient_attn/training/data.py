@@ -14,8 +14,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.data import ModelData, max_positions
 from hf_efficient_attn.evaluation.speech import takes_speech
-from hf_efficient_attn.training.batches import shuffled
-from hf_efficient_attn.training.steps import process_rank, world_size
+from hf_efficient_attn.training.steps import process_rank, shuffled, world_size
 
 # The default number of tokens, if the model takes as many.
 _DEFAULT_LENGTH = 2048
@@ -38,8 +37,7 @@ class TrainingData:
     Attributes:
         name: of the data.
         tokens: number of tokens of an input.
-        train: the numbers of the batches to learn from.
-        held_out: the numbers of the others.
+        train, held_out: the numbers of the batches to learn from, and of the others.
 
     Raises:
         UnsupportedAttentionError: a file that cannot be read or has too few batches, a length that the model cannot

@@ -28,7 +28,6 @@ from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training.chart import draw
 from hf_efficient_attn.training.data import TrainingData, digest
 from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
@@ -106,8 +105,8 @@ def distill_checkpoint(
     bit for bit; the folder is removed at the end. The output is written as by `convert_checkpoint`, with
     distillation.json and distillation.png, from which the model card takes a table and a figure.
 
-    In a distributed training all processes call it. Each learns from its own part of the batches, gradients are
-    averaged, and process 0 writes all files.
+    In a distributed training all processes call it. Each learns from its own part of the batches, and process 0 writes
+    all files.
 
     Args:
         source: the checkpoint, and where PyTorch computes.
@@ -144,14 +143,14 @@ class _CheckpointRun:
 
     def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
         self._plan, self._execution, second = plan, execution, plan.options.finetuning
-        options = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
-        conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **options)
-        self._conversion, self.model = conversion, conversion.model
-        model, checked = conversion.model, conversion.checked
+        names = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
+        self._conversion = conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **names)
+        self.model, checked = conversion.model, conversion.checked
+        model = self.model
         refuse_converted(model)
         conversion.extend()
-        total = plan.num_batches * world_size()
-        self._data = data = TrainingData(model, checked.folder, file, plan.length, plan.batch_size, total)
+        count = plan.num_batches * world_size()
+        self._data = data = TrainingData(model, checked.folder, file, plan.length, plan.batch_size, count)
         nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
         trained: nn.Module = model if second and second.target == "logits" else model.base_model
@@ -177,18 +176,18 @@ class _CheckpointRun:
             "processes": world_size(),
         }
         self._saved = self._load()
-        # Errors by stage and layer, rows, and the losses since the last row.
+        # Errors by stage, each (layer, name, error), rows, and the losses since the last row.
         self._record: dict[str, Any] = self._saved["record"]
         # The number of steps that the saved state contains.
         self._saved_at = sum(stage["step"] for stage in self._saved["stages"]) or None
-        self._interruption, self._is_over = threading.Event(), False
-        counts = {"rows": len(data.train), "held_out": len(data.held_out)}
+        self._is_over = False
+        inputs = {"rows": plan.batch_size * len(data.train), "held_out": plan.batch_size * len(data.held_out)}
         self._about = {
             "format": FORMAT,
             "source": name_of(checked),
             "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
             "machine": machine(model),
-            "data": {"name": data.name, **{key: plan.batch_size * count for key, count in counts.items()}},
+            "data": {"name": data.name, **inputs},
             "tokens": data.tokens,
             "plan": plan.to_dict(),
             "resumed_at": self._saved_at,
@@ -207,7 +206,7 @@ class _CheckpointRun:
                 raise UnsupportedAttentionError(
                     f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
                 )
-            return {"stages": [], "record": {"layers": [], "outputs": [], "history": [], "recent": []}}
+            return {"stages": [], "record": {"layers": {}, "outputs": {}, "history": [], "recent": []}}
         again = "--restart discards it and starts again"
         with refusing(f"the state in {self._folder} cannot be read: {again}"):
             saved = dict(torch.load(self._state, map_location="cpu", weights_only=True))
@@ -269,10 +268,10 @@ class _CheckpointRun:
                     training.run(stream, self._after_step, show_progress=plan.options.show_progress)
         except DivergedError as error:
             option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
-            advice = f"use a smaller {option} than {error.learning_rate:g}"
+            advice = f"{error}: give {option}"
             if self._state.is_file():
                 advice += f" and --restart. --write-now makes a checkpoint of the earlier state in {self._folder}"
-            raise UnsupportedAttentionError(f"{error.what}: {advice}") from error
+            raise UnsupportedAttentionError(advice) from error
         except KeyboardInterrupt:
             if self._saved_at is None:
                 raise KeyboardInterrupt from None
@@ -309,28 +308,26 @@ class _CheckpointRun:
                 losses[one.layer, one.name].append(one.loss)
         if not losses:
             raise UnsupportedAttentionError(NOTHING_TRAINED)
-        known = {entry["name"]: entry for entry in self._record[training.key]}
-        for (layer, name), values in losses.items():
-            known[name] = {"layer": layer, "name": name, "after": None} | known.get(name, {}) | {when: _mean(values)}
-        self._record[training.key] = list(known.values())
-        return _mean([entry[when] for entry in known.values()])
+        errors = [(layer, name, _mean(values)) for (layer, name), values in losses.items()]
+        self._record[training.key][when] = errors
+        return _mean([error for *_, error in errors])
 
     def write(self) -> dict[str, Any]:
         """Write the checkpoint, and remove the state if the training is complete."""
-        record, whens = self._record, ("before", "after")
-        means = {key: {when: _mean([x[when] for x in record[key]]) for when in whens} for key in ("layers", "outputs")}
+        layers, outputs = self._record["layers"], self._record["outputs"]
+        pairs = zip(layers["before"], layers["after"], strict=True)
         result: dict[str, Any] = {
             **self._about,
             "steps_done": self._steps_done,
             "complete": self._steps_done == self._plan.num_batches,
-            "layers": [{key: entry[key] for key in ("layer", "name", *whens)} for entry in record["layers"]],
-            **{f"error_{when}": means["layers"][when] for when in whens},
-            "outputs": means["outputs"] if record["outputs"] else None,
-            "history": record["history"],
+            "layers": [{"layer": x[0], "name": x[1], "before": x[2], "after": y[2]} for x, y in pairs],
+            **{f"error_{when}": _mean([error for *_, error in layers[when]]) for when in ("before", "after")},
+            "outputs": {when: _mean([error for *_, error in found]) for when, found in outputs.items()} or None,
+            "history": self._record["history"],
         }
 
         def add_files(folder: pathlib.Path) -> None:
-            write_results(result, folder, "distillation", draw)
+            write_results(result, folder, "distillation", _draw)
 
         report: dict[str, Any] = {"distillation": result}
         if process_rank() == 0:
@@ -365,3 +362,23 @@ def _noting_interruption() -> Iterator[threading.Event]:
         yield noted
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Draw the errors of the result of `distill_checkpoint`."""
+    from matplotlib.figure import Figure  # an optional dependency
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in result["layers"]]
+    for offset, key, color in ((-0.2, "before", "#d55e00"), (0.2, "after", "#0072b2")):
+        errors = [float("nan") if entry[key] is None else entry[key] for entry in result["layers"]]
+        axes.bar([i + offset for i in range(len(names))], errors, width=0.4, color=color, label=key)
+    axes.set_xticks(range(len(names)), names, rotation=60 if max(map(len, names)) > 3 else 0)
+    axes.set(xlabel="layer", ylabel="relative error of the output", title="Error on held-out data: lower is better")
+    axes.legend(frameon=False)
+    axes.grid(axis="y", alpha=0.3)
+    data = f"{result['data']['name']}, {result['tokens']} tokens"
+    figure.suptitle(f"{result['source']} with {result['attention']} on {data}", fontsize="medium")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150)

@@ -1,10 +1,18 @@
 """Distillation of attention, layer by layer: the learned parameters of a method imitate the model's exact attention.
 
 The model computes exact attention on batches of unlabelled inputs. In each call of a converted layer, the method
-computes the same queries, keys and values, and the layer's learned parameters follow the gradient of its loss
-(`attention_loss`). This is the attention transfer of LoLCATs (Zhang et al., ICLR 2025, section 3.1) and the
-distillation of Hedgehog (Zhang et al., ICLR 2024, section 4.2). All layers are trained in one pass. The gradients of a
-layer end at its inputs, so that the activations of only one layer are in memory.
+computes the same queries, keys and values, and the layer's learned parameters follow the gradient of its loss. This is
+the attention transfer of LoLCATs (Zhang et al., ICLR 2025, section 3.1) and the distillation of Hedgehog (Zhang et al.,
+ICLR 2024, section 4.2). All layers are trained in one pass. The gradients of a layer end at its inputs, so that the
+activations of only one layer are in memory.
+
+The losses of a layer:
+
+- "output": |out - exact|^2 / |exact|^2, summed over the valid queries of a head, averaged over sequences and heads.
+- "weights": the cross entropy of the attention weights, sum_j -w_ij log(w'_ij) (Zhang et al., Hedgehog, ICLR 2024,
+  Eq. 9), averaged over valid queries and heads, for blocks of keys: the weights of a block of keys are the output for
+  values that are the block's columns of the identity. An (N, N) matrix is never held.
+- "both": the sum of the two, with the cross entropy multiplied by `WEIGHTS_SHARE`.
 """
 
 import dataclasses
@@ -18,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.configs import method_of
@@ -26,11 +34,23 @@ from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
-from hf_efficient_attn.training.attention_loss import backward, check_loss, relative_error
-from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Reduce, Training, check_positive
+from hf_efficient_attn.training.steps import (
+    DivergedError,
+    LayerLoss,
+    OnStep,
+    Training,
+    batch_stream,
+    check_positive,
+)
 
+LOSSES = ("output", "weights", "both")
+# The cross entropy is some nats, and the loss of the output below 1.
+WEIGHTS_SHARE = 0.1
+# Keys of a block of weights.
+_BLOCK = 128
+# Smallest weight in a logarithm, as in float32's log(1e-9).
+_LEAST = 1e-9
 # A loss or an error of a call, for a method and all its parameters.
 Loss = Callable[[Call, MethodConfig, Mapping[str, Tensor]], float]
 
@@ -46,8 +66,6 @@ class DistillationOptions(KnownFields):
         seed: the order of the batches, if they are a sequence.
         on_step: called after each step with its number, from 1, and the loss of every layer; in the second stage with
             the losses of the outputs, which have no layer (None).
-        reduce: averages a tensor (a gradient, or losses) over the processes of a distributed training, for example
-            `functools.partial(accelerator.reduce, reduction="mean")`; None for all processes of `torch.distributed`.
         finetuning: the second stage, in which the converted model imitates the outputs of the exact one; None for none.
         show_progress: whether to show progress bars, if stderr is a terminal.
     """
@@ -55,16 +73,11 @@ class DistillationOptions(KnownFields):
     learning_rate: float = 2e-2
     seed: int = 0
     on_step: OnStep | None = None
-    reduce: Reduce | None = None
     finetuning: FinetuningOptions | None = None
     show_progress: bool = True
 
     def __post_init__(self) -> None:
         check_positive("learning_rate", self.learning_rate, is_count=False)
-        if not isinstance(self.finetuning, FinetuningOptions | None):
-            raise UnsupportedAttentionError(
-                f"finetuning must be hea.FinetuningOptions(steps=...) or None, not {shown(self.finetuning)}"
-            )
 
 
 def distill(
@@ -134,12 +147,12 @@ def distill(
 class Distillation(Training):
     """Trains the learned parameters of a converted model's layers, one batch at a time.
 
-    The parameters are trained as copies in float32 or float64, and each layer keeps the best ones of its own.
+    The parameters are trained as copies in float32 or float64.
 
     Args:
         model: a converted model, whose other parameters stay as they are.
         num_steps: the number of steps of the whole training.
-        loss: one of `attention_loss.LOSSES`.
+        loss: one of `LOSSES`.
         options: the learning rate and others.
         teacher: computes the output to imitate, for the inputs of a call.
         fixed: learned parameters that stay as they are.
@@ -159,7 +172,8 @@ class Distillation(Training):
         teacher: Callable[[Call], Tensor] = exact_output,
         fixed: Collection[Tensor] = (),
     ) -> None:
-        check_loss(loss)
+        if loss not in LOSSES:
+            raise UnsupportedAttentionError(unknown_name("loss", loss, LOSSES))
         options = options or DistillationOptions()
         self.model, self._loss, self._teacher, ids = model, loss, teacher, {id(p) for p in fixed}
         self.copies: dict[LearnedParameters, dict[str, Tensor]] = {}
@@ -181,7 +195,7 @@ class Distillation(Training):
         settings = [{"params": [p], "lr": options.learning_rate * _share(p)} for p in trained]
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, 2 * (num_steps - step) / num_steps))
-        super().__init__(trained, optimizer, schedule, num_steps, options.learning_rate, options.reduce)
+        super().__init__(trained, optimizer, schedule, num_steps)
 
     def _backward(self, batch: Batch) -> list[LayerLoss]:
         return self._visit(batch, partial(backward, loss=self._loss))
@@ -218,6 +232,56 @@ class Distillation(Training):
         return losses
 
 
+def squared_error(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor]) -> Tensor:
+    """|out - exact|^2 / |exact|^2 over the valid queries of every sequence and head, without those of padding alone."""
+    out, exact = call.compute(config, parameters).float(), call.exact.float()
+    error, size = ((x.square().sum(-1) * _valid(call)).sum(-1) for x in (out - exact, exact))
+    return (error / size.clamp(min=torch.finfo(size.dtype).tiny))[size > 0]
+
+
+def relative_error(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor]) -> float:
+    """|out - exact| / |exact| in the Frobenius norm: the root of the loss "output"."""
+    return squared_error(call, config, parameters).mean().sqrt().item()
+
+
+def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor], loss: str) -> float:
+    """Add the gradients of the loss of one call to those of the parameters, and return the loss.
+
+    Args:
+        call: the call, with the output of exact attention.
+        config: the method.
+        parameters: its learned parameters by name, which require gradients. Gradients must be enabled.
+        loss: one of `LOSSES`.
+    """
+    total = 0.0
+    if loss != "weights":
+        errors = squared_error(call, config, parameters)
+        value = errors.sum() / max(1, len(errors))
+        value.backward()
+        total = value.item()
+    if loss == "output":
+        return total
+    valid = _valid(call).expand(*call.query.shape[:3])
+    factor = (1.0 if loss == "weights" else WEIGHTS_SHARE) / max(1, int(valid.sum()))
+    positions = torch.arange(call.key.shape[2], device=call.value.device)
+    for keys in positions.split(_BLOCK):
+        columns = torch.eq(positions[:, None], keys).to(call.value.dtype)
+        block = call._replace(value=columns.expand(*call.value.shape[:2], -1, -1))
+        weights = exact_output(block) * valid[..., None]  # (B, H, Nq, block)
+        entropy = -factor * (weights * block.compute(config, parameters).float().clamp(min=_LEAST).log()).sum()
+        # The cast of parameters to another dtype is shared by all blocks.
+        entropy.backward(retain_graph=True)
+        total += entropy.item()
+    return total
+
+
+def _valid(call: Call) -> Tensor:
+    """Bool, broadcastable to (B, H, Nq): the queries that are not padding, as far as they are known."""
+    if call.key_mask is None or call.query.shape[2] != call.key.shape[2]:
+        return torch.ones(1, 1, 1, dtype=torch.bool, device=call.query.device)
+    return call.key_mask[:, None]
+
+
 def stages_of(
     model: nn.Module, teacher: nn.Module | None, steps: int, loss: str, options: DistillationOptions
 ) -> Iterator["Distillation | Finetuning"]:
@@ -229,7 +293,7 @@ def stages_of(
     if options.finetuning is not None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(options.seed)  # of LoRA's adapters
-            finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
+            finetuning = Finetuning(model, teacher, options.finetuning)
         yield finetuning
 
 
@@ -262,18 +326,12 @@ def why_nothing_to_learn(methods: Sequence[MethodConfig]) -> str | None:
 
 def _advice(method: MethodConfig) -> str:
     """Which values of single options, or which other methods, would learn something."""
-    options = []
-    for field in dataclasses.fields(method) if method_info(method.method).learned_parameters else ():
-        present, values = getattr(method, field.name), field.metadata.get("choices") or ()
-        if isinstance(present, bool):
-            values = (not present,)
-        elif present == 0 and field.name != "seed":
-            values = (3,)
-        changes = [{field.name: value} for value in values if value != present]
-        options += [f"{field.name}={x[field.name]!r}" for x in changes if learns(make_config(method, **x))]
+    options, others = [], [name for name in available_methods() if method_info(name).learned_parameters]
+    for field in dataclasses.fields(method) if method.method in others else ():
+        values = field.metadata.get("choices") or ([3] if type(getattr(method, field.name)) is int else [])
+        options += [f"{field.name}={x!r}" for x in values if learns(make_config(method, **{field.name: x}))]
     if options:
         return f"{method.method} learns nothing with these hyperparameters: use {' or '.join(options)}"
-    others = [name for name in available_methods() if method_info(name).learned_parameters]
     return (
         f"{method.method} has no learned parameters, so that there is nothing to distill: use a method that has, "
         f"{', '.join(others[:-1])} or {others[-1]}"

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.steps import LayerLoss, Reduce, Training, check_positive, learned_parameters
+from hf_efficient_attn.training.steps import LayerLoss, Training, check_positive, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.
@@ -86,9 +86,7 @@ class Finetuning(Training):
 
     title, key, max_norm = "fine-tuning", "outputs", 1.0
 
-    def __init__(
-        self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions, reduce: Reduce | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions) -> None:
         self.model, self.teacher, self.target = model, teacher, options.target
         self._required = {p: p.requires_grad for p in model.parameters()}
         self._adapted = None if options.lora_rank is None else _adapted(model, options.lora_rank)
@@ -106,7 +104,7 @@ class Finetuning(Training):
         from transformers.optimization import get_cosine_schedule_with_warmup
 
         schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(_WARMUP * options.steps)), options.steps)
-        super().__init__([*others, *learned], optimizer, schedule, options.steps, options.learning_rate, reduce)
+        super().__init__([*others, *learned], optimizer, schedule, options.steps)
 
     def _backward(self, batch: Batch) -> list[LayerLoss]:
         with torch.enable_grad():

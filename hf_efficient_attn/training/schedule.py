@@ -1,34 +1,25 @@
 """Up-training schedules: which attention a model uses at which step, and the schedules of the paper."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.methods import method_info
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
-from hf_efficient_attn.training.stage_distillation import FormerAttention, check_repeatable, distill_stage
+from hf_efficient_attn.training.stage_distillation import distill_stage
 from hf_efficient_attn.training.steps import unwrap
 from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
 
-logger = logging.get_logger(__name__)
-
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
-_VARIANTS = ("flurka_performer", "flurka_eva", "flurka_linear")
-_SHARES: dict[str, dict[str, float]] = {
-    "nmt": {"linformer": 0.8, "linear": 0.64},
-    "imagenet": {"linformer": 0.167, "linear": 0.333},
-    "mlm": {},
-    "glue": {},
-    "lra": {},
-}
+_SHARES = {"nmt": {"linformer": 0.8, "linear": 0.64}, "imagenet": {"linformer": 0.167, "linear": 0.333}}
+_TASKS, _VARIANTS = (*_SHARES, "mlm", "glue", "lra"), ("flurka_performer", "flurka_eva", "flurka_linear")
 
 
 class UptrainingSchedule:
@@ -41,10 +32,9 @@ class UptrainingSchedule:
     A stage inherits projection_dim, max_length, share, init, num_features and seed from the stage before unless they
     are given, so that learned parameters and random draws still fit. Other hyperparameters have the method's defaults.
 
-    A stage whose method learns parameters can be distilled first: before its first step, these parameters are trained
+    A later stage whose method learns parameters can be distilled: before its first step, the new parameters are trained
     to imitate the attention that the model had before the switch, layer by layer and without labels. For example, the
-    kernel of flurka_linear with feature_map="hedgehog" learns to imitate the softmax of a linformer. The teacher of the
-    first stage is the attention that the model had before training.
+    kernel of flurka_linear with feature_map="hedgehog" learns to imitate the softmax of a linformer.
 
     Args:
         stages: each (attention, end) or (attention, end, hyperparameters). `attention` is the name or the config of a
@@ -62,18 +52,10 @@ class UptrainingSchedule:
     """
 
     def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
-        given: Iterable[Any] = stages.stages if isinstance(stages, UptrainingSchedule) else stages
-        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-            raise UnsupportedAttentionError(
-                f"stages must be a list of (attention, end), not {shown(stages)}; UptrainingSchedule.parse reads "
-                "strings"
-            )
-        self.stages: tuple[Stage, ...] = make_stages(given)
+        self.stages: tuple[Stage, ...] = make_stages(
+            stages.stages if isinstance(stages, UptrainingSchedule) else stages
+        )
         self.total_steps = total_steps
-        # The last optimizer whose model was checked.
-        self._checked: torch.optim.Optimizer | None = None
-        # A model in a first stage that is still to be distilled, the record of its switch, and its former attention.
-        self._first: tuple[nn.Module, dict[str, Any], FormerAttention] | None = None
         if total_steps is not None:
             self.ends(total_steps)
 
@@ -108,11 +90,10 @@ class UptrainingSchedule:
             start = end
         return [*ends[:-1], total_steps]
 
-    def index(self, step: int, total_steps: int | None = None) -> int:
+    def index(self, step: int) -> int:
         """The index of the stage of step `step` (counted from 0); after the last step, the last stage."""
-        total = self.total_steps if total_steps is None else total_steps
-        if total is not None:
-            ends = self.ends(total)
+        if self.total_steps is not None:
+            ends = self.ends(self.total_steps)
         elif any(isinstance(stage.end, float) for stage in self.stages):
             raise UnsupportedAttentionError(
                 "the ends of the stages are shares of all steps, but the number of steps is unknown: use "
@@ -122,9 +103,9 @@ class UptrainingSchedule:
             ends = [stage.end_step(step) for stage in self.stages[:-1]]
         return next((i for i, end in enumerate(ends) if step < end), len(self.stages) - 1)
 
-    def starts(self, step: int, total_steps: int | None = None) -> bool:
+    def starts(self, step: int) -> bool:
         """Whether a stage starts with step `step`."""
-        return step == 0 or self.index(step - 1, total_steps) != self.index(step, total_steps)
+        return step == 0 or self.index(step - 1) != self.index(step)
 
     def still_distilled(self, step: int) -> list[Stage]:
         """The stages with "distill" that start with step `step` or later."""
@@ -176,39 +157,16 @@ class UptrainingSchedule:
                     f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give "
                     "them with schedule.step(model, optimizer, step, batches=...), in every call"
                 )
-        check_repeatable(batches, options)
-        # Once for the bare model, and once for its wrappers, which exist when training begins.
-        if optimizer is None or optimizer is not self._checked:
+        # First the bare model, then its wrappers, which exist when training begins.
+        if optimizer is None or step == 0:
             check_stages(model, self.stages)
-            self._checked = optimizer
-        stage, inner = self.stages[self.index(step) if step else 0], unwrap(model)
+        stage = self.stages[self.index(step) if step else 0]
+        if is_in_stage(model, stage):
+            return None
         distill = None
         if stage.distill and batches is not None and self.starts(step):
-            distill = partial(distill_stage, inner, stage, batches=batches, options=options or DistillationOptions())
-        if not is_in_stage(model, stage):
-            record, former = switch_stage(model, optimizer, stage, step, distill)
-            self._first = (inner, record, former) if stage.distill and not step and distill is None else None
-            return record
-        is_waiting = not step and self._first is not None and self._first[0] is inner
-        if is_waiting and self._first is not None and distill is not None:
-            (_, record, former), self._first = self._first, None
-            return record | {"distillation": distill(former)}
-        if stage.distill and not step and optimizer is None and not is_waiting:
-            logger.warning(
-                f"the model is in the stage {stage.attention!r} already when training begins, so that it is not "
-                f"distilled and distill={stage.distill} has no effect"
-            )
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UptrainingSchedule) and self.stages == other.stages
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UptrainingSchedule, (self.stages, self.total_steps)
-
-    def __repr__(self) -> str:
-        stages = ", ".join(f"({stage.attention!r}, {stage.end!r})" for stage in self.stages)
-        return f"UptrainingSchedule([{stages}])"
+            distill = partial(distill_stage, unwrap(model), stage, batches, options or DistillationOptions())
+        return switch_stage(model, optimizer, stage, step, distill)
 
 
 def uptraining_preset(
@@ -234,13 +192,11 @@ def uptraining_preset(
     Raises:
         UnsupportedAttentionError: the task, the variant or a hyperparameter is unknown.
     """
-    if task not in _SHARES:
-        raise UnsupportedAttentionError(unknown_name("task of uptraining_preset", task, _SHARES))
-    if variant not in _VARIANTS:
-        raise UnsupportedAttentionError(unknown_name("FLuRKA variant", variant, _VARIANTS))
+    for kind, name, names in (("task of uptraining_preset", task, _TASKS), ("FLuRKA variant", variant, _VARIANTS)):
+        if name not in names:
+            raise UnsupportedAttentionError(unknown_name(kind, name, names))
     base = "linear" if variant == "flurka_linear" else "linformer"
-    share = _SHARES[task].get(base)
-    stages = [(variant, 1.0)] if share is None else [(base, share), (variant, 1.0)]
+    stages = [(base, _SHARES[task][base]), (variant, 1.0)] if task in _SHARES else [(variant, 1.0)]
     known = {name: {"layers", *method_info(name).config_class.hyperparameters()} for name, _ in stages}
     for key in hyperparameters.keys() - set().union(*known.values()):
         raise UnsupportedAttentionError(unknown_name("hyperparameter", key, sorted(set().union(*known.values()))))

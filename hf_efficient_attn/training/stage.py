@@ -23,7 +23,7 @@ class Stage:
         end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
             None for the end of training.
         settings: the value for `config.efficient_attention`; None for exact attention.
-        distill: the number of steps in which the learned parameters imitate the attention before the switch to the
+        distill: the number of steps in which the new learned parameters imitate the attention before the switch to the
             stage; 0 for none.
     """
 
@@ -46,6 +46,11 @@ def make_stages(given: Iterable[Any]) -> tuple[Stage, ...]:
     for entry in given:
         stages.append(_make_stage(entry, stages[-1] if stages else None))
     _check_ends([stage.end for stage in stages])
+    if stages[0].distill:
+        raise UnsupportedAttentionError(
+            f"the first stage has distill={stages[0].distill}: distill the model before the training instead, with "
+            "hea.distill or 'hf-efficient-attn distill'"
+        )
     for before, after in itertools.pairwise(stages):
         if (before.attention, before.settings) == (after.attention, after.settings):
             raise UnsupportedAttentionError(

@@ -1,9 +1,9 @@
-"""Training one batch at a time: what both stages of a distillation have in common."""
+"""Training one batch at a time: what both stages of a distillation have in common, and batches without end."""
 
 import abc
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,18 +31,7 @@ NOTHING_TRAINED = (
 
 
 class DivergedError(UnsupportedAttentionError):
-    """A loss was not finite. The model has the best parameters until then.
-
-    Attributes:
-        what: which loss, and in which step.
-        learning_rate: the one that was too large.
-    """
-
-    def __init__(self, what: str, learning_rate: float) -> None:
-        super().__init__(
-            f"{what}. The model keeps the best parameters so far: use a smaller learning rate than {learning_rate:g}"
-        )
-        self.what, self.learning_rate = what, learning_rate
+    """A loss was not finite. The model has the best parameters until then."""
 
 
 class LayerLoss(NamedTuple):
@@ -54,39 +43,26 @@ class LayerLoss(NamedTuple):
 
 
 OnStep = Callable[[int, Sequence[LayerLoss]], None]
-Reduce = Callable[[Tensor], Tensor]
 
 
 class Training(abc.ABC):
     """Trains some parameters. The values at the end of the steps with the smallest mean loss are kept in reserve.
 
     Attributes:
-        title: what the progress bar says.
-        key: what reports call the stage.
+        title, key: what the progress bar and reports call the stage.
         max_norm: the largest norm of the gradients.
         trained: the parameters.
-        learning_rate: the user's, for messages.
-        reduce: averages a tensor over all processes; None for one.
-        num_steps: the number of steps of the whole training.
-        step_number: the number of steps so far.
+        reduce: averages a tensor over all processes of `torch.distributed`; None for one.
+        num_steps, step_number: the number of steps of the whole training, and so far.
     """
 
     title: str
     key: str
     max_norm = math.inf
 
-    def __init__(
-        self,
-        trained: list[Tensor],
-        optimizer: Optimizer,
-        schedule: LRScheduler,
-        num_steps: int,
-        learning_rate: float,
-        reduce: Reduce | None,
-    ) -> None:
+    def __init__(self, trained: list[Tensor], optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
         self.trained, self.num_steps, self.step_number = trained, num_steps, 0
-        self.learning_rate = learning_rate
-        self.reduce = reduce or (mean_over_processes if world_size() > 1 else None)
+        self.reduce: Callable[[Tensor], Tensor] | None = mean_over_processes if world_size() > 1 else None
         self._optimizer, self._schedule = optimizer, schedule
         # The sum of the losses in the present window, the smallest sum, and the parameters at its end.
         self._sum, self._least, self._best = 0.0, math.inf, _copies(trained)
@@ -127,8 +103,7 @@ class Training(abc.ABC):
             names = [one.name for one in losses if not math.isfinite(one.loss)]
             raise DivergedError(
                 f"the loss of {names[0] if names else 'another process'} is not finite in step {self.step_number + 1} "
-                f"of the {self.title}",
-                self.learning_rate,
+                f"of the {self.title}: use a smaller learning rate. The model keeps the best parameters so far"
             )
         if self.max_norm < math.inf:
             torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
@@ -195,6 +170,45 @@ class Training(abc.ABC):
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [x.detach().clone() for x in tensors]
+
+
+def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
+    """Batches without end, the same in every call with the same arguments.
+
+    Raises:
+        UnsupportedAttentionError: when they are read, if there are no batches, or only one.
+    """
+    if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
+        raise UnsupportedAttentionError(
+            f"batches must be an iterable of batches, such as a list or a DataLoader, not {type(batches).__name__}: "
+            "split the data into batches"
+        )
+    if isinstance(batches, Iterator):
+        batches = list(islice(batches, num_steps))
+    if isinstance(batches, Sequence):
+        _check_count(len(batches))
+        yield from shuffled(batches, seed)
+    while True:
+        count = 0
+        for count, batch in enumerate(batches, start=1):  # noqa: B007 (the number of the last one)
+            yield batch
+        _check_count(count)
+
+
+def shuffled(items: Sequence[Any], seed: int) -> Iterator[Any]:
+    """The items of a sequence in a random order, and without end: in each epoch in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for index in torch.randperm(len(items), generator=generator).tolist():
+            yield items[index]
+
+
+def _check_count(count: int) -> None:
+    if count < 2:
+        raise UnsupportedAttentionError(
+            f"batches has {'one batch' if count else 'no batch'}, and the learned parameters would fit one without "
+            "generalising: give at least two, better twenty or more, of the kind of data that the model is used on"
+        )
 
 
 def check_positive(name: str, value: object, *, is_count: bool = True) -> None:

@@ -12,18 +12,18 @@ from os.path import commonprefix
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Call, exact_output
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import learned_of
-from hf_efficient_attn.integration.models import configs_of, snapshot, transformers_models
-from hf_efficient_attn.methods import get_method
+from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.stage_distillation import FormerAttention
 from hf_efficient_attn.training.steps import learned_parameters, unwrap, world_size
 
 logger = logging.get_logger(__name__)
@@ -52,22 +52,17 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
     Raises:
         UnsupportedAttentionError: the model cannot take a stage, or its wrappers cannot follow a change of parameters.
     """
-    layouts = stage_layouts(model, stages)
-    if hasattr(unwrap(model), "peft_config") and any(layouts):
-        names = [stage.attention for stage, layout in zip(stages, layouts, strict=True) if layout]
-        raise UnsupportedAttentionError(
-            f"a PEFT model saves only its adapters, but some stages learn parameters of their own ({', '.join(names)}):"
-            " use stages that learn none, or one method in the whole training, with hea.convert before get_peft_model "
-            "and modules_to_save=['learned_parameters'] there"
-        )
+    layouts, is_peft = stage_layouts(model, stages), hasattr(unwrap(model), "peft_config")
     kinds = {type(module).__name__ for module in model.modules()}
     is_fixed |= any(hasattr(module, "_get_fsdp_state") for module in model.modules())
-    is_fixed |= bool(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"})
-    if is_fixed and any(stage.distill or layout != layouts[0] for stage, layout in zip(stages, layouts, strict=True)):
+    is_fixed |= is_peft or bool(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"})
+    kept = {} if is_peft else layouts[0]
+    if is_fixed and any(stage.distill or layout != kept for stage, layout in zip(stages, layouts, strict=True)):
         raise UnsupportedAttentionError(
-            "FSDP, DeepSpeed and DataParallel keep the parameters that exist at the start, but the stages "
-            f"{', '.join(stage.attention for stage in stages)} do not learn the same parameters, or one is distilled "
-            "first: use stages that learn the same, without 'distill', or train with DistributedDataParallel"
+            f"the stages {', '.join(stage.attention for stage in stages)} do not learn the same parameters, or one is "
+            "distilled, but FSDP, DeepSpeed and DataParallel keep the parameters of the start, and PEFT saves "
+            "only its adapters: use stages that learn the same parameters, with PEFT none, without 'distill', or train "
+            "all parameters with DistributedDataParallel"
         )
     for stage, now, before in zip(stages[1:], layouts[1:], layouts, strict=False):
         if stage.distill and now.items() <= before.items():
@@ -100,25 +95,37 @@ def switch_stage(
     optimizer: torch.optim.Optimizer | None,
     stage: Stage,
     step: int,
-    distill: Callable[[FormerAttention], dict[str, Any]] | None = None,
-) -> tuple[dict[str, Any], FormerAttention]:
+    distill: Callable[[Callable[[Call], Tensor], Sequence[Tensor]], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Switch a model to a stage during training, as `UptrainingSchedule.step` describes.
 
-    In distributed training all processes must call it at the same step. `distill` trains the new parameters to imitate
-    the former attention. If it fails, the model has its former attention.
+    In distributed training all processes must call it at the same step. `distill` trains the new parameters; it gets
+    the former attention of the layers, and the parameters that were carried over. If it fails, the model has its former
+    attention.
 
     Returns:
-        The record of the switch, and the former attention.
+        The record of the switch.
     """
     inner = unwrap(model)
     roots = transformers_models(inner)
-    former, state, name = FormerAttention(inner), snapshot(roots), roots[0].config._attn_implementation
-    before = dict(inner.named_parameters())
+    state, name, before = snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
+    # The method of each attention module, None if it is exact, and its learned parameters.
+    former: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]] = {}
+    for one in (one for root in roots for one in attention_modules(root)):
+        learned = learned_of(one.module)
+        former[one.module] = one.chosen, {} if learned is None else learned.tensors()
+
+    def compute(call: Call) -> Tensor:
+        method, parameters = former.get(call.module, (None, {}))
+        if method is None or call.why_exact(method) is not None:
+            return exact_output(call)
+        # Parameters that the model no longer has did not move with it to another device.
+        return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
+
     apply_stage(inner, stage)
     try:
-        for module, (_, tensors) in former.layers.items():
-            former.fixed += _carry_over(module, tensors)
-        distilled = None if distill is None else distill(former)
+        carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
+        distilled = None if distill is None else distill(compute, carried)
     except BaseException:
         state.restore()
         raise
@@ -145,11 +152,11 @@ def switch_stage(
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
     logger.info(f"step {step}: attention switched from {name} to {stage.attention}")
-    return record, former
+    return record
 
 
 @torch.no_grad()
-def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[nn.Parameter]:
+def _carry_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
     """Reuse the parameters of a module in the previous stage whose name and shape fit the new one.
 
     Returns:

@@ -275,14 +275,15 @@ def test_divergence(base, tmp_path, capsys, monkeypatch):
     )
     assert command(*base, "-o", tmp_path / "out") == 2
     shown = capsys.readouterr().err
-    assert "is not finite in step 5 of the distillation: use a smaller --learning-rate than 0.02 and --restart" in shown
+    assert "is not finite in step 5 of the distillation: use a smaller learning rate" in shown
+    assert "give --learning-rate and --restart" in shown
     assert "--write-now makes a checkpoint of" in shown
     assert command(*base, "--write-now", "-o", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 3
 
     calls = iter(range(8, 1000))
     assert command(*base, "-o", tmp_path / "early") == 2
-    assert capsys.readouterr().err.strip().endswith("use a smaller --learning-rate than 0.02")
+    assert capsys.readouterr().err.strip().endswith("give --learning-rate")
 
 
 def refused(capsys, *arguments):

@@ -18,10 +18,9 @@ pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.training import DistillationOptions
-from hf_efficient_attn.training.batches import shuffled
 from hf_efficient_attn.training.data import TrainingData
 from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.steps import shuffled
 from recipes import distill as recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,15 +97,17 @@ def test_two_processes_average_their_gradients(given, made, text, tmp_path):  # 
         return torch.zeros_like(gradient)
 
     # Two distillations whose gradients are averaged, one after the other.
-    runs = [Distillation(model, 6, options=DistillationOptions(reduce=remember)) for _ in range(2)]
+    runs = [Distillation(model, 6) for _ in range(2)]
+    for one in runs:
+        one.reduce = remember
     for step in range(6):
         state, batches = runs[0].state_dict(), [next(stream) for stream in streams]
         gradients.clear()
         runs[1].load_state_dict(copy.deepcopy(state))  # an optimizer changes what it has loaded
         runs[1].step(batches[1])
         others = iter(list(gradients))
-        averaging = DistillationOptions(reduce=lambda p, others=others: (p + next(others)) / 2)
-        runs[0] = Distillation(model, 6, options=averaging)
+        runs[0] = Distillation(model, 6)
+        runs[0].reduce = lambda p, others=others: (p + next(others)) / 2
         if step:
             runs[0].load_state_dict(state)
         runs[0].step(batches[0])

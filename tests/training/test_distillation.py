@@ -8,8 +8,7 @@ from hf_efficient_attn.evaluation.capture import Call, capture_attention, forwar
 from hf_efficient_attn.evaluation.progress import Interrupted
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import DistillationOptions, DivergedError, FinetuningOptions
-from hf_efficient_attn.training.attention_loss import WEIGHTS_SHARE, backward
-from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.distillation import WEIGHTS_SHARE, Distillation, backward
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from tiny_models import DECODERS, tiny_batch, tiny_model
 
@@ -101,7 +100,7 @@ def captured(family: str, padding: str) -> Call:
     ("family", "padding"), [("bert", "none"), ("bert", "right"), ("gpt2", "none"), ("llama", "none")]
 )
 def test_losses_are_those_of_dense_matrices(family, padding, monkeypatch):
-    monkeypatch.setattr("hf_efficient_attn.training.attention_loss._BLOCK", 16)
+    monkeypatch.setattr("hf_efficient_attn.training.distillation._BLOCK", 16)
     call, config = captured(family, padding), make_config("linear", **HEDGEHOG)
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
     torch.manual_seed(1)
@@ -137,8 +136,8 @@ def test_losses_are_those_of_dense_matrices(family, padding, monkeypatch):
 
 
 REFUSED = [
-    ("no data", "linear", HEDGEHOG, [], {}, "no text or picture"),
-    ("one batch", "linear", HEDGEHOG, 1, {}, "single batch"),
+    ("no data", "linear", HEDGEHOG, [], {}, "batches has no batch"),
+    ("one batch", "linear", HEDGEHOG, 1, {}, "batches has one batch"),
     ("text", "linear", HEDGEHOG, "a text", {}, "must be an iterable of batches"),
     ("nothing to learn", "linear", {}, 4, {}, "use feature_map='hedgehog' or feature_map='t2r' or feature_map='exp'"),
     ("convolution", "nystromformer", {"num_landmarks": 8}, 4, {}, "use conv_kernel_size=3"),
@@ -193,25 +192,25 @@ def test_an_interrupted_model_is_converted_with_its_last_state():
     assert all(torch.equal(p, learned_values(whole)[name]) for name, p in learned_values(model).items())
 
 
-def first_stage(method: str = "linear", options: dict | None = None, reduce=None):
+def first_stage():
     """A model and its distillation in 40 steps."""
-    model = hea.convert(tiny_model("bert"), method, **(options or HEDGEHOG))
-    return model, Distillation(model, 40, options=DistillationOptions(reduce=reduce))
+    model = hea.convert(tiny_model("bert"), "linear", **HEDGEHOG)
+    return model, Distillation(model, 40)
 
 
-def second_stage(reduce=None):
+def second_stage():
     """A model and its fine-tuning in 40 steps."""
     model, options = tiny_model("bert"), FinetuningOptions(steps=40)
     teacher = make_teacher(model, options)
     model = hea.convert(model, "linear", **HEDGEHOG)
-    return model, Finetuning(model, teacher, options, reduce)
+    return model, Finetuning(model, teacher, options)
 
 
 @pytest.mark.parametrize("other_process", [False, True])
 @pytest.mark.parametrize(
     ("make", "name", "step"),
     [
-        (first_stage, r"layer\.1\.", r"of the distillation\..*smaller learning rate"),
+        (first_stage, r"layer\.1\.", "of the distillation: use a smaller learning rate"),
         (second_stage, "hidden states after layer 1", "of the fine-tuning"),
     ],
 )
@@ -222,7 +221,8 @@ def test_a_loss_that_is_not_finite_stops_all_processes_with_the_best_parameters(
         """The loss is not finite in another process; gradients stay the same."""
         return x * float("nan") if diverged and x.shape == (1,) else x
 
-    model, training = make(reduce=reduce if other_process else None)
+    model, training = make()
+    training.reduce = reduce if other_process else None
     for number, batch in enumerate(batches() * 6, start=1):
         training.step(batch)
         if number == 20:

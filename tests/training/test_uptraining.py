@@ -78,14 +78,14 @@ class Seen(transformers.TrainerCallback):
 
 
 def test_stages_by_share_and_by_step():
-    schedule = hea.UptrainingSchedule(TWO)
+    schedule = hea.UptrainingSchedule(TWO, 100)
     assert schedule.ends(100) == [25, 100]
-    assert [schedule.index(step, 100) for step in (0, 24, 25, 99, 100)] == [0, 0, 1, 1, 1]
+    assert [schedule.index(step) for step in (0, 24, 25, 99, 100)] == [0, 0, 1, 1, 1]
     assert hea.UptrainingSchedule([("sdpa", 0.29), ("linear", 1.0)]).ends(100) == [29, 100]
     counted = hea.UptrainingSchedule([("sdpa", 10), ("linear", 15), ("performer", None)])
     assert counted.ends(40) == [10, 15, 40] and [counted.index(s) for s in (9, 10, 15, 1000)] == [0, 1, 2, 2]
     with pytest.raises(hea.UnsupportedAttentionError, match="total_steps"):
-        schedule.index(3)
+        hea.UptrainingSchedule(TWO).index(3)
 
 
 def test_stages_inherit_hyperparameters():
@@ -102,7 +102,7 @@ def test_stages_inherit_hyperparameters():
     ("stages", "sentence"),
     [
         ([], "at least one"),
-        ("linformer:1.0", "parse"),
+        ("linformer:1.0", "is not a stage"),
         ([("linformer", 0.25)], "cannot be"),
         ([("linformer", 0.25), ("linear", 0.9)], "cannot be"),
         ([("linformer", 0.5), ("linear", 0.25), ("sdpa", 1.0)], "cannot be"),
@@ -129,7 +129,7 @@ def test_schedules_from_strings():
     given = hea.UptrainingSchedule.parse(
         ["linformer,projection_dim=8,share=none:0.25", "flurka_performer,num_features=16:1.0"]
     )
-    assert given == hea.UptrainingSchedule(TWO)
+    assert given.stages == hea.UptrainingSchedule(TWO).stages
     assert hea.UptrainingSchedule.parse("sdpa:200 kdeformer,near_field=window:end").ends(300) == [200, 300]
     for text in ("linformer", "linformer:x", ":0.5", "linformer,projection_dim:1.0"):
         with pytest.raises(hea.UnsupportedAttentionError, match="write"):
@@ -140,7 +140,7 @@ def test_schedules_survive_copies():
     schedule = hea.UptrainingSchedule(
         [*TWO[:1], ("sdpa", 0.5), (hea.KDEformerConfig(num_samples=8), 1.0, {"layers": [1]})]
     )
-    assert copy.deepcopy(schedule) == hea.UptrainingSchedule(schedule) == schedule
+    assert copy.deepcopy(schedule).stages == hea.UptrainingSchedule(schedule).stages == schedule.stages
     assert schedule.stages[2].settings.layers == (1,)
 
 
@@ -169,7 +169,7 @@ def test_presets_have_the_shares_of_the_paper():
 
 
 def stage(attention: str, **hyperparameters) -> Stage:
-    return hea.UptrainingSchedule([(attention, 1.0, hyperparameters)]).stages[0]
+    return hea.UptrainingSchedule([("eager", 0.5), (attention, 1.0, hyperparameters)]).stages[1]
 
 
 @pytest.mark.parametrize("family", ["bert", "vit"])
@@ -182,7 +182,7 @@ def test_learned_parameters_of_the_base_are_carried_over(family):
         for projection in learned.values():
             projection.uniform_()
     values = {name: projection.clone() for name, projection in learned.items()}
-    record, _ = switch_stage(model, None, stage("flurka_performer", projection_dim=8), 7)
+    record = switch_stage(model, None, stage("flurka_performer", projection_dim=8), 7)
     after = learned_parameters(model)
     assert sorted(record["carried"]) == sorted(after) == sorted(learned)
     assert not record["started"] and not record["dropped"] and record["step"] == 7
@@ -205,7 +205,7 @@ def test_a_shared_projection_becomes_several(share, after):
     with torch.no_grad():
         for projection in before:
             projection.uniform_()
-    record, _ = switch_stage(model, None, after, 0)
+    record = switch_stage(model, None, after, 0)
     learned = learned_parameters(model)
     kept = [p for p in learned.values() if any(p is old for old in before)]
     new = {name: p for name, p in learned.items() if not any(p is old for old in before)}
@@ -223,7 +223,7 @@ def test_switch_from_exact_attention_to_any_method_and_back(method):
     model = tiny_model("bert")
     before = dict(model.named_parameters())
     first = stage(method, **SMALL[method])
-    record, _ = switch_stage(model, None, first, 0)
+    record = switch_stage(model, None, first, 0)
     assert record["from"] == "sdpa" and is_in_stage(model, first) and not is_in_stage(model, stage("sdpa"))
     switch_stage(model, None, stage("sdpa"), 1)
     after = dict(model.named_parameters())
@@ -244,7 +244,7 @@ def test_optimizer_follows_a_switch(tmp_path):
     query = model.bert.encoder.layer[0].attention.self.query.weight
     state, rate = {k: v.clone() for k, v in optimizer.state[query].items()}, scheduler.get_last_lr()
     for settings in (stage("linear"), stage("flurka_linear", projection_dim=8), stage("eva", **SMALL["eva"])):
-        record, _ = switch_stage(model, optimizer, settings, 3)
+        record = switch_stage(model, optimizer, settings, 3)
         anew = Trainer(model, arguments).create_optimizer()
         names = {id(p): name for name, p in model.named_parameters()}
         ours, theirs = (
@@ -366,7 +366,7 @@ def test_peft_lora(tmp_path):
     def lora():
         return peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
 
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"saves only its adapters.* \(linformer\)"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="PEFT saves only its adapters"):
         trainer_of(tmp_path, [("linformer", 2), ("linear", None)], lora())
     stages = [("longformer", 2, {"window_size": 8}), ("linear", None)]
     whole = trainer_of(tmp_path, stages, lora(), steps=4, save_strategy="steps", save_steps=3)
