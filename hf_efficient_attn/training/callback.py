@@ -23,8 +23,15 @@ from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
-from hf_efficient_attn.training.stage_distillation import log_entries, training_batches
-from hf_efficient_attn.training.switch import apply_stage, check_stages, is_in_stage, learned_layout, stage_layouts
+from hf_efficient_attn.training.switch import (
+    apply_stage,
+    check_stages,
+    is_in_stage,
+    learned_layout,
+    log_entries,
+    stage_layouts,
+    training_batches,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -72,8 +79,8 @@ class UptrainingCallback(TrainerCallback):
     ) -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
-        # The batches of this training, which are given or of its training set, and the options.
-        self._distillation: tuple[Iterable[Batch] | None, DistillationOptions | None] = None, None
+        # The batches of this training, which are given or of its training set.
+        self._batches: Iterable[Batch] | None = None
         self._hook: Any = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -117,12 +124,12 @@ class UptrainingCallback(TrainerCallback):
         schedule, model = self.schedule, kwargs["model"]
         schedule.total_steps = state.max_steps
         schedule.ends(state.max_steps)
-        self._distillation = self.distillation_batches, self.distillation_options
-        if schedule.still_distilled(state.global_step) and self.distillation_batches is None:
+        self._batches = self.distillation_batches
+        if self._batches is None and schedule.still_distilled(state.global_step):
             loader, size = kwargs["train_dataloader"], args.per_device_train_batch_size
-            processes = args.process_index, args.world_size
-            batches = training_batches(loader.dataset, loader.collate_fn, size, *processes)
-            self._distillation = batches, self.distillation_options
+            self._batches = training_batches(
+                loader.dataset, loader.collate_fn, size, args.process_index, args.world_size
+            )
         if state.global_step:
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
@@ -130,7 +137,8 @@ class UptrainingCallback(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
-        record = self.schedule.step(kwargs["model"], kwargs["optimizer"], state.global_step, *self._distillation)
+        given = kwargs["model"], kwargs["optimizer"], state.global_step
+        record = self.schedule.step(*given, self._batches, self.distillation_options)
         if record is not None:
             state.log_history.append({**log_entries(record), "epoch": state.epoch, "step": state.global_step})
 

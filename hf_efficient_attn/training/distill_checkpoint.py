@@ -32,7 +32,6 @@ from hf_efficient_attn.training.data import TrainingData, digest
 from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
 from hf_efficient_attn.training.steps import (
-    NOTHING_TRAINED,
     DivergedError,
     LayerLoss,
     Training,
@@ -51,16 +50,13 @@ class Plan:
     """What `distill_checkpoint` makes, and how it trains.
 
     Attributes:
-        output: the folder to write.
-        method, hyperparameters, layers: the attention, as in `hea.convert`.
-        max_length, base_model, force: as in `convert_checkpoint`.
+        output, max_length, base_model, force: as in `convert_checkpoint`.
+        method, hyperparameters, layers, loss, options: as in `hea.distill`.
         restart: discard a saved state.
         write_now: write the checkpoint from the saved state, without further training.
         steps: number of steps of the first stage.
-        loss: as in `hea.distill`.
         length, batch_size: the size of a batch, as in `TrainingData`.
         save_steps: the state is saved, and the error is measured, after this many steps.
-        options: as in `hea.distill`, with the second stage.
     """
 
     output: pathlib.Path
@@ -116,13 +112,10 @@ def distill_checkpoint(
             At the end of `minutes` the training is interrupted, after one step at least.
 
     Returns:
-        the report of `convert_checkpoint` (in process 0), and "distillation", the contents of distillation.json:
-        "format", "source", "attention" (a label of the method), "machine", "data" (name, number of inputs to learn from
-        and of others), "tokens" (of an input), "plan", "resumed_at" (the step from which this call continued, or None),
-        "steps_done" and "complete"; "layers" (number, name, and error before and after of each layer, without
-        fine-tuning), "error_before", "error_after" (the means), "outputs" (loss of the fine-tuning on the held-out data
-        before and after it, or None), and "history": for every `save_steps` the stage ("layers" or "outputs"), the
-        step, the mean loss since the row before, and the mean error of the layers, or the loss, on the held-out data.
+        The report of `convert_checkpoint` (in process 0), and "distillation", the contents of distillation.json. In it
+        "resumed_at" is the step from which this call continued, "layers" are the errors of the layers before and after,
+        without fine-tuning, "outputs" the losses of the fine-tuning on the held-out data, and "history" has for every
+        `save_steps` the stage, the step, the mean loss since the row before, and the error on the held-out data.
 
     Raises:
         UnsupportedAttentionError: a source, a method or data that cannot be used, a method that learns nothing or
@@ -306,8 +299,6 @@ class _CheckpointRun:
         for number in self._data.held_out:
             for one in training.measure(self._data.batch(number)):
                 losses[one.layer, one.name].append(one.loss)
-        if not losses:
-            raise UnsupportedAttentionError(NOTHING_TRAINED)
         errors = [(layer, name, _mean(values)) for (layer, name), values in losses.items()]
         self._record[training.key][when] = errors
         return _mean([error for *_, error in errors])

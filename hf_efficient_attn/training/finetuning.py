@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
@@ -178,10 +177,6 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]
 
 def _adapted(model: nn.Module, rank: int) -> Any:
     """PEFT's model with LoRA adapters in all linear layers of a model, whose modules it replaces."""
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedAttentionError(
-            f"LoRA needs a Transformers model, not {type(model).__name__}: leave lora_rank out to train all parameters"
-        )
     if importlib.util.find_spec("peft") is None:
         raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
     from peft import LoraConfig, get_peft_model

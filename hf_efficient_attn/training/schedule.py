@@ -1,7 +1,6 @@
 """Up-training schedules: which attention a model uses at which step, and the schedules of the paper."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.methods import method_info
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
-from hf_efficient_attn.training.stage_distillation import distill_stage
-from hf_efficient_attn.training.steps import unwrap
 from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
@@ -163,10 +160,7 @@ class UptrainingSchedule:
         stage = self.stages[self.index(step) if step else 0]
         if is_in_stage(model, stage):
             return None
-        distill = None
-        if stage.distill and batches is not None and self.starts(step):
-            distill = partial(distill_stage, unwrap(model), stage, batches, options or DistillationOptions())
-        return switch_stage(model, optimizer, stage, step, distill)
+        return switch_stage(model, optimizer, stage, step, batches if self.starts(step) else None, options)
 
 
 def uptraining_preset(

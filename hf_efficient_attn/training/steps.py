@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,6 @@ from hf_efficient_attn.integration.learned import LearnedParameters
 WINDOW = 20
 # Steps after which a training is refused whose batches trained nothing.
 _PATIENCE = 8
-
-NOTHING_TRAINED = (
-    "no converted layer computed its method: either no layer was called, or the sequences are within the budget of the "
-    "method, which computes them exactly, so that there is nothing to learn: give longer sequences or a smaller budget"
-)
 
 
 class DivergedError(UnsupportedAttentionError):
@@ -86,7 +81,7 @@ class Training(abc.ABC):
             The losses before the step; none if the batch trained nothing.
 
         Raises:
-            DivergedError: a loss is not finite. The model then has the best parameters so far.
+            DivergedError: a loss is not finite. The parameters are then the best ones so far.
         """
         self._optimizer.zero_grad()
         losses = self._backward(batch)
@@ -99,14 +94,12 @@ class Training(abc.ABC):
                 p.grad = self.reduce(torch.zeros_like(p) if p.grad is None else p.grad)
         if not mean.isfinite():
             self._set(self._best)
-            self.finish()
             names = [one.name for one in losses if not math.isfinite(one.loss)]
             raise DivergedError(
                 f"the loss of {names[0] if names else 'another process'} is not finite in step {self.step_number + 1} "
                 f"of the {self.title}: use a smaller learning rate. The model keeps the best parameters so far"
             )
-        if self.max_norm < math.inf:
-            torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
+        torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
         self._optimizer.step()
         self._schedule.step()
         self.step_number += 1
@@ -137,7 +130,11 @@ class Training(abc.ABC):
                         means.append(statistics.fmean(one.loss for one in losses))
                         bar.set_postfix(loss=f"{means[-1]:.3f}", refresh=False)
                     elif not means and number >= min(first + _PATIENCE, self.num_steps):
-                        raise UnsupportedAttentionError(NOTHING_TRAINED)
+                        raise UnsupportedAttentionError(
+                            "the batches train nothing: no converted layer was called, or the sequences are within the "
+                            "budget of the method, which computes them exactly: give longer sequences or a smaller "
+                            "budget"
+                        )
                     bar.update()
                     if on_step is not None:
                         on_step(number, losses)
@@ -178,11 +175,6 @@ def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterato
     Raises:
         UnsupportedAttentionError: when they are read, if there are no batches, or only one.
     """
-    if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
-        raise UnsupportedAttentionError(
-            f"batches must be an iterable of batches, such as a list or a DataLoader, not {type(batches).__name__}: "
-            "split the data into batches"
-        )
     if isinstance(batches, Iterator):
         batches = list(islice(batches, num_steps))
     if isinstance(batches, Sequence):
@@ -221,8 +213,7 @@ def check_positive(name: str, value: object, *, is_count: bool = True) -> None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel and `torch.compile`."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        inner: Any = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-        model = inner
+        model = cast("nn.Module", model.module if isinstance(model, DistributedDataParallel) else model._orig_mod)
     return model
 
 

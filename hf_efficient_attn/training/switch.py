@@ -2,29 +2,41 @@
 
 Parameters that both attentions share remain the same objects, so that the optimizer keeps their state. Parameter
 groups, data-parallel wrappers and compiled graphs are updated.
+
+The new parameters can be distilled: they imitate the attention that the model had before the switch, on batches of
+training data, layer by layer as in `hea.distill`. Parameters that are taken over are not trained: their values are part
+of the attention to imitate, and their optimizer state belongs to these values. A distillation depends only on the
+model, the batches and the options. It has random states of its own and restores the global ones, so that a resumed
+training repeats it exactly.
 """
 
+import contextlib
 import gc
 import inspect
+import random
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.utils import logging
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import Call, exact_output
+from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
 from hf_efficient_attn.methods import MethodConfig, get_method
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.steps import learned_parameters, unwrap, world_size
+from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
 
 logger = logging.get_logger(__name__)
 
@@ -95,16 +107,13 @@ def switch_stage(
     optimizer: torch.optim.Optimizer | None,
     stage: Stage,
     step: int,
-    distill: Callable[[Callable[[Call], Tensor], Sequence[Tensor]], dict[str, Any]] | None = None,
+    batches: Iterable[Batch] | None = None,
+    options: DistillationOptions | None = None,
 ) -> dict[str, Any]:
     """Switch a model to a stage during training, as `UptrainingSchedule.step` describes.
 
-    In distributed training all processes must call it at the same step. `distill` trains the new parameters; it gets
-    the former attention of the layers, and the parameters that were carried over. If it fails, the model has its former
-    attention.
-
-    Returns:
-        The record of the switch.
+    In distributed training all processes must call it at the same step. A stage with "distill" is distilled if there
+    are `batches`. If that fails, the model has its former attention. Returns the record of the switch.
     """
     inner = unwrap(model)
     roots = transformers_models(inner)
@@ -125,7 +134,9 @@ def switch_stage(
     apply_stage(inner, stage)
     try:
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
-        distilled = None if distill is None else distill(compute, carried)
+        distilled = None
+        if stage.distill and batches is not None:
+            distilled = _distill(inner, stage, batches, options or DistillationOptions(), (compute, carried))
     except BaseException:
         state.restore()
         raise
@@ -228,3 +239,73 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     wrapper.train(training)
     for hook, state in hooks:
         wrapper.register_comm_hook(state, hook)
+
+
+def _distill(
+    model: nn.Module,
+    stage: Stage,
+    batches: Iterable[Batch],
+    options: DistillationOptions,
+    former: tuple[Callable[[Call], Tensor], Sequence[Tensor]],
+) -> dict[str, Any]:
+    """Train learned parameters of a model that was just switched, in place, on the former attention.
+
+    `former` computes that attention, and has the parameters that stay as they are.
+    """
+    if isinstance(batches, Iterator) or options.finetuning is not None:
+        raise UnsupportedAttentionError(
+            f"{stage.attention!r} is to be distilled, layer by layer, from batches that a resumed training can read "
+            "again: give a list or a DataLoader, no iterator, and leave out options.finetuning"
+        )
+    with _separate_random_state(options.seed):
+        stream = batch_stream(batches, options.seed, stage.distill)
+        distillation = Distillation(model, stage.distill, "output", options, *former)
+        distillation.title = f"distillation of {stage.attention}"
+        losses = distillation.run(stream, options.on_step, show_progress=options.show_progress)
+    count = min(WINDOW, max(1, len(losses) // 5))
+    first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+    return {"steps": stage.distill, "first_loss": first, "last_loss": last}
+
+
+@contextlib.contextmanager
+def _separate_random_state(seed: int) -> Iterator[None]:
+    """Within the context the generators from which data sets and collators draw depend on the seed only."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            # Not `torch.manual_seed`, which would also seed the generators of accelerators.
+            torch.default_generator.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def training_batches(
+    dataset: Any, collate: Callable[[list[Any]], Batch], batch_size: int, process_index: int = 0, num_processes: int = 1
+) -> Iterable[Batch]:
+    """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
+
+    The samples of a batch are spread evenly over the data set, which may be sorted. The processes of a distributed
+    training get different batches.
+
+    Raises:
+        UnsupportedAttentionError: the data set can only be iterated.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UnsupportedAttentionError(
+            f"a stage is to be distilled, but the training set ({type(dataset).__name__}) can only be iterated, which "
+            "the training does: give other batches, with UptrainingCallback(schedule, distillation_batches=...)"
+        )
+    count = max(1, len(dataset) // batch_size)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()[process_index::num_processes]
+    samples = [list(range(first, len(dataset) // count * count, count)) for first in order]
+    return DataLoader(dataset, batch_sampler=samples, collate_fn=collate)
+
+
+def log_entries(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a switch as entries of a training's log, without its step."""
+    names = {"uptraining_from": record["from"], "uptraining_stage": record["to"]}
+    return names | {f"distillation_{name}": value for name, value in (record["distillation"] or {}).items()}

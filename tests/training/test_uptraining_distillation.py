@@ -12,11 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import learned_of
-from hf_efficient_attn.training import DistillationOptions
+from hf_efficient_attn.training import DistillationOptions, switch
 from hf_efficient_attn.training.distillation import Distillation
-from hf_efficient_attn.training.stage_distillation import distill_stage, training_batches
 from hf_efficient_attn.training.steps import learned_parameters
-from hf_efficient_attn.training.switch import is_in_stage, switch_stage
+from hf_efficient_attn.training.switch import is_in_stage, switch_stage, training_batches
 from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of
 from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
 
@@ -66,17 +65,21 @@ def test_impossible_distillations_are_refused(attention, hyperparameters, senten
 
 def switched(model, target, step=0, given=None):
     """The record of a switch to a stage that is distilled."""
-
-    def distill(*former):
-        return distill_stage(model, target, batches() if given is None else given, DistillationOptions(), *former)
-
-    return switch_stage(model, None, target, step, distill)
+    return switch_stage(model, None, target, step, batches() if given is None else given)
 
 
-def output_error(model, former, batch) -> float:
+def teacher_of(model, monkeypatch):
+    """The former attention of a model, which is switched to another one."""
+    teachers = []
+    with monkeypatch.context() as patched:
+        patched.setattr(switch, "_distill", lambda *given: teachers.append(given[4][0]))
+        switched(model, stage("linear", **HEDGEHOG, distill=1))
+    return teachers[0]
+
+
+def output_error(model, former, batch, monkeypatch) -> float:
     """Mean relative squared error of the layers of a model to those of its former state, on the former inputs."""
-    teachers, found = [], []
-    switch_stage(former, None, stage("linear", **HEDGEHOG), 0, lambda *given: teachers.append(given[0]))
+    teacher, found = teacher_of(former, monkeypatch), []
     modules = dict(zip(former.modules(), model.modules(), strict=False))
 
     def visit(call):
@@ -84,13 +87,13 @@ def output_error(model, former, batch) -> float:
         out = call.compute(learned.method, learned.tensors())
         found.append(((out - call.exact).square().sum() / call.exact.square().sum()).item())
 
-    with capture_attention(former, visit, teachers[0]):
+    with capture_attention(former, visit, teacher):
         forward(former, batch)
     return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("start", ["sdpa", "linformer"])
-def test_the_error_to_the_former_attention_falls(start):
+def test_the_error_to_the_former_attention_falls(start, monkeypatch):
     """From a linformer with tables that are not those of a conversion, flurka_linear learns its softmax."""
     errors = []
     for distill in (1, 40):
@@ -103,7 +106,7 @@ def test_the_error_to_the_former_attention_falls(start):
         former, own, kept = copy.deepcopy(model), values(model), dict(model.named_parameters())
         target = stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill})
         record = switched(model, target, 5)
-        errors.append(output_error(model, former, tiny_batch("bert", seed=9)))
+        errors.append(output_error(model, former, tiny_batch("bert", seed=9), monkeypatch))
         for name, value in own.items():
             if "learned_parameters" not in name:
                 assert torch.equal(dict(model.named_parameters())[name], value)
@@ -117,7 +120,7 @@ def test_the_error_to_the_former_attention_falls(start):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_former_attention_is_that_of_the_model(method):
+def test_the_former_attention_is_that_of_the_model(method, monkeypatch):
     """With the former attention in place of its own, a model has the output that it had before the switch."""
     model, batch = tiny_model("bert"), tiny_batch("bert", padding="right")
     hea.convert(model, method, **SMALL[method])
@@ -125,9 +128,8 @@ def test_the_former_attention_is_that_of_the_model(method):
         for p in learned_parameters(model).values():
             p.add_(0.1 * torch.rand(p.shape, generator=torch.Generator().manual_seed(1)))
         before = model(**batch).last_hidden_state
-    teachers = []
-    switch_stage(model, None, stage("linear", **HEDGEHOG), 0, lambda *given: teachers.append(given[0]))
-    with capture_attention(model, lambda call: None, teachers[0]):
+    teacher = teacher_of(model, monkeypatch)
+    with capture_attention(model, lambda call: None, teacher):
         after = forward(model, batch).last_hidden_state
     valid = batch["attention_mask"].bool()
     torch.testing.assert_close(after[valid], before[valid], rtol=1e-4, atol=1e-4)
