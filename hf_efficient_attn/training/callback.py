@@ -47,22 +47,20 @@ class UptrainingCallback(TrainerCallback):
     the stage of its step, and its `config.json` names that stage.
 
     A stage with "distill" is distilled at its switch. The entry of the log then also has "distillation_steps",
-    "distillation_first_loss" and "distillation_last_loss". A training that is resumed from a checkpoint before the
-    switch repeats the distillation bit for bit.
+    "distillation_first_loss" and "distillation_last_loss". A resumed training repeats the distillation bit for bit.
 
-    Pass the callback to the constructor of Trainer. Then a checkpoint of a later stage can be resumed: the model
-    switches to the stage of the weights when these are loaded. (With `model_init`, Trainer creates the model later, and
-    only stages that learn the same parameters can be resumed.) Resume with the stages of the original training. The
-    constructor also renames the latest checkpoints to `incomplete-checkpoint-*` if a process was killed while it saved
-    them, so that `resume_from_checkpoint=True` finds the last complete one. Do not create a Trainer for a folder to
-    which another process is still writing.
+    Pass the callback to the constructor of Trainer, and resume with the same stages: the model switches to the stage of
+    the weights when these are loaded. (With `model_init`, Trainer creates the model later, and only stages that learn
+    the same parameters can be resumed.) The constructor also renames the latest checkpoints to
+    `incomplete-checkpoint-*` if a process was killed while it saved them, so that `resume_from_checkpoint=True` finds
+    the last complete one. Do not create a Trainer for a folder to which another process is still writing.
 
     Args:
         schedule: an `UptrainingSchedule`, or its stages.
         distillation_batches: for stages with "distill", batches as for `hea.distill`, which must be the same whenever
-            they are read. By default samples of the training set are read by their index and collated as in training.
-            The training itself reads its data as without distillation, and the global random states stay as they
-            are. A data set or collator with a random generator of its own needs batches here.
+            they are read. By default samples of the training set are read by their index and collated as in training,
+            whose order of the data and random states stay as they are. A data set or collator with a random generator
+            of its own needs batches here.
         distillation_options: the learning rate of the distillation and others; the default suits most models.
 
     Raises:
@@ -125,7 +123,7 @@ class UptrainingCallback(TrainerCallback):
         schedule.total_steps = state.max_steps
         schedule.ends(state.max_steps)
         self._batches = self.distillation_batches
-        if self._batches is None and schedule.still_distilled(state.global_step):
+        if self._batches is None and schedule.distilled(state.global_step):
             loader, size = kwargs["train_dataloader"], args.per_device_train_batch_size
             self._batches = training_batches(
                 loader.dataset, loader.collate_fn, size, args.process_index, args.world_size

@@ -1,22 +1,53 @@
 """Up-training schedules: which attention a model uses at which step, and the schedules of the paper."""
 
+import ast
+import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.conversion.convert import choice_of
+from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
-from hf_efficient_attn.methods import method_info
-from hf_efficient_attn.training.distillation import DistillationOptions
-from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.methods import available_methods, method_info
+from hf_efficient_attn.training.distillation import DistillationOptions, why_nothing_to_learn
 from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
 _SHARES = {"nmt": {"linformer": 0.8, "linear": 0.64}, "imagenet": {"linformer": 0.167, "linear": 0.333}}
 _TASKS, _VARIANTS = (*_SHARES, "mlm", "glue", "lra"), ("flurka_performer", "flurka_eva", "flurka_linear")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One attention and the point in training at which it ends.
+
+    Attributes:
+        attention: the name of a method, or "sdpa" or another implementation of exact attention.
+        end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
+            None for the end of training.
+        settings: the value for `config.efficient_attention`; None for exact attention.
+        distill: the number of steps in which the new learned parameters imitate the attention before the switch to the
+            stage; 0 for none.
+    """
+
+    attention: str
+    end: float | int | None
+    settings: EfficientAttentionConfig | None = None
+    distill: int = 0
+
+    def end_step(self, total_steps: int) -> int:
+        """The number of completed steps at which the stage ends."""
+        if self.end is None:
+            return total_steps
+        # The inner rounding removes floating-point noise: 0.29 * 100 is 28.999999999999996.
+        return self.end if isinstance(self.end, int) else round(round(self.end * total_steps, 6))
 
 
 class UptrainingSchedule:
@@ -44,12 +75,11 @@ class UptrainingSchedule:
 
     Raises:
         UnsupportedAttentionError: a method or hyperparameter is unknown, ends do not increase or do not end at 1.0,
-            shares and step numbers are mixed, two consecutive stages are the same, or a stage with "distill" has
-            nothing to learn.
+            shares and step numbers are mixed, or a stage with "distill" is the first or has nothing to learn.
     """
 
     def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
-        self.stages: tuple[Stage, ...] = make_stages(
+        self.stages: tuple[Stage, ...] = _make_stages(
             stages.stages if isinstance(stages, UptrainingSchedule) else stages
         )
         self.total_steps = total_steps
@@ -68,7 +98,7 @@ class UptrainingSchedule:
         """
         if isinstance(stages, str):
             stages = stages.split()
-        return cls([parse_stage(text) for text in stages], total_steps)
+        return cls([_parse_stage(text) for text in stages], total_steps)
 
     def ends(self, total_steps: int) -> list[int]:
         """The number of completed steps at which each stage ends; the last is `total_steps`.
@@ -76,16 +106,14 @@ class UptrainingSchedule:
         Raises:
             UnsupportedAttentionError: a stage would have no step.
         """
-        ends = [stage.end_step(total_steps) for stage in self.stages]
-        start = 0
-        for stage, end in zip(self.stages, ends, strict=True):
-            if not start < min(end, total_steps):
+        ends = [*(stage.end_step(total_steps) for stage in self.stages[:-1]), total_steps]
+        for stage, (start, end) in zip(self.stages, itertools.pairwise([0, *ends]), strict=True):
+            if start >= end:
                 raise UnsupportedAttentionError(
                     f"the stage {stage.attention!r} would have none of the {total_steps} steps: it runs from {start} "
-                    f"to {min(end, total_steps)}. Train for more steps or move its end"
+                    f"to {end}. Train for more steps or move its end"
                 )
-            start = end
-        return [*ends[:-1], total_steps]
+        return ends
 
     def index(self, step: int) -> int:
         """The index of the stage of step `step` (counted from 0); after the last step, the last stage."""
@@ -100,13 +128,9 @@ class UptrainingSchedule:
             ends = [stage.end_step(step) for stage in self.stages[:-1]]
         return next((i for i, end in enumerate(ends) if step < end), len(self.stages) - 1)
 
-    def starts(self, step: int) -> bool:
-        """Whether a stage starts with step `step`."""
-        return step == 0 or self.index(step - 1) != self.index(step)
-
-    def still_distilled(self, step: int) -> list[Stage]:
-        """The stages with "distill" that start with step `step` or later."""
-        return [stage for stage in self.stages[self.index(step) + (not self.starts(step)) :] if stage.distill]
+    def distilled(self, step: int) -> list[Stage]:
+        """The stage of step `step` and later ones, as far as they have "distill"."""
+        return [stage for stage in self.stages[self.index(step) if step else 0 :] if stage.distill]
 
     def step(
         self,
@@ -123,18 +147,17 @@ class UptrainingSchedule:
         optimizer state; new parameters join the parameter group of similar parameters, and learning-rate schedules
         continue.
 
-        A stage with "distill" is distilled in the call of its first step that has `batches`. This changes only the
-        values of its learned parameters. In distributed training gradients are averaged over all processes, each of
-        which may give batches of its own. The global random states stay as they are, so that a training that is resumed
-        from a checkpoint before the switch repeats the distillation bit for bit.
+        A stage with "distill" is distilled in the call of its first step. In distributed training gradients are
+        averaged over all processes, each of which may give batches of its own. The global random states stay as they
+        are, so that a training that is resumed from a checkpoint before the switch repeats the distillation bit for
+        bit.
 
         Args:
             model: a Transformers model, or its wrapper: PEFT, `torch.compile`, DistributedDataParallel.
             optimizer: the optimizer (or Accelerate's wrapper of it) of the model's parameters, or None.
             step: the number of completed optimizer steps.
-            batches: for stages with "distill", batches as for `hea.distill`, which must be the same whenever they are
-                read; give them in every call with an optimizer. Batches of the training set will do; labels are not
-                used.
+            batches: for stages with "distill", batches as for `hea.distill`, for example of the training set, which
+                must be the same whenever they are read; give them in every call with an optimizer.
             options: the learning rate of the distillation and others; the default suits most models.
 
         Returns:
@@ -147,20 +170,109 @@ class UptrainingSchedule:
                 in the first call, before anything changes. Or the stage computes all batches exactly.
             DivergedError: a loss of the distillation was not finite.
         """
-        if optimizer is not None and batches is None:
-            names = [f"{stage.attention!r} (distill={stage.distill})" for stage in self.still_distilled(step)]
-            if names:
-                raise UnsupportedAttentionError(
-                    f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give "
-                    "them with schedule.step(model, optimizer, step, batches=...), in every call"
-                )
+        if optimizer is not None and batches is None and (stages := self.distilled(step)):
+            raise UnsupportedAttentionError(
+                f"there are no batches to distill {', '.join(repr(stage.attention) for stage in stages)}: give them in "
+                "every call, with schedule.step(model, optimizer, step, batches=...)"
+            )
         # First the bare model, then its wrappers, which exist when training begins.
         if optimizer is None or step == 0:
             check_stages(model, self.stages)
         stage = self.stages[self.index(step) if step else 0]
         if is_in_stage(model, stage):
             return None
-        return switch_stage(model, optimizer, stage, step, batches if self.starts(step) else None, options)
+        return switch_stage(model, optimizer, stage, step, batches, options)
+
+
+def _make_stages(given: Iterable[Any]) -> tuple[Stage, ...]:
+    """Stages from any of the forms that `UptrainingSchedule` accepts, with its refusals."""
+    stages: list[Stage] = []
+    for entry in given:
+        stages.append(_make_stage(entry, stages[-1] if stages else None))
+    _check_ends([stage.end for stage in stages])
+    if stages[0].distill:
+        raise UnsupportedAttentionError(
+            f"the first stage has distill={stages[0].distill}: distill the model before the training instead, with "
+            "hea.distill or 'hf-efficient-attn distill'"
+        )
+    return tuple(stages)
+
+
+def _make_stage(given: Any, before: Stage | None) -> Stage:
+    """One stage; `before` is the preceding one, from which some hyperparameters are inherited."""
+    if isinstance(given, Stage):
+        return given
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
+        raise UnsupportedAttentionError(
+            f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
+        )
+    attention, end, *rest = given
+    values = as_dict((rest and rest[0]) or {}, "the hyperparameters of a stage")
+    distill, layers = values.pop("distill", 0), values.pop("layers", None)
+    if isinstance(attention, str):
+        attention = EXACT if attention == "exact" else attention
+        values = _inherited(attention, before) | values
+    settings = choice_of(attention, layers, values)
+    name = str(settings.method if settings else attention)
+    if isinstance(distill, bool) or not isinstance(distill, int) or distill < 0:
+        raise UnsupportedAttentionError(
+            f"distill={distill!r}: give the number of steps of the distillation before a stage, or 0 for none"
+        )
+    learning = why_nothing_to_learn([entry.config for entry in settings.entries] if settings else [])
+    if distill and learning:
+        reason = learning if settings else f"{name!r} is exact attention"
+        raise UnsupportedAttentionError(f"a stage with distill={distill}: {reason}")
+    return Stage(name, end, settings, distill)
+
+
+def _inherited(method: str, before: Stage | None) -> dict[str, Any]:
+    """Hyperparameters of the preceding stage that determine what is learned or drawn and that `method` has too."""
+    if method not in available_methods() or not before or not before.settings or len(before.settings.entries) > 1:
+        return {}
+    values = before.settings.entries[0].config.to_dict()
+    return {
+        spec.name: values[spec.name]
+        for spec in dataclasses.fields(method_info(method).config_class)
+        if (spec.metadata.get("carried") or spec.name == "seed")
+        and spec.name in values
+        # The other method may not have this value, for example a feature map.
+        and values[spec.name] in (spec.metadata.get("choices") or [values[spec.name]])
+    }
+
+
+def _check_ends(ends: Sequence[Any]) -> None:
+    """Refuse ends of stages that are no ends, do not increase, or mix shares and numbers of steps."""
+    if not ends:
+        raise UnsupportedAttentionError("a schedule needs at least one stage")
+    known = [0, *(ends[:-1] if ends[-1] is None else ends)]
+    kinds = {type(end) for end in known[1:]}
+    is_fit = kinds <= {int} or (kinds == {float} and ends[-1] == 1.0)
+    if not is_fit or not all(before < after for before, after in itertools.pairwise(known)):
+        raise UnsupportedAttentionError(
+            f"the ends of the stages cannot be {ends}: give shares of all steps, floats that increase to 1.0, or "
+            "numbers of steps, integers that increase, of which the last may be None for the end of training"
+        )
+
+
+def _parse_stage(text: str) -> tuple[str, float | int | None, dict[str, Any]]:
+    """(attention, end, hyperparameters) from "ATTENTION[,key=value...]:END"."""
+    head, _, end = text.rpartition(":")
+    name, *pairs = head.split(",")
+    number = None if end == "end" else _parse_value(end)
+    if not name or any("=" not in pair for pair in pairs) or isinstance(number, str):
+        raise UnsupportedAttentionError(
+            f"{text!r} is not a stage: write ATTENTION[,key=value...]:END, for example "
+            "linformer,projection_dim=64:0.25. END is a share of all steps, a number of steps, or 'end'"
+        )
+    return name, number, {key: _parse_value(value) for key, value in (pair.split("=", 1) for pair in pairs)}
+
+
+def _parse_value(text: str) -> Any:
+    """A Boolean or a number if the text is one, otherwise the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def uptraining_preset(

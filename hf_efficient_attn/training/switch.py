@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os.path import commonprefix
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,8 +35,10 @@ from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
 from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
-from hf_efficient_attn.training.stage import Stage
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.training.schedule import Stage
 
 logger = logging.get_logger(__name__)
 
@@ -44,19 +46,19 @@ logger = logging.get_logger(__name__)
 Layout = dict[str, tuple[int, ...]]
 
 
-def is_in_stage(model: nn.Module, stage: Stage) -> bool:
+def is_in_stage(model: nn.Module, stage: "Stage") -> bool:
     """Whether the model already is in the stage. All implementations of exact attention of Transformers are equal."""
     configs = [config for root in transformers_models(unwrap(model)) for config in configs_of(root)]
     names = [(config, method_of(config)) for config in configs]
     return all((name and settings_of(config, name)) == stage.settings for config, name in names)
 
 
-def apply_stage(model: nn.Module, stage: Stage) -> None:
+def apply_stage(model: nn.Module, stage: "Stage") -> None:
     """Convert the model to the stage; new learned parameters have their initial values."""
     convert(unwrap(model), stage.attention if stage.settings is None else stage.settings)
 
 
-def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = False) -> None:
+def check_stages(model: nn.Module, stages: Sequence["Stage"], *, is_fixed: bool = False) -> None:
     """Try every stage on the model and restore the model.
 
     `is_fixed` says that the set of parameters cannot change during training, if that is known already.
@@ -85,7 +87,7 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
             )
 
 
-def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
+def stage_layouts(model: nn.Module, stages: Sequence["Stage"]) -> list[Layout]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
     before, layouts = snapshot(transformers_models(model)), []
     try:
@@ -105,7 +107,7 @@ def learned_layout(model: nn.Module) -> Layout:
 def switch_stage(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    stage: Stage,
+    stage: "Stage",
     step: int,
     batches: Iterable[Batch] | None = None,
     options: DistillationOptions | None = None,
@@ -243,7 +245,7 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
 
 def _distill(
     model: nn.Module,
-    stage: Stage,
+    stage: "Stage",
     batches: Iterable[Batch],
     options: DistillationOptions,
     former: tuple[Callable[[Call], Tensor], Sequence[Tensor]],
