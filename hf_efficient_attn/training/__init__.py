@@ -1,9 +1,6 @@
-"""Distillation and up-training.
+"""Distillation (`distill`) and up-training, which trains one attention, then another (Gupta et al. 2023, section 4.2).
 
-`distill` trains the learned parameters of a converted model to imitate its exact attention.
-
-Up-training (Gupta et al. 2023, sections 4.2-4.3) trains one attention for a share of the steps, then another.
-`UptrainingSchedule` defines which attention the model uses at which step. `UptrainingCallback` applies it in Trainer,
+`UptrainingSchedule` defines which attention a model uses at which step. `UptrainingCallback` applies it in Trainer,
 `UptrainingSchedule.step` in other training loops. `uptraining_preset` returns the schedules of the paper.
 """
 

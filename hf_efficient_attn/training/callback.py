@@ -21,17 +21,9 @@ from transformers.utils import logging
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
+from hf_efficient_attn.training import switch
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
-from hf_efficient_attn.training.switch import (
-    apply_stage,
-    check_stages,
-    is_in_stage,
-    learned_layout,
-    log_entries,
-    stage_layouts,
-    training_batches,
-)
 
 logger = logging.get_logger(__name__)
 
@@ -79,20 +71,16 @@ class UptrainingCallback(TrainerCallback):
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
         # The batches of this training, which are given or of its training set.
         self._batches: Iterable[Batch] | None = None
-        self._hook: Any = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages, rename incomplete checkpoints, and start in the first stage."""
         model, stages = kwargs["model"], self.schedule.stages
-        check_stages(model, stages, is_fixed=bool(args.fsdp or args.deepspeed or args.n_gpu > 1))
+        switch.check_stages(model, stages, is_fixed=bool(args.fsdp or args.deepspeed or args.n_gpu > 1))
         with args.main_process_first(local=args.save_on_each_node, desc="rename incomplete checkpoints"):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
-        if self._hook is not None:
-            # The callback belonged to another Trainer, perhaps with another model.
-            self._hook.remove()
-        self._hook = model.register_load_state_dict_pre_hook(self._before_loading)
-        if not any(is_in_stage(model, stage) for stage in stages[1:]):
+        model.register_load_state_dict_pre_hook(self._before_loading)
+        if not any(switch.is_in_stage(model, stage) for stage in stages[1:]):
             self.schedule.step(model, None, 0)
 
     def _before_loading(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
@@ -102,13 +90,13 @@ class UptrainingCallback(TrainerCallback):
             _use_new_names(module, names, state_dict, prefix)
         shapes = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items()}
         given = {name: shape for name, shape in shapes.items() if f".{NAME}." in name}
-        if given == learned_layout(module) or 2 * len(names & shapes.keys()) < len(names):
+        if given == switch.learned_layout(module) or 2 * len(names & shapes.keys()) < len(names):
             # The weights fit already, or they are a part of a model, such as adapters, which does not tell the stage.
             return
         stages = self.schedule.stages
-        for stage, layout in zip(stages, stage_layouts(module, stages), strict=True):
+        for stage, layout in zip(stages, switch.stage_layouts(module, stages), strict=True):
             if layout == given:
-                apply_stage(module, stage)
+                switch.apply_stage(module, stage)
                 return
         for name, shape in given.items():
             raise UnsupportedAttentionError(
@@ -125,7 +113,7 @@ class UptrainingCallback(TrainerCallback):
         self._batches = self.distillation_batches
         if self._batches is None and schedule.distilled(state.global_step):
             loader, size = kwargs["train_dataloader"], args.per_device_train_batch_size
-            self._batches = training_batches(
+            self._batches = switch.training_batches(
                 loader.dataset, loader.collate_fn, size, args.process_index, args.world_size
             )
         if state.global_step:
@@ -138,7 +126,7 @@ class UptrainingCallback(TrainerCallback):
         given = kwargs["model"], kwargs["optimizer"], state.global_step
         record = self.schedule.step(*given, self._batches, self.distillation_options)
         if record is not None:
-            state.log_history.append({**log_entries(record), "epoch": state.epoch, "step": state.global_step})
+            state.log_history.append({**switch.log_entries(record), "epoch": state.epoch, "step": state.global_step})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch to the stage of the best model if Trainer has loaded that."""

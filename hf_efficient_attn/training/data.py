@@ -29,10 +29,9 @@ class TrainingData:
         model: the model.
         folder: its checkpoint, with a tokenizer or an image processor.
         file: the text, or the folder or zip file of pictures.
-        length: number of tokens of an input; pictures have the nearest possible number. None for as many as the model
-            takes, at most 2,048; for pictures, for those of the size that the model was trained with.
-        batch_size: number of inputs of a batch.
-        num_batches: number of batches to learn from.
+        length: number of tokens of an input, for pictures the nearest possible one. None for as many as the model
+            takes, at most 2,048, or those of pictures of the size that the model was trained with.
+        batch_size, num_batches: number of inputs of a batch, and of batches to learn from.
 
     Attributes:
         name: of the data.

@@ -28,17 +28,10 @@ from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
 from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.training import steps
 from hf_efficient_attn.training.data import TrainingData, digest
 from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
-from hf_efficient_attn.training.steps import (
-    DivergedError,
-    LayerLoss,
-    Training,
-    process_rank,
-    wait_for_all,
-    world_size,
-)
 
 FORMAT = 1
 # A state of another format cannot be continued.
@@ -142,7 +135,7 @@ class _CheckpointRun:
         model = self.model
         refuse_converted(model)
         conversion.extend()
-        count = plan.num_batches * world_size()
+        count = plan.num_batches * steps.world_size()
         self._data = data = TrainingData(model, checked.folder, file, plan.length, plan.batch_size, count)
         nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
@@ -155,7 +148,7 @@ class _CheckpointRun:
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
         self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
         # The stages that have begun.
-        self._stages: list[Training] = []
+        self._stages: list[steps.Training] = []
         self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
         self._state = self._folder / "state.pt"
         # Plain values, by the names of options, that must be equal when the work is continued.
@@ -166,7 +159,7 @@ class _CheckpointRun:
             "settings": repr(dict(model.config.efficient_attention or {})),
             **plan.to_dict(),
             "max_length": plan.max_length,
-            "processes": world_size(),
+            "processes": steps.world_size(),
         }
         self._saved = self._load()
         # Errors by stage, each (layer, name, error), rows, and the losses since the last row.
@@ -218,21 +211,23 @@ class _CheckpointRun:
 
     def _save(self) -> None:
         """Replace the saved state as a whole."""
-        if process_rank() == 0:
+        if steps.process_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             states = [stage.state_dict() for stage in self._stages]
             with replacing(self._state) as draft, draft.open("wb") as file:
                 torch.save({"request": self._request, "stages": states, "record": self._record}, file)
-        wait_for_all()
+        if steps.world_size() > 1:
+            torch.distributed.barrier()
         self._saved_at = self._steps_done
 
     def _remove_state(self) -> None:
         """Remove the saved state, and its folder unless that holds anything else."""
-        if process_rank() == 0:
+        if steps.process_rank() == 0:
             self._state.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-        wait_for_all()
+        if steps.world_size() > 1:
+            torch.distributed.barrier()
 
     @property
     def _steps_done(self) -> int:
@@ -259,7 +254,7 @@ class _CheckpointRun:
                         continue
                     stream = self._data.stream(plan.options.seed, self._steps_done)
                     training.run(stream, self._after_step, show_progress=plan.options.show_progress)
-        except DivergedError as error:
+        except steps.DivergedError as error:
             option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
             advice = f"{error}: give {option}"
             if self._state.is_file():
@@ -271,7 +266,7 @@ class _CheckpointRun:
             known = {"steps_done": self._saved_at, "steps": plan.num_batches, "folder": str(self._folder)}
             raise Interrupted({**known, "is_over": self._is_over}) from None
 
-    def _after_step(self, step: int, losses: Sequence[LayerLoss]) -> None:
+    def _after_step(self, step: int, losses: Sequence[steps.LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
         record, training = self._record, self._stages[-1]
         if losses:
@@ -284,9 +279,9 @@ class _CheckpointRun:
             self._execution.on_row(record["history"][-1])
         is_last = self._steps_done == self._plan.num_batches
         flags = [self._interruption.is_set(), not is_last and self._execution.seconds_left() <= 0]
-        if training.reduce is not None:  # one process stops all
+        if steps.world_size() > 1:  # one process stops all
             numbers = torch.tensor(flags, dtype=torch.float32, device=self.model.device)
-            flags = (training.reduce(numbers) > 0).tolist()
+            flags = (steps.mean_over_processes(numbers) > 0).tolist()
         if is_row or any(flags):
             self._save()
         if any(flags):
@@ -321,7 +316,7 @@ class _CheckpointRun:
             write_results(result, folder, "distillation", _draw)
 
         report: dict[str, Any] = {"distillation": result}
-        if process_rank() == 0:
+        if steps.process_rank() == 0:
             nn.Module.to(self.model, "cpu")
             report |= self._conversion.write(add_files=add_files)
         if result["complete"]:
@@ -342,7 +337,7 @@ def _noting_interruption() -> Iterator[threading.Event]:
 
     def note(number: int, frame: Any) -> None:
         # What starts several processes passes Ctrl-C on to those that have received it already.
-        if world_size() == 1:
+        if steps.world_size() == 1:
             tqdm.write("Stopping after this step. Ctrl-C again stops at once, without saving it.", nolock=True)
             signal.signal(signal.SIGINT, before)
         noted.set()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.configs import method_of
@@ -35,14 +35,7 @@ from hf_efficient_attn.integration.models import attention_modules, configs_of, 
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
-from hf_efficient_attn.training.steps import (
-    DivergedError,
-    LayerLoss,
-    OnStep,
-    Training,
-    batch_stream,
-    check_positive,
-)
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Training, batch_stream, check_positive
 
 LOSSES = ("output", "weights", "both")
 # The cross entropy is some nats, and the loss of the output below 1.
@@ -51,8 +44,6 @@ WEIGHTS_SHARE = 0.1
 _BLOCK = 128
 # Smallest weight in a logarithm, as in float32's log(1e-9).
 _LEAST = 1e-9
-# A loss or an error of a call, for a method and all its parameters.
-Loss = Callable[[Call, MethodConfig, Mapping[str, Tensor]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +69,13 @@ class DistillationOptions(KnownFields):
 
     def __post_init__(self) -> None:
         check_positive("learning_rate", self.learning_rate, is_count=False)
+        for name, is_fit, what in (
+            ("seed", isinstance(self.seed, int), "an integer"),
+            ("on_step", self.on_step is None or callable(self.on_step), "a function or None"),
+            ("finetuning", isinstance(self.finetuning, FinetuningOptions | None), "hea.FinetuningOptions(steps=...)"),
+        ):
+            if not is_fit:
+                raise UnsupportedAttentionError(f"{name} must be {what}, not {shown(getattr(self, name))}")
 
 
 def distill(
@@ -126,6 +124,10 @@ def distill(
         >>> model.save_pretrained("converted")
     """
     check_positive("steps", steps)
+    if not isinstance(options, DistillationOptions | None) or "learning_rate" in hyperparameters:
+        raise UnsupportedAttentionError(
+            "options must be None or options=hea.DistillationOptions(learning_rate=...), which has the learning rate"
+        )
     options = options or DistillationOptions()
     refuse_converted(model)
     before = snapshot(transformers_models(model))
@@ -151,9 +153,7 @@ class Distillation(Training):
 
     Args:
         model: a converted model, whose other parameters stay as they are.
-        num_steps: the number of steps of the whole training.
-        loss: one of `LOSSES`.
-        options: the learning rate and others.
+        num_steps, loss, options: as in `distill`.
         teacher: computes the output to imitate, for the inputs of a call.
         fixed: learned parameters that stay as they are.
 
@@ -192,7 +192,10 @@ class Distillation(Training):
                 reason or "no layer of the model has learned parameters to distill: choose layers whose method has them"
             )
         trained = [p for copies in self.copies.values() for p in copies.values()]
-        settings = [{"params": [p], "lr": options.learning_rate * _share(p)} for p in trained]
+        # A step of Adam is about as large as the learning rate, whatever the gradient is. For the initial map of a head
+        # with 32 dimensions the share of the user's rate is 1, for averages of two tokens out of 512 it is .16.
+        shares = [min(1.0, max(0.1, 5.0 * p.detach().square().mean().sqrt().item())) for p in trained]
+        settings = [{"params": [p], "lr": options.learning_rate * x} for p, x in zip(trained, shares, strict=True)]
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, 2 * (num_steps - step) / num_steps))
         super().__init__(trained, optimizer, schedule, num_steps)
@@ -212,7 +215,7 @@ class Distillation(Training):
             for name, p in copies.items():
                 tensors[name].copy_(p)
 
-    def _visit(self, batch: Batch, loss: Loss) -> list[LayerLoss]:
+    def _visit(self, batch: Batch, loss: Callable[..., float]) -> list[LayerLoss]:
         """A loss for every call that trains something. The parameters have the dtype of the model."""
         losses = []
 
@@ -245,14 +248,7 @@ def relative_error(call: Call, config: MethodConfig, parameters: Mapping[str, Te
 
 
 def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor], loss: str) -> float:
-    """Add the gradients of the loss of one call to those of the parameters, and return the loss.
-
-    Args:
-        call: the call, with the output of exact attention.
-        config: the method.
-        parameters: its learned parameters by name, which require gradients. Gradients must be enabled.
-        loss: one of `LOSSES`.
-    """
+    """Add the gradients of one of `LOSSES` of one call to those of the parameters, and return the loss."""
     total = 0.0
     if loss != "weights":
         errors = squared_error(call, config, parameters)
@@ -285,25 +281,13 @@ def _valid(call: Call) -> Tensor:
 def stages_of(
     model: nn.Module, teacher: nn.Module | None, steps: int, loss: str, options: DistillationOptions
 ) -> Iterator["Distillation | Finetuning"]:
-    """The stages of the distillation of a converted model. The second is made when the first is done.
-
-    `teacher` is what `make_teacher` made of the model before it was converted.
-    """
+    """The stages of a distillation. The second, with what `make_teacher` has made, begins when the first is done."""
     yield Distillation(model, steps, loss, options)
     if options.finetuning is not None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(options.seed)  # of LoRA's adapters
             finetuning = Finetuning(model, teacher, options.finetuning)
         yield finetuning
-
-
-def _share(parameter: Tensor) -> float:
-    """Learning rate of a parameter as a share of the option, for its start values.
-
-    A step of Adam is about as large as the learning rate, whatever the gradient is. For the initial
-    map of a head with 32 dimensions the share is 1, for averages of two tokens out of 512 it is .16.
-    """
-    return min(1.0, max(0.1, 5.0 * parameter.detach().square().mean().sqrt().item()))
 
 
 def refuse_converted(model: nn.Module) -> None:

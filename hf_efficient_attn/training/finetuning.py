@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
@@ -58,8 +57,7 @@ class FinetuningOptions(KnownFields):
             raise UnsupportedAttentionError(unknown_name("target", self.target, TARGETS))
         for name in ("learning_rate", "attention_learning_rate"):
             check_positive(name, getattr(self, name), is_count=False)
-        if self.lora_rank is not None:
-            check_positive("lora_rank", self.lora_rank)
+        check_positive("lora_rank", 1 if self.lora_rank is None else self.lora_rank)
 
 
 def make_teacher(model: nn.Module, options: FinetuningOptions) -> nn.Module | None:
@@ -94,11 +92,8 @@ class Finetuning(Training):
             p.requires_grad_(True)
         ids = set(map(id, learned))
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
-        settings = [
-            {"params": others, "lr": options.learning_rate},
-            {"params": learned, "lr": options.attention_learning_rate},
-        ]
-        optimizer = torch.optim.AdamW([x for x in settings if x["params"]], weight_decay=0.0)
+        rates = ((others, options.learning_rate), (learned, options.attention_learning_rate))
+        optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in rates if x], weight_decay=0.0)
         # Imported here, because it imports optional packages.
         from transformers.optimization import get_cosine_schedule_with_warmup
 
@@ -181,6 +176,5 @@ def _adapted(model: nn.Module, rank: int) -> Any:
         raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
     from peft import LoraConfig, get_peft_model
 
-    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
-    options: dict[str, Any] = {"target_modules": "all-linear", "bias": "none", "fan_in_fan_out": is_transposed}
+    options: dict[str, Any] = {"target_modules": "all-linear", "bias": "none"}
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **options))

@@ -42,13 +42,6 @@ class Stage:
     settings: EfficientAttentionConfig | None = None
     distill: int = 0
 
-    def end_step(self, total_steps: int) -> int:
-        """The number of completed steps at which the stage ends."""
-        if self.end is None:
-            return total_steps
-        # The inner rounding removes floating-point noise: 0.29 * 100 is 28.999999999999996.
-        return self.end if isinstance(self.end, int) else round(round(self.end * total_steps, 6))
-
 
 class UptrainingSchedule:
     """Consecutive stages of training, each with its own attention.
@@ -79,9 +72,8 @@ class UptrainingSchedule:
     """
 
     def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
-        self.stages: tuple[Stage, ...] = _make_stages(
-            stages.stages if isinstance(stages, UptrainingSchedule) else stages
-        )
+        given = stages.stages if isinstance(stages, UptrainingSchedule) else stages
+        self.stages: tuple[Stage, ...] = _make_stages(given)
         self.total_steps = total_steps
         if total_steps is not None:
             self.ends(total_steps)
@@ -96,9 +88,8 @@ class UptrainingSchedule:
         Raises:
             UnsupportedAttentionError: a string has another form, or the class refuses the stages.
         """
-        if isinstance(stages, str):
-            stages = stages.split()
-        return cls([_parse_stage(text) for text in stages], total_steps)
+        texts = stages.split() if isinstance(stages, str) else stages
+        return cls([_parse_stage(text) for text in texts], total_steps)
 
     def ends(self, total_steps: int) -> list[int]:
         """The number of completed steps at which each stage ends; the last is `total_steps`.
@@ -106,7 +97,9 @@ class UptrainingSchedule:
         Raises:
             UnsupportedAttentionError: a stage would have no step.
         """
-        ends = [*(stage.end_step(total_steps) for stage in self.stages[:-1]), total_steps]
+        # The inner rounding removes floating-point noise: 0.29 * 100 is 28.999999999999996.
+        known = [stage.end or 0 for stage in self.stages[:-1]]
+        ends = [*(end if isinstance(end, int) else round(round(end * total_steps, 6)) for end in known), total_steps]
         for stage, (start, end) in zip(self.stages, itertools.pairwise([0, *ends]), strict=True):
             if start >= end:
                 raise UnsupportedAttentionError(
@@ -125,7 +118,7 @@ class UptrainingSchedule:
                 "UptrainingSchedule(stages, total_steps=...)"
             )
         else:
-            ends = [stage.end_step(step) for stage in self.stages[:-1]]
+            ends = [int(stage.end or 0) for stage in self.stages[:-1]]
         return next((i for i, end in enumerate(ends) if step < end), len(self.stages) - 1)
 
     def distilled(self, step: int) -> list[Stage]:
@@ -149,8 +142,7 @@ class UptrainingSchedule:
 
         A stage with "distill" is distilled in the call of its first step. In distributed training gradients are
         averaged over all processes, each of which may give batches of its own. The global random states stay as they
-        are, so that a training that is resumed from a checkpoint before the switch repeats the distillation bit for
-        bit.
+        are, so that a resumed training repeats the distillation bit for bit.
 
         Args:
             model: a Transformers model, or its wrapper: PEFT, `torch.compile`, DistributedDataParallel.
@@ -276,11 +268,7 @@ def _parse_value(text: str) -> Any:
 
 
 def uptraining_preset(
-    task: str,
-    variant: str = "flurka_performer",
-    *,
-    total_steps: int | None = None,
-    **hyperparameters: Any,
+    task: str, variant: str = "flurka_performer", *, total_steps: int | None = None, **hyperparameters: Any
 ) -> UptrainingSchedule:
     """The schedule that the paper uses for a task (Gupta et al. 2023, appendix A.4).
 
@@ -292,8 +280,8 @@ def uptraining_preset(
         task: "nmt", "imagenet", "mlm", "glue" or "lra".
         variant: "flurka_performer", "flurka_eva" or "flurka_linear".
         total_steps: see `UptrainingSchedule`.
-        **hyperparameters: hyperparameters of the stages; each stage takes those that it has. With "nmt" the paper
-            switches the encoder of a translation model only: `layers=["encoder"]`.
+        **hyperparameters: of the variant; the base takes those that it has. With "nmt" the paper switches only the
+            encoder of a translation model: `layers=["encoder"]`.
 
     Raises:
         UnsupportedAttentionError: the task, the variant or a hyperparameter is unknown.
@@ -303,10 +291,6 @@ def uptraining_preset(
             raise UnsupportedAttentionError(unknown_name(kind, name, names))
     base = "linear" if variant == "flurka_linear" else "linformer"
     stages = [(base, _SHARES[task][base]), (variant, 1.0)] if task in _SHARES else [(variant, 1.0)]
-    known = {name: {"layers", *method_info(name).config_class.hyperparameters()} for name, _ in stages}
-    for key in hyperparameters.keys() - set().union(*known.values()):
-        raise UnsupportedAttentionError(unknown_name("hyperparameter", key, sorted(set().union(*known.values()))))
-    return UptrainingSchedule(
-        [(name, end, {k: v for k, v in hyperparameters.items() if k in known[name]}) for name, end in stages],
-        total_steps,
-    )
+    known = {"layers", *method_info(base).config_class.hyperparameters()}
+    values = {base: {key: value for key, value in hyperparameters.items() if key in known}, variant: hyperparameters}
+    return UptrainingSchedule([(name, end, values[name]) for name, end in stages], total_steps)

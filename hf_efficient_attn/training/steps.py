@@ -47,7 +47,6 @@ class Training(abc.ABC):
         title, key: what the progress bar and reports call the stage.
         max_norm: the largest norm of the gradients.
         trained: the parameters.
-        reduce: averages a tensor over all processes of `torch.distributed`; None for one.
         num_steps, step_number: the number of steps of the whole training, and so far.
     """
 
@@ -57,7 +56,6 @@ class Training(abc.ABC):
 
     def __init__(self, trained: list[Tensor], optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
         self.trained, self.num_steps, self.step_number = trained, num_steps, 0
-        self.reduce: Callable[[Tensor], Tensor] | None = mean_over_processes if world_size() > 1 else None
         self._optimizer, self._schedule = optimizer, schedule
         # The sum of the losses in the present window, the smallest sum, and the parameters at its end.
         self._sum, self._least, self._best = 0.0, math.inf, _copies(trained)
@@ -86,12 +84,12 @@ class Training(abc.ABC):
         self._optimizer.zero_grad()
         losses = self._backward(batch)
         mean = torch.tensor([statistics.fmean(one.loss for one in losses) if losses else 0.0])
-        if self.reduce is not None:
+        if world_size() > 1:
             # All processes stop in the same step, and choose the same best parameters. Every process must take part,
             # also if its batch trained nothing.
-            mean = self.reduce(mean.to(self.trained[0].device))
+            mean = mean_over_processes(mean.to(self.trained[0].device))
             for p in self.trained:
-                p.grad = self.reduce(torch.zeros_like(p) if p.grad is None else p.grad)
+                p.grad = mean_over_processes(torch.zeros_like(p) if p.grad is None else p.grad)
         if not mean.isfinite():
             self._set(self._best)
             names = [one.name for one in losses if not math.isfinite(one.loss)]
@@ -233,12 +231,6 @@ def world_size() -> int:
 def process_rank() -> int:
     """The number of this process, of which 0 writes all files."""
     return torch.distributed.get_rank() if world_size() > 1 else 0
-
-
-def wait_for_all() -> None:
-    """Wait until all processes are here."""
-    if world_size() > 1:
-        torch.distributed.barrier()
 
 
 def mean_over_processes(x: Tensor) -> Tensor:

@@ -3,11 +3,9 @@
 Parameters that both attentions share remain the same objects, so that the optimizer keeps their state. Parameter
 groups, data-parallel wrappers and compiled graphs are updated.
 
-The new parameters can be distilled: they imitate the attention that the model had before the switch, on batches of
-training data, layer by layer as in `hea.distill`. Parameters that are taken over are not trained: their values are part
-of the attention to imitate, and their optimizer state belongs to these values. A distillation depends only on the
-model, the batches and the options. It has random states of its own and restores the global ones, so that a resumed
-training repeats it exactly.
+New parameters can be distilled: they imitate the attention before the switch on batches of training data, layer by
+layer as in `hea.distill`. Shared parameters keep their values, which are a part of that attention. A distillation
+depends only on the model, the batches and the options, so that a resumed training repeats it exactly.
 """
 
 import contextlib
@@ -25,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
-from transformers.utils import logging
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -39,8 +36,6 @@ from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_param
 
 if TYPE_CHECKING:
     from hf_efficient_attn.training.schedule import Stage
-
-logger = logging.get_logger(__name__)
 
 # Names and shapes of learned parameters.
 Layout = dict[str, tuple[int, ...]]
@@ -164,22 +159,16 @@ def switch_stage(
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
-    logger.info(f"step {step}: attention switched from {name} to {stage.attention}")
     return record
 
 
 @torch.no_grad()
 def _carry_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
-    """Reuse the parameters of a module in the previous stage whose name and shape fit the new one.
-
-    Returns:
-        The parameters that were reused or have a copy of the values of one.
-    """
+    """Reuse the parameters of the stage before whose name and shape fit, or their values. Returns those of now."""
     learned = learned_of(module)
     if learned is None:
         return []
-    fixed = []
-    starts_from = get_method(learned.method.method).starts_from
+    fixed, starts_from = [], get_method(learned.method.method).starts_from
     for name, parameter in list(learned.named_parameters(recurse=False)):
         old = tensors.get(name, tensors.get(starts_from.get(name, "")))
         if old is None or old.shape != parameter.shape:
@@ -212,12 +201,9 @@ def _update_optimizer(
             parts = name.split(".")
             nearest = max(alike, key=lambda other: len(commonprefix([parts, other.split(".")])))  # noqa: RUF071 (lists)
             group_of[id(after[nearest])]["params"].append(p)
-    names = {id(p): name for name, p in after.items()}
     for group in optimizer.param_groups:
         kept = [p for p in group["params"] if id(p) in position or id(p) not in old]
         group["params"] = sorted(kept, key=lambda p: position.get(id(p), len(position)))
-        if "param_names" in group:
-            group["param_names"] = [names.get(id(p), "") for p in group["params"]]
     for gone in [p for p in optimizer.state if id(p) in old - position.keys()]:
         del optimizer.state[gone]
 
@@ -233,14 +219,12 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     if "forward_sync_buffers" in names:  # the newer name of the other
         names.remove("broadcast_buffers")
     options = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
-    module, training, hooks = wrapper.module, wrapper.training, list(wrapper._comm_hooks)
+    module, training = wrapper.module, wrapper.training
     # The old reducer removes its hooks from the parameters when it is deleted.
     wrapper.__dict__.pop("logger", None)
     wrapper.__dict__.pop("reducer", None)
     DistributedDataParallel.__init__(wrapper, module, **options)
     wrapper.train(training)
-    for hook, state in hooks:
-        wrapper.register_comm_hook(state, hook)
 
 
 def _distill(
@@ -272,17 +256,14 @@ def _distill(
 @contextlib.contextmanager
 def _separate_random_state(seed: int) -> Iterator[None]:
     """Within the context the generators from which data sets and collators draw depend on the seed only."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            # Not `torch.manual_seed`, which would also seed the generators of accelerators.
-            torch.default_generator.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # Not `torch.manual_seed`, which would also seed the generators of accelerators.
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def training_batches(
@@ -290,11 +271,8 @@ def training_batches(
 ) -> Iterable[Batch]:
     """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
 
-    The samples of a batch are spread evenly over the data set, which may be sorted. The processes of a distributed
-    training get different batches.
-
-    Raises:
-        UnsupportedAttentionError: the data set can only be iterated.
+    The samples of a batch are spread evenly over the data set, which may be sorted. Processes get different batches. A
+    data set that can only be iterated is refused.
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UnsupportedAttentionError(

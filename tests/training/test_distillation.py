@@ -7,7 +7,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
 from hf_efficient_attn.evaluation.progress import Interrupted
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training import DistillationOptions, DivergedError, FinetuningOptions
+from hf_efficient_attn.training import DistillationOptions, DivergedError, FinetuningOptions, steps
 from hf_efficient_attn.training.distillation import WEIGHTS_SHARE, Distillation, backward
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from tiny_models import DECODERS, tiny_batch, tiny_model
@@ -214,7 +214,9 @@ def second_stage():
         (second_stage, "hidden states after layer 1", "of the fine-tuning"),
     ],
 )
-def test_a_loss_that_is_not_finite_stops_all_processes_with_the_best_parameters(make, name, step, other_process):
+def test_a_loss_that_is_not_finite_stops_all_processes_with_the_best_parameters(
+    make, name, step, other_process, monkeypatch
+):
     diverged = []
 
     def reduce(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +224,9 @@ def test_a_loss_that_is_not_finite_stops_all_processes_with_the_best_parameters(
         return x * float("nan") if diverged and x.shape == (1,) else x
 
     model, training = make()
-    training.reduce = reduce if other_process else None
+    if other_process:
+        monkeypatch.setattr(steps, "world_size", lambda: 2)
+        monkeypatch.setattr(steps, "mean_over_processes", reduce)
     for number, batch in enumerate(batches() * 6, start=1):
         training.step(batch)
         if number == 20:
