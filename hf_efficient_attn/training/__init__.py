@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_efficient_attn.training.distillation import DistillationOptions, distill
 from hf_efficient_attn.training.finetuning import FinetuningOptions
-from hf_efficient_attn.training.schedule import Stage, UptrainingSchedule, uptraining_preset
+from hf_efficient_attn.training.schedule import UptrainingSchedule, uptraining_preset
 from hf_efficient_attn.training.steps import DivergedError
+from hf_efficient_attn.training.switch import Stage
 
 if TYPE_CHECKING:
     from hf_efficient_attn.training.callback import UptrainingCallback

@@ -34,8 +34,7 @@ class TrainingData:
         batch_size, num_batches: number of inputs of a batch, and of batches to learn from.
 
     Attributes:
-        name: of the data.
-        tokens: number of tokens of an input.
+        name, tokens: of the data, and the number of tokens of an input.
         train, held_out: the numbers of the batches to learn from, and of the others.
 
     Raises:
@@ -64,8 +63,8 @@ class TrainingData:
                 f"--length {longest}: the model takes {positions} tokens: give a smaller number, or --max-length "
                 f"{longest}, which extends its positions"
             )
-        rows = batch_size * (num_batches + _MOST_HELD_OUT)
-        self._data = data = ModelData(model, folder, file, longest=longest, rows=rows)
+        most = batch_size * (num_batches + _MOST_HELD_OUT)
+        self._data = data = ModelData(model, folder, file, longest=longest, rows=most)
         if is_image:
             longest = length or data.native_tokens
             # Sorted files can be sorted by class.
@@ -103,8 +102,7 @@ class TrainingData:
         """A number that other data hardly have: of all tokens, or of all names and some pixels."""
         data = self._data
         content = self.batch(self.held_out[0])["pixel_values"] if data.is_image else data.token_ids
-        names = [name for name, _ in data.pictures]
-        return digest(repr((self.name, self._length, self._count, data.rows, names)), content)
+        return digest(repr((self.name, self._length, self._count, data.rows, [x[0] for x in data.pictures])), content)
 
 
 def digest(text: str, *tensors: Tensor) -> str:

@@ -131,8 +131,7 @@ class _CheckpointRun:
         self._plan, self._execution, second = plan, execution, plan.options.finetuning
         names = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
         self._conversion = conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **names)
-        self.model, checked = conversion.model, conversion.checked
-        model = self.model
+        self.model, checked = (model := conversion.model), conversion.checked
         refuse_converted(model)
         conversion.extend()
         count = plan.num_batches * steps.world_size()
@@ -263,8 +262,8 @@ class _CheckpointRun:
         except KeyboardInterrupt:
             if self._saved_at is None:
                 raise KeyboardInterrupt from None
-            known = {"steps_done": self._saved_at, "steps": plan.num_batches, "folder": str(self._folder)}
-            raise Interrupted({**known, "is_over": self._is_over}) from None
+            done = {"steps_done": self._saved_at, "steps": plan.num_batches, "is_over": self._is_over}
+            raise Interrupted({**done, "folder": str(self._folder)}) from None
 
     def _after_step(self, step: int, losses: Sequence[steps.LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
@@ -363,7 +362,6 @@ def _draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
     axes.set_xticks(range(len(names)), names, rotation=60 if max(map(len, names)) > 3 else 0)
     axes.set(xlabel="layer", ylabel="relative error of the output", title="Error on held-out data: lower is better")
     axes.legend(frameon=False)
-    axes.grid(axis="y", alpha=0.3)
     data = f"{result['data']['name']}, {result['tokens']} tokens"
     figure.suptitle(f"{result['source']} with {result['attention']} on {data}", fontsize="medium")
     with replacing(path) as draft:

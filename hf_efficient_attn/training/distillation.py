@@ -149,16 +149,13 @@ def distill(
 class Distillation(Training):
     """Trains the learned parameters of a converted model's layers, one batch at a time.
 
-    The parameters are trained as copies in float32 or float64.
+    The parameters are trained as copies in float32 or float64. A model without any is refused.
 
     Args:
         model: a converted model, whose other parameters stay as they are.
         num_steps, loss, options: as in `distill`.
         teacher: computes the output to imitate, for the inputs of a call.
         fixed: learned parameters that stay as they are.
-
-    Raises:
-        UnsupportedAttentionError: no layer has learned parameters to train.
     """
 
     title, key = "distillation", "layers"

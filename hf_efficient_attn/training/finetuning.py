@@ -15,7 +15,7 @@ import copy
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from hf_efficient_attn.training.steps import LayerLoss, Training, check_positive
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.
 _STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-# Share of the steps in which the learning rate rises.
-_WARMUP = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,7 @@ class FinetuningOptions(KnownFields):
 def make_teacher(model: nn.Module, options: FinetuningOptions) -> nn.Module | None:
     """A copy of a model with exact attention, to be made before it is converted; None if adapters make it superfluous.
 
-    Raises:
-        UnsupportedAttentionError: the model's parameters are not float32, in which small updates would be lost.
+    Parameters that are not float32, in which small updates would be lost, are refused.
     """
     if options.lora_rank is not None:
         return None
@@ -97,7 +94,7 @@ class Finetuning(Training):
         # Imported here, because it imports optional packages.
         from transformers.optimization import get_cosine_schedule_with_warmup
 
-        schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(_WARMUP * options.steps)), options.steps)
+        schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(0.1 * options.steps)), options.steps)
         super().__init__([*others, *learned], optimizer, schedule, options.steps)
 
     def _backward(self, batch: Batch) -> list[LayerLoss]:
@@ -148,8 +145,7 @@ class Finetuning(Training):
 def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]:
     """The hidden states of all layers without the embeddings, or the logits, by what messages call them.
 
-    Raises:
-        UnsupportedAttentionError: the model does not return them.
+    A model that does not return them is refused.
     """
     if isinstance(batch, Tensor):
         batch = {transformers_models(model)[0].main_input_name: batch}
@@ -176,5 +172,5 @@ def _adapted(model: nn.Module, rank: int) -> Any:
         raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
     from peft import LoraConfig, get_peft_model
 
-    options: dict[str, Any] = {"target_modules": "all-linear", "bias": "none"}
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **options))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
+    return get_peft_model(cast("Any", model), config)

@@ -3,8 +3,8 @@
 import ast
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,34 +13,15 @@ from torch import nn
 from hf_efficient_attn.conversion.convert import choice_of
 from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import available_methods, method_info
 from hf_efficient_attn.training.distillation import DistillationOptions, why_nothing_to_learn
-from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
+from hf_efficient_attn.training.switch import Stage, check_stages, is_in_stage, switch_stage
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
 _SHARES = {"nmt": {"linformer": 0.8, "linear": 0.64}, "imagenet": {"linformer": 0.167, "linear": 0.333}}
 _TASKS, _VARIANTS = (*_SHARES, "mlm", "glue", "lra"), ("flurka_performer", "flurka_eva", "flurka_linear")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One attention and the point in training at which it ends.
-
-    Attributes:
-        attention: the name of a method, or "sdpa" or another implementation of exact attention.
-        end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
-            None for the end of training.
-        settings: the value for `config.efficient_attention`; None for exact attention.
-        distill: the number of steps in which the new learned parameters imitate the attention before the switch to the
-            stage; 0 for none.
-    """
-
-    attention: str
-    end: float | int | None
-    settings: EfficientAttentionConfig | None = None
-    distill: int = 0
 
 
 class UptrainingSchedule:
@@ -80,13 +61,9 @@ class UptrainingSchedule:
 
     @classmethod
     def parse(cls, stages: str | Sequence[str], total_steps: int | None = None) -> "UptrainingSchedule":
-        """A schedule from strings "ATTENTION[,key=value...]:END" as on a command line.
+        """A schedule from strings "ATTENTION[,key=value...]:END", such as "linformer,projection_dim=64:0.25".
 
-        END is a share, a number of steps or "end", for example ["linformer,projection_dim=64:0.25",
-        "flurka_performer:1.0"] or ["sdpa:0.1", "linear,feature_map=hedgehog,distill=200:1.0"].
-
-        Raises:
-            UnsupportedAttentionError: a string has another form, or the class refuses the stages.
+        END is a share, a number of steps or "end". A text with spaces contains several stages. Others are refused.
         """
         texts = stages.split() if isinstance(stages, str) else stages
         return cls([_parse_stage(text) for text in texts], total_steps)
@@ -110,15 +87,12 @@ class UptrainingSchedule:
 
     def index(self, step: int) -> int:
         """The index of the stage of step `step` (counted from 0); after the last step, the last stage."""
-        if self.total_steps is not None:
-            ends = self.ends(self.total_steps)
-        elif any(isinstance(stage.end, float) for stage in self.stages):
+        if self.total_steps is None and any(isinstance(stage.end, float) for stage in self.stages):
             raise UnsupportedAttentionError(
                 "the ends of the stages are shares of all steps, but the number of steps is unknown: use "
                 "UptrainingSchedule(stages, total_steps=...)"
             )
-        else:
-            ends = [int(stage.end or 0) for stage in self.stages[:-1]]
+        ends = self.ends(self.total_steps or sys.maxsize)
         return next((i for i, end in enumerate(ends) if step < end), len(self.stages) - 1)
 
     def distilled(self, step: int) -> list[Stage]:

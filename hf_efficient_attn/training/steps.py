@@ -73,10 +73,7 @@ class Training(abc.ABC):
         """Give the model the trained parameters."""
 
     def step(self, batch: Batch) -> list[LayerLoss]:
-        """Train on one batch.
-
-        Returns:
-            The losses before the step; none if the batch trained nothing.
+        """Train on one batch. Returns the losses before the step; none if the batch trained nothing.
 
         Raises:
             DivergedError: a loss is not finite. The parameters are then the best ones so far.
@@ -111,11 +108,10 @@ class Training(abc.ABC):
     def run(self, stream: Iterator[Batch], on_step: OnStep | None = None, *, show_progress: bool = True) -> list[float]:
         """Take the steps that remain, with a progress bar. The model then has the parameters, however this ends.
 
-        Returns:
-            The mean of the losses in each of the steps that trained something.
+        Returns the mean of the losses in each of the steps that trained something.
 
         Raises:
-            UnsupportedAttentionError: the first batches train nothing.
+            UnsupportedAttentionError: the first batches train nothing, or there are too few.
             DivergedError: see `step`.
         """
         means: list[float] = []
@@ -168,11 +164,7 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
-    """Batches without end, the same in every call with the same arguments.
-
-    Raises:
-        UnsupportedAttentionError: when they are read, if there are no batches, or only one.
-    """
+    """Batches without end, the same in every call with the same arguments. None at all, or only one, are refused."""
     if isinstance(batches, Iterator):
         batches = list(islice(batches, num_steps))
     if isinstance(batches, Sequence):

@@ -15,8 +15,9 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,36 +31,50 @@ from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
-
-if TYPE_CHECKING:
-    from hf_efficient_attn.training.schedule import Stage
 
 # Names and shapes of learned parameters.
 Layout = dict[str, tuple[int, ...]]
 
 
-def is_in_stage(model: nn.Module, stage: "Stage") -> bool:
+@dataclass(frozen=True)
+class Stage:
+    """One attention and the point in training at which it ends.
+
+    Attributes:
+        attention: the name of a method, or "sdpa" or another implementation of exact attention.
+        end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
+            None for the end of training.
+        settings: the value for `config.efficient_attention`; None for exact attention.
+        distill: the number of steps in which the new learned parameters imitate the attention before the switch to the
+            stage; 0 for none.
+    """
+
+    attention: str
+    end: float | int | None
+    settings: EfficientAttentionConfig | None = None
+    distill: int = 0
+
+
+def is_in_stage(model: nn.Module, stage: Stage) -> bool:
     """Whether the model already is in the stage. All implementations of exact attention of Transformers are equal."""
     configs = [config for root in transformers_models(unwrap(model)) for config in configs_of(root)]
     names = [(config, method_of(config)) for config in configs]
     return all((name and settings_of(config, name)) == stage.settings for config, name in names)
 
 
-def apply_stage(model: nn.Module, stage: "Stage") -> None:
+def apply_stage(model: nn.Module, stage: Stage) -> None:
     """Convert the model to the stage; new learned parameters have their initial values."""
     convert(unwrap(model), stage.attention if stage.settings is None else stage.settings)
 
 
-def check_stages(model: nn.Module, stages: Sequence["Stage"], *, is_fixed: bool = False) -> None:
-    """Try every stage on the model and restore the model.
+def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = False) -> None:
+    """Try every stage on the model and restore the model. With `is_fixed` the set of parameters cannot change.
 
-    `is_fixed` says that the set of parameters cannot change during training, if that is known already.
-
-    Raises:
-        UnsupportedAttentionError: the model cannot take a stage, or its wrappers cannot follow a change of parameters.
+    What the model cannot take, or its wrappers cannot follow, is refused.
     """
     layouts, is_peft = stage_layouts(model, stages), hasattr(unwrap(model), "peft_config")
     kinds = {type(module).__name__ for module in model.modules()}
@@ -82,7 +97,7 @@ def check_stages(model: nn.Module, stages: Sequence["Stage"], *, is_fixed: bool 
             )
 
 
-def stage_layouts(model: nn.Module, stages: Sequence["Stage"]) -> list[Layout]:
+def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
     before, layouts = snapshot(transformers_models(model)), []
     try:
@@ -102,7 +117,7 @@ def learned_layout(model: nn.Module) -> Layout:
 def switch_stage(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    stage: "Stage",
+    stage: Stage,
     step: int,
     batches: Iterable[Batch] | None = None,
     options: DistillationOptions | None = None,
@@ -201,9 +216,12 @@ def _update_optimizer(
             parts = name.split(".")
             nearest = max(alike, key=lambda other: len(commonprefix([parts, other.split(".")])))  # noqa: RUF071 (lists)
             group_of[id(after[nearest])]["params"].append(p)
+    names = {id(p): name for name, p in after.items()}
     for group in optimizer.param_groups:
         kept = [p for p in group["params"] if id(p) in position or id(p) not in old]
         group["params"] = sorted(kept, key=lambda p: position.get(id(p), len(position)))
+        if "param_names" in group:
+            group["param_names"] = [names.get(id(p), "") for p in group["params"]]
     for gone in [p for p in optimizer.state if id(p) in old - position.keys()]:
         del optimizer.state[gone]
 
@@ -219,17 +237,19 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     if "forward_sync_buffers" in names:  # the newer name of the other
         names.remove("broadcast_buffers")
     options = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
-    module, training = wrapper.module, wrapper.training
+    module, training, hooks = wrapper.module, wrapper.training, list(wrapper._comm_hooks)
     # The old reducer removes its hooks from the parameters when it is deleted.
     wrapper.__dict__.pop("logger", None)
     wrapper.__dict__.pop("reducer", None)
     DistributedDataParallel.__init__(wrapper, module, **options)
     wrapper.train(training)
+    for hook, state in hooks:
+        wrapper.register_comm_hook(state, hook)
 
 
 def _distill(
     model: nn.Module,
-    stage: "Stage",
+    stage: Stage,
     batches: Iterable[Batch],
     options: DistillationOptions,
     former: tuple[Callable[[Call], Tensor], Sequence[Tensor]],

@@ -10,9 +10,8 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.training.schedule import Stage
 from hf_efficient_attn.training.steps import learned_parameters
-from hf_efficient_attn.training.switch import is_in_stage, switch_stage
+from hf_efficient_attn.training.switch import Stage, is_in_stage, switch_stage
 from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
 
 TWO = [("linformer", 0.25, {"projection_dim": 8, "share": "none"}), ("flurka_performer", 1.0, {"num_features": 16})]
