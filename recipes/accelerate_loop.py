@@ -35,7 +35,7 @@ from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
 
 from hf_efficient_attn.io.writing import replacing
-from hf_efficient_attn.training.stage_distillation import log_entries, training_batches
+from hf_efficient_attn.training.switch import log_entries, training_batches
 from recipes.common import arguments, reporting, training
 from recipes.common.arguments import option
 from recipes.common.data import glue

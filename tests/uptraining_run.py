@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
 import signal
 import socket
 import sys
@@ -38,7 +37,6 @@ import hf_efficient_attn.training.callback
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 64, "pad_token_id": 1}
-KDEFORMER = {"block_size": 8, "num_samples": 8}
 # Model, stages (of ten steps in all), and arguments of Trainer. All cases use dropout.
 CASES = {
     # The second stage keeps the learned parameters of the first and adds others.
@@ -49,16 +47,11 @@ CASES = {
     ),
     # Neither stage learns parameters, so the weights do not tell the stage.
     "same": ("gpt2", [("performer", 5, {"num_features": 8}), ("linear", None)], {"gradient_accumulation_steps": 2}),
-    "three": (
-        "bert",
-        [("sdpa", 3), ("kdeformer", 6, KDEFORMER), ("linformer", None, {"projection_dim": 8})],
-        {"bf16": True, "save_total_limit": 2},
-    ),
-    # Both stages are distilled first: before step 0 and at a checkpoint.
+    # The second stage is distilled, at a checkpoint.
     "distilled": (
         "bert",
         [
-            ("linformer", 0.4, {"projection_dim": 8, "distill": 3}),
+            ("linformer", 0.4, {"projection_dim": 8}),
             ("flurka_linear", 1.0, {"feature_map": "hedgehog", "num_features": 8, "share": "none", "distill": 4}),
         ],
         {},
@@ -93,34 +86,32 @@ def make_samples(family: str, number: int, seed: int) -> list[dict[str, torch.Te
     return samples
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
-def reaching(where: str):
-    """A method of a callback."""
-    return lambda killer, *given, **further: killer.reach(where)
-
-
 class Killer(TrainerCallback):
     """Kills the process at a point "WHERE@STEP", when STEP steps are done. WHERE is one of
 
-    - begin, forward, substep (between two batches of a step), backward (before the optimizer's step), optimized, end:
-      in a step;
-    - torn:FILE or before:FILE: while the checkpoint is saved, after half of FILE is written or before any of it is;
-    - saved: after the checkpoint is saved;
-    - deleted:FILE or deleted: while the checkpoint is deleted, after FILE or half of the files are gone.
+    - begin, forward, substep (between two batches of a step), saved (after the checkpoint of the step);
+    - torn:FILE: while the checkpoint of the step is saved, after half of FILE is written.
     """
 
     def __init__(self, point: str, model: nn.Module) -> None:
         self.where, _, at = point.partition("@")
-        self.at = int(at)
-        self.step = 0
-        self.what, _, self.file = self.where.partition(":")
+        self.at, self.step, (what, _, file) = int(at), 0, self.where.partition(":")
         layers = model.transformer.h if hasattr(model, "transformer") else model.bert.encoder.layer
         layers[1].register_forward_pre_hook(lambda module, given: self.reach("forward") if module.training else None)
-        self._patch()
+
+        def tearing(write):
+            def torn(*given, **options):
+                path = given[1] if isinstance(given[1], (str, os.PathLike)) else ""
+                write(*given, **options)
+                if what == "torn" and str(path).endswith(f"checkpoint-{at}/{file}"):
+                    os.truncate(path, os.stat(path).st_size // 2)
+                    die()
+
+            return torn
+
+        transformers.modeling_utils.safe_save_file = tearing(transformers.modeling_utils.safe_save_file)
+        torch.save = tearing(torch.save)
+        trainer_callback.TrainerState.save_to_json = tearing(trainer_callback.TrainerState.save_to_json)
 
     def reach(self, where: str) -> None:
         if where == self.where and self.step == self.at:
@@ -130,43 +121,17 @@ class Killer(TrainerCallback):
         self.step = state.global_step
         self.reach("begin")
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.reach("substep")
+
+    def on_save(self, args, state, control, **kwargs):
         self.step = state.global_step
-        self.reach("end")
+        self.reach("saved")
 
-    on_substep_end, on_pre_optimizer_step = reaching("substep"), reaching("backward")
-    on_optimizer_step, on_save = reaching("optimized"), reaching("saved")
 
-    def _patch(self) -> None:
-        """Replace the functions that write and delete files of checkpoints."""
-
-        def writing(write, path_of):
-            def killed(*given, **options):
-                path = pathlib.Path(path_of(given))
-                ours = path.name == self.file and path.parent.name == f"checkpoint-{self.at}"
-                if ours and self.what == "before":
-                    die()
-                write(*given, **options)
-                if ours and self.what == "torn":
-                    os.truncate(path, path.stat().st_size // 2)
-                    die()
-
-            return killed
-
-        transformers.modeling_utils.safe_save_file = writing(transformers.modeling_utils.safe_save_file, lambda x: x[1])
-        torch.save = writing(torch.save, lambda x: x[1])
-        trainer_callback.TrainerState.save_to_json = writing(trainer_callback.TrainerState.save_to_json, lambda x: x[1])
-        rmtree = shutil.rmtree
-
-        def deleting(path, *given, **options):
-            if self.what == "deleted" and pathlib.Path(path).name == f"checkpoint-{self.at}":
-                files = sorted(pathlib.Path(path).iterdir())
-                for file in files[: len(files) // 2] if not self.file else [pathlib.Path(path, self.file)]:
-                    file.unlink()
-                die()
-            rmtree(path, *given, **options)
-
-        shutil.rmtree = deleting
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
 
 
 class StepLog(TrainerCallback):
@@ -202,12 +167,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--plain", action="store_true", help="train without UptrainingCallback")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save_steps", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4, help="samples per batch and process")
-    parser.add_argument("--samples", type=int, default=22, help="size of the data set")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument(
-        "--resume", nargs="?", const=True, default=None, help="from the last checkpoint, or from a folder"
-    )
+    parser.add_argument("--resume", action="store_const", const=True, help="from the last checkpoint")
     parser.add_argument("--kill", help="WHERE@STEP as in Killer")
     parser.add_argument("--kill_rank", type=int, help="kill only this process")
     parser.add_argument("--set", action="append", default=[], help="more arguments of Trainer, as JSON")
@@ -226,7 +187,7 @@ def train(given: argparse.Namespace) -> None:
     options = {
         "max_steps": given.steps,
         "save_steps": given.save_steps,
-        "per_device_train_batch_size": given.batch,
+        "per_device_train_batch_size": 4,
         "logging_steps": 1,
         "learning_rate": 5e-3,
         "warmup_steps": 3,
@@ -246,7 +207,7 @@ def train(given: argparse.Namespace) -> None:
     if given.kill and given.kill_rank in (None, rank):
         callbacks.append(Killer(given.kill, model))
     callbacks.append(StepLog(given.output / f"steps-{rank}.jsonl"))
-    samples = make_samples(family, given.samples, 0)
+    samples = make_samples(family, 24, 0)
 
     def score(prediction) -> dict[str, float]:
         step = trainer.state.global_step

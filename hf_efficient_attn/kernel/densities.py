@@ -1,6 +1,5 @@
 """Sums of exponentials by kernel density estimates (WExpKDE, Zandieh et al. 2023, Algorithm 2), and column norms."""
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -8,10 +7,11 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.kernel.products import check_product
 from hf_efficient_attn.ops import kde
 
-# Tables of the first estimate, which finds the densities that are far below a bound.
-_FIRST_TABLES = 32
+# Exponent of the cost of an estimate.
+_TAU = 0.5
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,15 @@ class DensityReport:
         levels: for each round of estimates the lower bound mu of the densities, and the number of remaining queries.
         exact_rows: queries whose sum was computed exactly in the end.
         evaluations: kernel evaluations.
-        pairs: n_queries * n_points.
     """
 
     levels: tuple[tuple[float, int], ...]
     exact_rows: int
     evaluations: int
-    pairs: int
 
 
 def weighted_exponential_kde(
-    points: Tensor, queries: Tensor, weights: Tensor, *, eps: float, seed: int = 0, tau: float = 0.5
+    points: Tensor, queries: Tensor, weights: Tensor, *, eps: float, seed: int = 0
 ) -> tuple[Tensor, DensityReport]:
     """alpha_j within a factor 1 +- eps of sum_i v_i exp(<x_i, y_j>), v >= 0 (Zandieh et al. 2023, Algorithm 2).
 
@@ -50,7 +48,7 @@ def weighted_exponential_kde(
       use .173 and the data structure of Charikar et al. (2020). The condition of line 6, mu^-tau <= eps^2 |S|, is here
       that 2 eps^-2 mu^-tau tables are at most |S|.
     - A query remains not only if its estimate is below mu, but also if its own standard error is above eps / 3 of the
-      estimate. A query whose estimate from 32 tables is below mu / 4 is not estimated with all of them.
+      estimate.
     - Sums are computed in the log domain, so that no exponential overflows.
 
     Args:
@@ -59,29 +57,23 @@ def weighted_exponential_kde(
         weights: v, (n,), not negative.
         eps: relative error, in (0, 1).
         seed: seed of the hash and of the sampling.
-        tau: exponent of the cost of an estimate, in (0, 1].
 
     Returns:
         log alpha, float64 (n_queries,), -inf if all weights are 0; and a `DensityReport`.
 
     Raises:
-        UnsupportedAttentionError: the shapes do not match, eps or tau is out of range, or a weight is negative.
+        UnsupportedAttentionError: the shapes do not match, eps is out of range, or a weight is negative.
     """
-    sizes = tuple(points.shape), tuple(queries.shape), tuple(weights.shape)
-    if list(map(len, sizes)) != [2, 2, 1] or sizes[0][1] != sizes[1][1] or sizes[0][0] != sizes[2][0]:
-        raise UnsupportedAttentionError(
-            f"points (n, d), queries (n_queries, d) and weights (n,) are needed; got "
-            f"{sizes[0]}, {sizes[1]} and {sizes[2]}"
-        )
-    if not 0.0 < eps < 1.0 or not 0.0 < tau <= 1.0:
-        raise UnsupportedAttentionError(f"eps={eps} must be above 0 and below 1, tau={tau} above 0 and at most 1")
+    check_product(queries, points, weights.unsqueeze(-1), 1.0)
+    if not 0.0 < eps < 1.0:
+        raise UnsupportedAttentionError(f"eps={eps} must be above 0 and below 1")
     if bool((weights < 0).any()):
         raise UnsupportedAttentionError("weights below 0 are not a density; split the sum by sign into two sums")
-    return _log_densities(points.double(), queries.double(), weights.double().log(), eps, seed, tau)
+    return _log_densities(points.double(), queries.double(), weights.double().log(), eps, seed)
 
 
 def _log_densities(
-    points: Tensor, queries: Tensor, logs: Tensor, eps: float, seed: int | Tensor, tau: float = 0.5
+    points: Tensor, queries: Tensor, logs: Tensor, eps: float, seed: int | Tensor
 ) -> tuple[Tensor, DensityReport]:
     """`weighted_exponential_kde` by the logarithms (n,) of the weights, all float64."""
     positive = logs > -torch.inf
@@ -89,7 +81,7 @@ def _log_densities(
     num_queries, num_points = queries.shape[0], points.shape[0]
     out = torch.full((num_queries,), -torch.inf, dtype=torch.float64, device=queries.device)
     if num_queries == 0 or num_points == 0:
-        return out, DensityReport((), 0, 0, num_queries * num_points)
+        return out, DensityReport((), 0, 0)
     terms = logs + 0.5 * points.square().sum(1)
     largest = terms.max()  # log N
     augmented = torch.cat((points, (2.0 * (largest - terms)).clamp(min=0.0).sqrt()[:, None]), 1)
@@ -98,25 +90,20 @@ def _log_densities(
     remaining = torch.arange(num_queries, device=queries.device)
     # float32 is sufficient for sampling. The exact sums are in float64.
     hashed, asked = augmented.float(), torch.cat((queries, queries.new_zeros(num_queries, 1)), 1).float()
-    while (tables := _num_tables(eps, mu, tau)) <= len(remaining):
+    # Tables with which densities of mu and more have about the relative error eps.
+    while (tables := max(16, math.ceil(2.0 * eps**-2 * mu**-_TAU))) <= len(remaining):
         levels.append((mu, len(remaining)))
-        density, again = functools.partial(kde.gaussian_kde, hashed, mu=mu, seed=seed), 1_000_000 * len(levels)
-        first = density(asked[remaining], tables=_FIRST_TABLES, stream=again + 500_000)
-        evaluations += first.evaluations
-        some = (first.mean >= mu / 4.0).nonzero().squeeze(1)
-        done = torch.zeros_like(remaining, dtype=torch.bool)
-        if len(some):
-            estimate = density(asked[remaining[some]], tables=tables, stream=again)
-            evaluations += estimate.evaluations
-            sure = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
-            done[some] = sure
-            out[remaining[done]] = estimate.mean[sure].log() + factor[remaining[done]]
-        mu, remaining = mu / 2.0, remaining[~done]
+        stream = 1_000_000 * len(levels)
+        estimate = kde.gaussian_kde(hashed, asked[remaining], mu=mu, tables=tables, seed=seed, stream=stream)
+        evaluations += estimate.evaluations
+        sure = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
+        out[remaining[sure]] = estimate.mean[sure].log() + factor[remaining[sure]]
+        mu, remaining = mu / 2.0, remaining[~sure]
     for some_queries in kde.query_blocks(len(remaining), num_points):
         scores = torch.addmm(logs, queries[remaining[some_queries]], points.t())
         out[remaining[some_queries]] = scores.logsumexp(1)
     evaluations += len(remaining) * num_points
-    return out, DensityReport(tuple(levels), len(remaining), evaluations, num_queries * num_points)
+    return out, DensityReport(tuple(levels), len(remaining), evaluations)
 
 
 def softmax_column_norms(
@@ -136,8 +123,3 @@ def softmax_column_norms(
     queries, keys, root = queries.double(), keys.double(), math.sqrt(2.0)
     log_sums, _ = _log_densities(keys, queries, keys.new_zeros(len(keys)), eps, seed)
     return _log_densities(root * queries, root * keys, -2.0 * log_sums, eps, seed + 1)[0], log_sums
-
-
-def _num_tables(eps: float, mu: float, tau: float) -> int:
-    """Tables with which densities of mu and more have about the relative error eps."""
-    return max(16, math.ceil(2.0 * eps**-2 * float(mu**-tau)))

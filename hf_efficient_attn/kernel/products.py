@@ -23,6 +23,8 @@ _ALPHAS = (0.5, 0.4, 1.0 / 3.0, 0.25, 0.2, 0.15, 0.1, 0.05)
 _PILOT, _LIGHT, _PAIRS = 20_001, 30_001, 20_000
 # The largest ratio of tail to head that the paper finds in its models is 4.6 (section 4.1).
 _MASS = 5.6
+# Numbers of draws are powers of it.
+_STEP = 1.02
 # Numbers in the temporaries of pairs that are processed at a time.
 _AT_A_TIME = 1 << 20
 
@@ -39,9 +41,6 @@ class KernelReport:
         light_samples: draws of all queries, including the first ones, which determine their number.
         evaluations: kernel evaluations; a pair that was evaluated twice counts twice.
         projections: projections of points onto random directions, each about as expensive as an evaluation.
-        pairs: n_queries * n_keys.
-        bound: error that is promised, as a multiple of |x|; 0 if `exact`.
-        delta: probability with which the error may exceed it.
     """
 
     exact: bool
@@ -51,9 +50,6 @@ class KernelReport:
     light_samples: int
     evaluations: int
     projections: int
-    pairs: int
-    bound: float
-    delta: float
 
 
 class Plan(NamedTuple):
@@ -85,7 +81,7 @@ def kernel_matvec(queries: Tensor, keys: Tensor, x: Tensor, *, bandwidth: float)
     Raises:
         UnsupportedAttentionError: the shapes do not match, or the bandwidth is not positive.
     """
-    _check(queries, keys, x, bandwidth)
+    check_product(queries, keys, x, bandwidth)
     matrix = x.unsqueeze(1) if x.ndim == 1 else x
     out = kde.kernel_product(queries.double() / bandwidth, keys.double() / bandwidth, matrix.double())
     return out.reshape(queries.shape[0], *x.shape[1:]).to(x.dtype)
@@ -133,8 +129,6 @@ def approx_kernel_matvec(
     eps: float,
     delta: float = 0.01,
     seed: int = 0,
-    alpha: float | None = None,
-    gamma: float | None = None,
 ) -> tuple[Tensor, KernelReport]:
     """Compute y with |K x - y| <= eps |x| with probability 1 - delta, for x of any sign (Algorithm 3, ApproxKMV).
 
@@ -145,8 +139,8 @@ def approx_kernel_matvec(
 
     Departures from the paper. Each of them leaves the estimate unbiased or only makes it cheaper:
 
-    - alpha = 1/3 and gamma = .109 balance the paper's bounds. Here both are by default the values with the lowest
-      expected cost: gamma given x, alpha given the distances of a sample of pairs.
+    - alpha = 1/3 and gamma = .109 balance the paper's bounds. Here both are the values with the lowest expected cost:
+      gamma given x, alpha given the distances of a sample of pairs.
     - FindHeavy, line 3: the paper takes 10 n^alpha ln n tables of a hash whose collision probabilities have bounds.
       Here they are known. As many tables are taken, with the cells that cost least, as let the missed pairs cost a
       tenth of eps with probability 1 - delta / 4 (Markov's inequality; the sums of the columns are taken to be at most
@@ -173,28 +167,23 @@ def approx_kernel_matvec(
         eps: allowed error, as a multiple of |x|.
         delta: probability of exceeding it.
         seed: the same seed gives the same y.
-        alpha: exponent of the threshold of heavy keys, in (0, 1), or None for the cheapest.
-        gamma: exponent of the threshold of heavy coordinates, or None for the cheapest.
 
     Returns:
         y (n_queries,) or (n_queries, m) in the dtype of x, and a `KernelReport`.
 
     Raises:
-        UnsupportedAttentionError: the shapes do not match, or bandwidth, eps, delta or alpha is out of range.
+        UnsupportedAttentionError: the shapes do not match, or bandwidth, eps or delta is out of range.
     """
-    _check(queries, keys, x, bandwidth)
-    limits = {"eps": (eps, math.inf), "delta": (delta, 1.0), "alpha": (0.5 if alpha is None else alpha, 1.0)}
-    for name, (value, limit) in limits.items():
-        if not 0.0 < value < limit:
-            raise UnsupportedAttentionError(f"{name}={value} must be above 0 and below {limit:g}")
+    check_product(queries, keys, x, bandwidth)
+    if not (0.0 < eps < math.inf and 0.0 < delta < 1.0):
+        raise UnsupportedAttentionError(f"eps={eps} must be above 0 and finite, and delta={delta} above 0 and below 1")
     matrix = x.unsqueeze(1) if x.ndim == 1 else x
     num_queries, num_keys = queries.shape[0], keys.shape[0]
     scaled_queries, scaled_keys = queries / bandwidth, keys / bandwidth
-    plan = plan_product(scaled_queries, scaled_keys, matrix, eps=eps, delta=delta, seed=seed, alpha=alpha, gamma=gamma)
+    plan = plan_product(scaled_queries, scaled_keys, matrix, eps=eps, delta=delta, seed=seed)
     if isinstance(plan, int):
-        pairs = num_queries * num_keys
         heavy = torch.full((num_queries,), num_keys, dtype=torch.int64, device=keys.device)
-        report = KernelReport(True, num_keys, heavy, num_queries, 0, plan + pairs, 0, pairs, 0.0, delta)
+        report = KernelReport(True, num_keys, heavy, num_queries, 0, plan + num_queries * num_keys, 0)
         return kernel_matvec(queries, keys, x, bandwidth=bandwidth), report
     x64, light = matrix.double(), scaled_keys[plan.light]
     weights, numbers, num_light = x64[plan.light], matrix.shape[1], len(light)
@@ -219,16 +208,14 @@ def approx_kernel_matvec(
     if plan.whole.any():
         some = plan.whole.nonzero().squeeze(1)
         out[some] = kde.kernel_product(scaled_queries[some].double(), scaled_keys.double(), x64)
-    exact_rows, light_samples, pairs = int(plan.whole.sum()), num_queries * plan.pilot + drawn, num_queries * num_keys
-    counts = exact_rows, light_samples, evaluations, plan.projections, pairs
-    report = KernelReport(False, len(plan.heavy), near, *counts, eps, delta)
+    counts = int(plan.whole.sum()), num_queries * plan.pilot + drawn, evaluations, plan.projections
+    report = KernelReport(False, len(plan.heavy), near, *counts)
     return out.reshape(num_queries, *x.shape[1:]).to(x.dtype), report
 
 
 def plan_product(
-    queries: Tensor, keys: Tensor, x: Tensor, *, eps: float, delta: float, seed: int | Tensor,
-    alpha: float | None = None, gamma: float | None = None,
-) -> Plan | int:  # fmt: skip
+    queries: Tensor, keys: Tensor, x: Tensor, *, eps: float, delta: float, seed: int | Tensor
+) -> Plan | int:
     """What ApproxKMV computes and draws; if the exact product is cheaper, the evaluations that it took to find out.
 
     The arguments are those of `approx_kernel_matvec`, with queries (Nq, d) and keys (n, d) in units of the bandwidth,
@@ -252,10 +239,14 @@ def plan_product(
     pairs = (uniform((2, sample), seed, _PAIRS, keys.device) * sizes).to(torch.int64)
     query_index, key_index = torch.minimum(pairs, sizes - 1)
     distances: Tensor = torch.linalg.vector_norm(queries[query_index] - keys[key_index], dim=1)
+    ordered = torch.cat((largest_square.sort(descending=True).values, largest_square.new_zeros(1)))
+    columns = torch.arange(num_keys + 1, device=keys.device)
     best, lowest = None, float(num_keys)
-    for exponent in _ALPHAS if alpha is None else (alpha,):
+    for exponent in _ALPHAS:
         threshold = float(num_keys) ** -exponent
-        is_heavy = _heavy_coordinates(largest_square, threshold, factor, level, gamma, num_queries)
+        # H: without the k largest coordinates, the largest of the others determines the range of the first draws.
+        first_draws = (2.0 * level * factor * threshold**2 * num_keys**2 / num_queries * ordered).sqrt()
+        is_heavy = largest_square > ordered[int((columns + 2.0 * first_draws)[:num_keys].argmin())]
         is_light = (largest_square > float(num_keys) ** -4.0) & ~is_heavy
         num_light = int(is_light.sum())
         if not num_light:
@@ -288,21 +279,6 @@ def plan_product(
     projections = family.tables * family.depth * (num_queries + len(light))
     plan = Plan(heavy, light, tables, threshold, draws, draws < 0, evaluations, pilot, projections)
     return _light_sizes(plan, queries, points, squares[light], (allowed, delta, largest), seed)
-
-
-def _heavy_coordinates(
-    largest: Tensor, threshold: float, factor: float, level: float, gamma: float | None, num_queries: int
-) -> Tensor:
-    """Mask (n,) of H: x_j^2 >= n^gamma, or above the threshold for which columns and first draws cost least."""
-    num_keys = len(largest)
-    if gamma is not None:
-        return torch.ge(largest, float(num_keys) ** gamma)
-    ordered = torch.cat((largest.sort(descending=True).values, largest.new_zeros(1)))
-    columns = torch.arange(num_keys + 1, device=largest.device)
-    # Without the k largest coordinates, the largest of the others determines the range of the draws.
-    draws = (2.0 * level * factor * threshold**2 * num_keys * num_keys / num_queries * ordered).sqrt()
-    best = int((columns + 2.0 * draws)[:num_keys].argmin())
-    return largest > ordered[best]
 
 
 def _light_draws(
@@ -362,29 +338,21 @@ def _light_sizes(
         deviation = math.sqrt(num_queries * (8.0 * variance**2 + size**2 * spread / draws**3) * 2.0 / delta)
         return _MEDIAN * (num_queries * variance + deviation)
 
-    high = 1.0
-    while error(high) > allowed and high < size:
-        high *= 2.0
-    low = 0.5 * high
-    for _ in range(20):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if error(middle) > allowed else (low, middle)
-    draws = high * (own.amax(1) / mean).clamp(min=1.0)
+    enough = (_STEP**power for power in range(math.ceil(math.log(size, _STEP))) if error(_STEP**power) <= allowed)
+    draws = next(enough, size) * (own.amax(1) / mean).clamp(min=1.0)
     draws = (draws / _GROUPS).ceil().clamp(min=1.0, max=size).to(torch.int64) * _GROUPS
     whole = draws >= rest
     evaluations += int(whole.sum()) * num_light
     return plan._replace(draws=torch.where(whole, 0, draws), whole=whole, evaluations=evaluations)
 
 
-def _check(queries: Tensor, keys: Tensor, x: Tensor, bandwidth: float) -> None:
+def check_product(queries: Tensor, keys: Tensor, x: Tensor, bandwidth: float) -> None:
     """Refuse arguments that are not a product."""
     fits = queries.ndim == keys.ndim == 2 and x.ndim in (1, 2) and queries.shape[1] == keys.shape[1]
-    if not fits or x.shape[0] != keys.shape[0]:
+    if not fits or x.shape[0] != keys.shape[0] or not all(t.is_floating_point() for t in (queries, keys, x)):
         raise UnsupportedAttentionError(
-            "queries (n_queries, d), keys (n, d), x (n,) or (n, m), one row for each key, are needed; got queries "
-            f"{tuple(queries.shape)}, keys {tuple(keys.shape)}, x {tuple(x.shape)}"
+            "queries (n_queries, d), keys (n, d), x (n,) or (n, m), one row for each key, of a floating type, are "
+            f"needed; got queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, x {tuple(x.shape)} of {x.dtype}"
         )
-    if not all(t.is_floating_point() for t in (queries, keys, x)):
-        raise UnsupportedAttentionError("queries, keys and x must be of a floating type")
     if not 0.0 < bandwidth < math.inf:
         raise UnsupportedAttentionError(f"bandwidth={bandwidth} must be a positive number")

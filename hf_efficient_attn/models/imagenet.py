@@ -55,13 +55,11 @@ def class_index(name: str | int) -> int:
         ValueError: the name is unknown (the message suggests similar names) or ambiguous, or the index is out of range.
     """
     classes = imagenet_classes()
-    if isinstance(name, int) and not isinstance(name, bool):
-        if not 0 <= name < len(classes):
+    if isinstance(name, int):
+        if name not in range(len(classes)):
             raise ValueError(f"ImageNet's classes are numbered from 0 to {len(classes) - 1}, got {name}")
         return name
-    if not isinstance(name, str):
-        raise ValueError(f"a class must be a name or a number, got {name!r}")
-    wanted = " ".join(name.replace("_", " ").lower().split())
+    wanted = " ".join(str(name).replace("_", " ").lower().split())
     found = _indices_by_name().get(wanted, ())
     if len(found) == 1:
         return found[0]

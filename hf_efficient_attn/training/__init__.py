@@ -1,9 +1,6 @@
-"""Distillation and up-training.
+"""Distillation (`distill`) and up-training, which trains one attention, then another (Gupta et al. 2023, section 4.2).
 
-`distill` trains the learned parameters of a converted model to imitate its exact attention.
-
-Up-training (Gupta et al. 2023, sections 4.2-4.3) trains one attention for a share of the steps, then another.
-`UptrainingSchedule` defines which attention the model uses at which step. `UptrainingCallback` applies it in Trainer,
+`UptrainingSchedule` defines which attention a model uses at which step. `UptrainingCallback` applies it in Trainer,
 `UptrainingSchedule.step` in other training loops. `uptraining_preset` returns the schedules of the paper.
 """
 
@@ -12,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hf_efficient_attn.training.distillation import DistillationOptions, distill
 from hf_efficient_attn.training.finetuning import FinetuningOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule, uptraining_preset
-from hf_efficient_attn.training.stage import Stage
 from hf_efficient_attn.training.steps import DivergedError
+from hf_efficient_attn.training.switch import Stage
 
 if TYPE_CHECKING:
     from hf_efficient_attn.training.callback import UptrainingCallback

@@ -2,7 +2,7 @@
 
 import hashlib
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.data import ModelData, max_positions
-from hf_efficient_attn.training.batches import shuffled
-from hf_efficient_attn.training.steps import process_rank, world_size
+from hf_efficient_attn.training.steps import process_rank, shuffled, world_size
 
 # The default number of tokens, if the model takes as many.
 _DEFAULT_LENGTH = 2048
@@ -29,16 +28,13 @@ class TrainingData:
         model: the model.
         folder: its checkpoint, with a tokenizer or an image processor.
         file: the text, or the folder or zip file of pictures.
-        length: number of tokens of an input; pictures have the nearest possible number. None for as many as the model
-            takes, at most 2,048; for pictures, for those of the size that the model was trained with.
-        batch_size: number of inputs of a batch.
-        num_batches: number of batches to learn from.
+        length: number of tokens of an input, for pictures the nearest possible one. None for as many as the model
+            takes, at most 2,048, or those of pictures of the size that the model was trained with.
+        batch_size, num_batches: number of inputs of a batch, and of batches to learn from.
 
     Attributes:
-        name: of the data.
-        tokens: number of tokens of an input.
-        train: the numbers of the batches to learn from.
-        held_out: the numbers of the others.
+        name, tokens: of the data, and the number of tokens of an input.
+        train, held_out: the numbers of the batches to learn from, and of the others.
 
     Raises:
         UnsupportedAttentionError: a file that cannot be read or has too few batches, a length that the model cannot
@@ -61,8 +57,8 @@ class TrainingData:
                 f"--length {longest}: the model takes {positions} tokens: give a smaller number, or --max-length "
                 f"{longest}, which extends its positions"
             )
-        rows = batch_size * (num_batches + _MOST_HELD_OUT)
-        self._data = data = ModelData(model, folder, file, longest=longest, rows=rows)
+        most = batch_size * (num_batches + _MOST_HELD_OUT)
+        self._data = data = ModelData(model, folder, file, longest=longest, rows=most)
         if is_image:
             longest = length or data.native_tokens
             # Sorted files can be sorted by class.
@@ -72,17 +68,16 @@ class TrainingData:
         self._length, self._count = longest, batch_size
         self.name, self.tokens = data.name, data.tokens_for(longest)
         # Two batches to learn from for every process, and one that is held out.
-        found, fewest = data.rows // batch_size, 2 * world_size() + 1
-        if found < fewest:
+        count, fewest = data.rows // batch_size, 2 * world_size() + 1
+        if count < fewest:
             inputs = "pictures" if is_image else f"windows of {self.tokens} tokens"
-            number = {0: "not one batch", 1: "a single batch"}.get(found, f"{found} batches")
             raise UnsupportedAttentionError(
-                f"{self.name} has {data.rows} {inputs}, which are {number} of {batch_size}. Distillation needs "
-                f"{fewest} or more, two for each process to learn from and one to measure the error on: give more "
-                f"data, or a smaller --batch-size{'' if is_image else ' or --length'}"
+                f"{self.name} has {data.rows} {inputs}, {count} batches of {batch_size}. Distillation needs {fewest} "
+                "or more, two for each process to learn from and one to measure the error on: give more data, or a "
+                f"smaller --batch-size{'' if is_image else ' or --length'}"
             )
-        held_out = min(_MOST_HELD_OUT, max(1, found // _HELD_OUT_INTERVAL))
-        self.train, self.held_out = range(min(found - held_out, num_batches)), range(found - held_out, found)
+        held_out = min(_MOST_HELD_OUT, max(1, count // _HELD_OUT_INTERVAL))
+        self.train, self.held_out = range(min(count - held_out, num_batches)), range(count - held_out, count)
 
     def batch(self, number: int) -> dict[str, Any]:
         """The batch with a number. No token of a masked language model is masked."""
@@ -99,19 +94,15 @@ class TrainingData:
 
     def digest(self) -> str:
         """A number that other data hardly have: of all tokens, or of all names and some pixels."""
-        names = "\n".join(name for name, _ in self._data.pictures).encode("utf-8", "backslashreplace")
-        is_image = self._data.is_image
-        tensor = self.batch(self.held_out[0])["pixel_values"] if is_image else self._data.token_ids
-        return digest((repr((self.name, self._length, self._count, self._data.rows)).encode() + names, tensor))
+        data = self._data
+        content = self.batch(self.held_out[0])["pixel_values"] if data.is_image else data.token_ids
+        return digest(repr((self.name, self._length, self._count, data.rows, [x[0] for x in data.pictures])), content)
 
 
-def digest(parts: Iterable[bytes | Tensor]) -> str:
-    """A hash of texts and tensors."""
-    found = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Tensor):
-            found.update(repr((tuple(part.shape), part.dtype)).encode())
-            found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        else:
-            found.update(part)
-    return found.hexdigest()
+def digest(text: str, *tensors: Tensor) -> str:
+    """A hash of a text and tensors."""
+    result = hashlib.sha256(text.encode("utf-8", "backslashreplace"))
+    for x in tensors:
+        result.update(repr((tuple(x.shape), x.dtype)).encode())
+        result.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return result.hexdigest()

@@ -26,21 +26,16 @@ from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import check_drawing, replacing
+from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training import distillation, steps
-from hf_efficient_attn.training.attention_loss import check_loss
-from hf_efficient_attn.training.chart import draw
+from hf_efficient_attn.training import steps
 from hf_efficient_attn.training.data import TrainingData, digest
-from hf_efficient_attn.training.distillation import Distillation, DistillationOptions, refuse_converted, stages_of
-from hf_efficient_attn.training.finetuning import Finetuning, make_teacher, outputs_of
+from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
+from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
 
 FORMAT = 1
 # A state of another format cannot be continued.
-FORMAT_OF_STATE = 2
-# The names of the stages in the saved state.
-_STAGES = ("distillation", "finetuning")
+FORMAT_OF_STATE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +43,13 @@ class Plan:
     """What `distill_checkpoint` makes, and how it trains.
 
     Attributes:
-        output: the folder to write.
-        method, hyperparameters, layers: the attention, as in `hea.convert`.
-        max_length, base_model, force: as in `convert_checkpoint`.
+        output, max_length, base_model, force: as in `convert_checkpoint`.
+        method, hyperparameters, layers, loss, options: as in `hea.distill`.
         restart: discard a saved state.
         write_now: write the checkpoint from the saved state, without further training.
         steps: number of steps of the first stage.
-        loss: as in `hea.distill`.
         length, batch_size: the size of a batch, as in `TrainingData`.
         save_steps: the state is saved, and the error is measured, after this many steps.
-        options: as in `hea.distill`, with the second stage.
     """
 
     output: pathlib.Path
@@ -83,14 +75,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """How it trains, in plain values by the names of the options of `hf-efficient-attn distill`."""
-        names = {"finetune_steps": "steps", "finetune_target": "target", "finetune_learning_rate": "learning_rate"}
+        second = self.options.finetuning
         return {
             **{name: getattr(self, name) for name in ("steps", "loss", "length", "batch_size")},
             **{name: getattr(self.options, name) for name in ("learning_rate", "seed")},
-            **{
-                name: getattr(self.options.finetuning, key, None)
-                for name, key in (names | {"lora_rank": "lora_rank"}).items()
-            },
+            **{f"finetune_{name}": getattr(second, name, None) for name in ("steps", "target", "learning_rate")},
+            "lora_rank": getattr(second, "lora_rank", None),
         }
 
 
@@ -104,8 +94,8 @@ def distill_checkpoint(
     bit for bit; the folder is removed at the end. The output is written as by `convert_checkpoint`, with
     distillation.json and distillation.png, from which the model card takes a table and a figure.
 
-    In a distributed training all processes call it. Each learns from its own part of the batches, gradients are
-    averaged, and process 0 writes all files.
+    In a distributed training all processes call it. Each learns from its own part of the batches, and process 0 writes
+    all files.
 
     Args:
         source: the checkpoint, and where PyTorch computes.
@@ -115,13 +105,10 @@ def distill_checkpoint(
             At the end of `minutes` the training is interrupted, after one step at least.
 
     Returns:
-        the report of `convert_checkpoint` (in process 0), and "distillation", the contents of distillation.json:
-        "format", "source", "attention" (a label of the method), "machine", "data" (name, number of inputs to learn from
-        and of others), "tokens" (of an input), "plan", "resumed_at" (the step from which this call continued, or None),
-        "steps_done" and "complete"; "layers" (number, name, and error before and after of each layer, without
-        fine-tuning), "error_before", "error_after" (the means), "outputs" (loss of the fine-tuning on the held-out data
-        before and after it, or None), and "history": for every `save_steps` the stage ("layers" or "outputs"), the
-        step, the mean loss since the row before, and the mean error of the layers, or the loss, on the held-out data.
+        The report of `convert_checkpoint` (in process 0), and "distillation", the contents of distillation.json. In it
+        "resumed_at" is the step from which this call continued, "layers" are the errors of the layers before and after,
+        without fine-tuning, "outputs" the losses of the fine-tuning on the held-out data, and "history" has for every
+        `save_steps` the stage, the step, the mean loss since the row before, and the error on the held-out data.
 
     Raises:
         UnsupportedAttentionError: a source, a method or data that cannot be used, a method that learns nothing or
@@ -141,64 +128,54 @@ class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
     def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
-        self._plan, self._execution, self._options = plan, execution, steps.over_processes(plan.options)
-        check_loss(plan.loss)
-        config = make_config(plan.method, **plan.hyperparameters)
-        if (reason := distillation.why_nothing_to_learn([config])) is not None:
-            raise UnsupportedAttentionError(reason)
-        options = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
-        conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **options)
-        self._conversion, self.model = conversion, conversion.model
-        model, second = conversion.model, plan.options.finetuning
-        advice = "give the original checkpoint, or one that 'hf-efficient-attn convert --method sdpa' makes of this one"
-        refuse_converted(model, advice)
+        self._plan, self._execution, second = plan, execution, plan.options.finetuning
+        names = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
+        self._conversion = conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **names)
+        self.model, checked = (model := conversion.model), conversion.checked
+        refuse_converted(model)
         conversion.extend()
-        total, folder = plan.num_batches * steps.world_size(), conversion.checked.folder
-        self._data = data = TrainingData(model, folder, file, plan.length, plan.batch_size, total)
+        count = plan.num_batches * steps.world_size()
+        self._data = data = TrainingData(model, checked.folder, file, plan.length, plan.batch_size, count)
         nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
-        self._trained: nn.Module = model if second and second.target == "logits" else model.base_model
-        self._teacher: nn.Module | None = None
+        trained: nn.Module = model if second and second.target == "logits" else model.base_model
+        teacher = None
         if second is not None:
             with torch.no_grad():  # a refusal would otherwise come after the first stage
-                outputs_of(self._trained, data.batch(data.held_out[0]), second.target)
-            self._teacher = make_teacher(self._trained, second, "give --lora-rank N, which trains adapters in float32")
+                outputs_of(trained, data.batch(data.held_out[0]), second.target)
+            teacher = make_teacher(trained, second)
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
-        # The stages that have begun, and their names in the saved state.
-        self._stages: dict[str, Distillation | Finetuning] = {}
+        self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
+        # The stages that have begun.
+        self._stages: list[steps.Training] = []
         self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
-        self._state, self._request = self._folder / "state.pt", self._make_request()
+        self._state = self._folder / "state.pt"
+        # Plain values, by the names of options, that must be equal when the work is continued.
+        self._request = {
+            "version": FORMAT_OF_STATE,
+            "source": digest(repr(sorted(checked.config.items(), key=str)), *model.state_dict().values()),
+            "data": data.digest(),
+            "settings": repr(dict(model.config.efficient_attention or {})),
+            **plan.to_dict(),
+            "max_length": plan.max_length,
+            "processes": steps.world_size(),
+        }
         self._saved = self._load()
-        self._record = self._saved["record"]
-        # The steps that the saved state contains.
-        self._saved_at = sum(self._saved[name]["step"] for name in _STAGES if self._saved.get(name)) or None
-        self._interruption, self._is_over = threading.Event(), False
-        counts = {"rows": len(data.train), "held_out": len(data.held_out)}
+        # Errors by stage, each (layer, name, error), rows, and the losses since the last row.
+        self._record: dict[str, Any] = self._saved["record"]
+        # The number of steps that the saved state contains.
+        self._saved_at = sum(stage["step"] for stage in self._saved["stages"]) or None
+        self._is_over = False
+        inputs = {"rows": plan.batch_size * len(data.train), "held_out": plan.batch_size * len(data.held_out)}
         self._about = {
             "format": FORMAT,
-            "source": name_of(conversion.checked),
-            "attention": method_label(config),
+            "source": name_of(checked),
+            "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
             "machine": machine(model),
-            "data": {"name": data.name, **{key: plan.batch_size * count for key, count in counts.items()}},
+            "data": {"name": data.name, **inputs},
             "tokens": data.tokens,
             "plan": plan.to_dict(),
             "resumed_at": self._saved_at,
-        }
-        execution.on_begin(self._about)
-
-    def _make_request(self) -> dict[str, Any]:
-        """Plain values, by the names of options, that must be equal when the work is continued."""
-        checked = self._conversion.checked
-        config = repr(sorted(checked.config.items(), key=str))
-        tensors = ((name.encode("utf-8", "backslashreplace"), p) for name, p in checked.weights.tensors.items())
-        return {
-            "version": FORMAT_OF_STATE,
-            "source": digest(itertools.chain((config.encode(),), itertools.chain.from_iterable(tensors))),
-            "data": self._data.digest(),
-            "settings": repr(dict(self.model.config.efficient_attention or {})),
-            **self._plan.to_dict(),
-            "max_length": self._plan.max_length,
-            "processes": steps.world_size(),
         }
 
     def _load(self) -> dict[str, Any]:
@@ -214,12 +191,11 @@ class _CheckpointRun:
                 raise UnsupportedAttentionError(
                     f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
                 )
-            # Errors by layer, losses of the second stage, rows, and the losses since the last row.
-            return {"record": {"before": None, "after": None, "outputs": None, "history": [], "recent": []}}
+            return {"stages": [], "record": {"layers": {}, "outputs": {}, "history": [], "recent": []}}
         again = "--restart discards it and starts again"
         with refusing(f"the state in {self._folder} cannot be read: {again}"):
-            saved = torch.load(self._state, map_location="cpu", weights_only=True)
-            request, values = saved["request"], dict(saved["values"])
+            saved = dict(torch.load(self._state, map_location="cpu", weights_only=True))
+            request = dict(saved["request"])
         names = [
             f"--{key.replace('_', '-')} {request.get(key)}" if key in self._plan.to_dict() else f"other {key}"
             for key, value in self._request.items()
@@ -230,17 +206,17 @@ class _CheckpointRun:
                 f"{self._folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
                 f"began with, and it continues; {again}"
             )
-        return values
+        return saved
 
     def _save(self) -> None:
         """Replace the saved state as a whole."""
         if steps.process_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            states = {name: stage.state_dict() for name, stage in self._stages.items()}
-            values = {**dict.fromkeys(_STAGES), **states, "record": self._record}
+            states = [stage.state_dict() for stage in self._stages]
             with replacing(self._state) as draft, draft.open("wb") as file:
-                torch.save({"request": self._request, "values": values}, file)
-        steps.wait_for_all()
+                torch.save({"request": self._request, "stages": states, "record": self._record}, file)
+        if steps.world_size() > 1:
+            torch.distributed.barrier()
         self._saved_at = self._steps_done
 
     def _remove_state(self) -> None:
@@ -249,67 +225,62 @@ class _CheckpointRun:
             self._state.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-        steps.wait_for_all()
+        if steps.world_size() > 1:
+            torch.distributed.barrier()
 
     @property
     def _steps_done(self) -> int:
-        return sum(stage.step_number for stage in self._stages.values())
+        return sum(stage.step_number for stage in self._stages)
 
     def train(self) -> None:
         """Train what remains of both stages, and measure the errors before and after."""
-        plan, options = self._plan, self._options
+        plan, saved = self._plan, self._saved["stages"]
+        # With `write_now` only those that have begun.
+        trainings = itertools.islice(self._trainings, len(saved) if plan.write_now else None)
         try:
             with _noting_interruption() as self._interruption:
-                stages = stages_of(self._trained, self._teacher, plan.steps, plan.loss, options)
-                # With `write_now` only those that have begun.
-                count = sum(bool(self._saved.get(name)) for name in _STAGES) if plan.write_now else len(_STAGES)
-                for name, self._training in zip(_STAGES[:count], stages, strict=False):
-                    self._stages[name] = self._training
-                    if self._saved.get(name):
-                        self._training.load_state_dict(self._saved[name])
+                for training in trainings:
+                    if not self._stages:
+                        self._execution.on_begin(self._about)
+                    self._stages.append(training)
+                    if saved:
+                        training.load_state_dict(saved.pop(0))
                     else:
                         self._note_errors("before")
                     if plan.write_now:
                         self._note_errors("after")
-                        self._training.finish()
+                        training.finish()
                         continue
-                    stream = self._data.stream(options.seed, self._steps_done)
-                    self._training.run(stream, self._after_step, show_progress=options.show_progress)
+                    stream = self._data.stream(plan.options.seed, self._steps_done)
+                    training.run(stream, self._after_step, show_progress=plan.options.show_progress)
         except steps.DivergedError as error:
             option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
-            advice = f"use a smaller {option} than {error.learning_rate:g}"
+            advice = f"{error}: give {option}"
             if self._state.is_file():
                 advice += f" and --restart. --write-now makes a checkpoint of the earlier state in {self._folder}"
-            raise UnsupportedAttentionError(f"{error.what}: {advice}") from error
+            raise UnsupportedAttentionError(advice) from error
         except KeyboardInterrupt:
             if self._saved_at is None:
                 raise KeyboardInterrupt from None
-            known = {"steps_done": self._saved_at, "steps": plan.num_batches, "folder": str(self._folder)}
-            raise Interrupted({**known, "is_over": self._is_over}) from None
+            done = {"steps_done": self._saved_at, "steps": plan.num_batches, "is_over": self._is_over}
+            raise Interrupted({**done, "folder": str(self._folder)}) from None
 
     def _after_step(self, step: int, losses: Sequence[steps.LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
-        record = self._record
+        record, training = self._record, self._stages[-1]
         if losses:
             record["recent"].append(statistics.fmean(one.loss for one in losses))
-        is_row = step % self._plan.save_steps == 0 or step == self._training.num_steps
+        is_row = step % self._plan.save_steps == 0 or step == training.num_steps
         if is_row:
-            stage = "layers" if len(self._stages) == 1 else "outputs"
-            row = {
-                "stage": stage,
-                "step": step,
-                "loss": _mean(record["recent"]),
-                "held_out": self._note_errors("after"),
-            }
-            record["history"].append(row)
+            loss, held_out = _mean(record["recent"]), self._note_errors("after")
+            record["history"].append({"stage": training.key, "step": step, "loss": loss, "held_out": held_out})
             record["recent"] = []
-            self._execution.on_row(row)
-        # In a distributed training one process stops all.
+            self._execution.on_row(record["history"][-1])
         is_last = self._steps_done == self._plan.num_batches
         flags = [self._interruption.is_set(), not is_last and self._execution.seconds_left() <= 0]
-        if self._options.reduce is not None:
+        if steps.world_size() > 1:  # one process stops all
             numbers = torch.tensor(flags, dtype=torch.float32, device=self.model.device)
-            flags = (self._options.reduce(numbers) > 0).tolist()
+            flags = (steps.mean_over_processes(numbers) > 0).tolist()
         if is_row or any(flags):
             self._save()
         if any(flags):
@@ -318,42 +289,30 @@ class _CheckpointRun:
 
     def _note_errors(self, when: str) -> float | None:
         """Measure the errors of the layers, or of the outputs, on the held-out data, and return their mean."""
-        found: dict[tuple[Layer | None, str], list[float]] = defaultdict(list)
+        training, losses = self._stages[-1], defaultdict[tuple[Layer | None, str], list[float]](list)
         for number in self._data.held_out:
-            for one in self._training.measure(self._data.batch(number)):
-                found[one.layer, one.name].append(one.loss)
-        if not found:
-            raise UnsupportedAttentionError(self._training.idle)
-        errors: list[dict[str, Any]] = [
-            {"layer": layer, "name": name, "error": _mean(values)} for (layer, name), values in found.items()
-        ]
-        if len(self._stages) == 1:
-            self._record[when] = errors
-        else:
-            outputs = self._record["outputs"] or {"before": None, "after": None}
-            self._record["outputs"] = {**outputs, when: errors[0]["error"]}
-        return _mean([entry["error"] for entry in errors])
+            for one in training.measure(self._data.batch(number)):
+                losses[one.layer, one.name].append(one.loss)
+        errors = [(layer, name, _mean(values)) for (layer, name), values in losses.items()]
+        self._record[training.key][when] = errors
+        return _mean([error for *_, error in errors])
 
     def write(self) -> dict[str, Any]:
         """Write the checkpoint, and remove the state if the training is complete."""
-        pairs: list[tuple[Any, Any]] = list(zip(self._record["before"], self._record["after"], strict=True))
+        layers, outputs = self._record["layers"], self._record["outputs"]
+        pairs = zip(layers["before"], layers["after"], strict=True)
         result: dict[str, Any] = {
             **self._about,
             "steps_done": self._steps_done,
             "complete": self._steps_done == self._plan.num_batches,
-            "layers": [
-                {"layer": old["layer"], "name": old["name"], "before": old["error"], "after": new["error"]}
-                for old, new in pairs
-            ],
-            "error_before": _mean([old["error"] for old, _ in pairs]),
-            "error_after": _mean([new["error"] for _, new in pairs]),
-            "outputs": self._record["outputs"],
+            "layers": [{"layer": x[0], "name": x[1], "before": x[2], "after": y[2]} for x, y in pairs],
+            **{f"error_{when}": _mean([error for *_, error in layers[when]]) for when in ("before", "after")},
+            "outputs": {when: _mean([error for *_, error in found]) for when, found in outputs.items()} or None,
             "history": self._record["history"],
         }
 
         def add_files(folder: pathlib.Path) -> None:
-            draw(result, folder / "distillation.png")
-            write_json(folder / "distillation.json", result)
+            write_results(result, folder, "distillation", _draw)
 
         report: dict[str, Any] = {"distillation": result}
         if steps.process_rank() == 0:
@@ -374,9 +333,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _noting_interruption() -> Iterator[threading.Event]:
     """Set an event at Ctrl-C, so that a step is completed first. A second Ctrl-C ends it at once."""
     noted, before = threading.Event(), signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield noted
-        return
 
     def note(number: int, frame: Any) -> None:
         # What starts several processes passes Ctrl-C on to those that have received it already.
@@ -385,8 +341,28 @@ def _noting_interruption() -> Iterator[threading.Event]:
             signal.signal(signal.SIGINT, before)
         noted.set()
 
-    signal.signal(signal.SIGINT, note)
+    if callable(before):  # not ignored
+        signal.signal(signal.SIGINT, note)
     try:
         yield noted
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Draw the errors of the result of `distill_checkpoint`."""
+    from matplotlib.figure import Figure  # an optional dependency
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in result["layers"]]
+    for offset, key, color in ((-0.2, "before", "#d55e00"), (0.2, "after", "#0072b2")):
+        errors = [float("nan") if entry[key] is None else entry[key] for entry in result["layers"]]
+        axes.bar([i + offset for i in range(len(names))], errors, width=0.4, color=color, label=key)
+    axes.set_xticks(range(len(names)), names, rotation=60 if max(map(len, names)) > 3 else 0)
+    axes.set(xlabel="layer", ylabel="relative error of the output", title="Error on held-out data: lower is better")
+    axes.legend(frameon=False)
+    data = f"{result['data']['name']}, {result['tokens']} tokens"
+    figure.suptitle(f"{result['source']} with {result['attention']} on {data}", fontsize="medium")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150)

@@ -1,17 +1,24 @@
 """Distillation of attention, layer by layer: the learned parameters of a method imitate the model's exact attention.
 
 The model computes exact attention on batches of unlabelled inputs. In each call of a converted layer, the method
-computes the same queries, keys and values, and the layer's learned parameters follow the gradient of its loss
-(`attention_loss`). This is the attention transfer of LoLCATs (Zhang et al., ICLR 2025, section 3.1) and the
-distillation of Hedgehog (Zhang et al., ICLR 2024, section 4.2). All layers are trained in one pass. The gradients of a
-layer end at its inputs, so that the activations of only one layer are in memory.
+computes the same queries, keys and values, and the layer's learned parameters follow the gradient of its loss. This is
+the attention transfer of LoLCATs (Zhang et al., ICLR 2025, section 3.1) and the distillation of Hedgehog (Zhang et al.,
+ICLR 2024, section 4.2). All layers are trained in one pass. The gradients of a layer end at its inputs, so that the
+activations of only one layer are in memory.
+
+The losses of a layer:
+
+- "output": |out - exact|^2 / |exact|^2, summed over the valid queries of a head, averaged over sequences and heads.
+- "weights": the cross entropy of the attention weights, sum_j -w_ij log(w'_ij) (Zhang et al., Hedgehog, ICLR 2024,
+  Eq. 9), averaged over valid queries and heads, for blocks of keys: the weights of a block of keys are the output for
+  values that are the block's columns of the identity. An (N, N) matrix is never held.
+- "both": the sum of the two, with the cross entropy multiplied by `WEIGHTS_SHARE`.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -19,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.configs import method_of
@@ -27,13 +34,16 @@ from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
-from hf_efficient_attn.training.attention_loss import backward, check_loss, relative_error
-from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Reduce, Training, check_positive
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Training, batch_stream, check_positive
 
-# A loss or an error of a call, for a method and all its parameters.
-Loss = Callable[[Call, MethodConfig, Mapping[str, Tensor]], float]
+LOSSES = ("output", "weights", "both")
+# The cross entropy is some nats, and the loss of the output below 1.
+WEIGHTS_SHARE = 0.1
+# Keys of a block of weights.
+_BLOCK = 128
+# Smallest weight in a logarithm, as in float32's log(1e-9).
+_LEAST = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +56,7 @@ class DistillationOptions(KnownFields):
             a smaller one, down to a tenth.
         seed: the order of the batches, if they are a sequence.
         on_step: called after each step with its number, from 1, and the loss of every layer; in the second stage with
-            a single loss, whose layer is None.
-        reduce: averages a tensor (a gradient, or losses) over the processes of a distributed training, for example
-            `functools.partial(accelerator.reduce, reduction="mean")`; None for one process.
+            the losses of the outputs, which have no layer (None).
         finetuning: the second stage, in which the converted model imitates the outputs of the exact one; None for none.
         show_progress: whether to show progress bars, if stderr is a terminal.
     """
@@ -56,21 +64,18 @@ class DistillationOptions(KnownFields):
     learning_rate: float = 2e-2
     seed: int = 0
     on_step: OnStep | None = None
-    reduce: Reduce | None = None
     finetuning: FinetuningOptions | None = None
     show_progress: bool = True
 
     def __post_init__(self) -> None:
         check_positive("learning_rate", self.learning_rate, is_count=False)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise UnsupportedAttentionError(f"seed={shown(self.seed)} must be an integer")
-        if not isinstance(self.finetuning, (FinetuningOptions, NoneType)):
-            raise UnsupportedAttentionError(
-                f"finetuning must be hea.FinetuningOptions(steps=...) or None, not {shown(self.finetuning)}"
-            )
-        for name in ("on_step", "reduce"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise UnsupportedAttentionError(f"{name} must be a function or None, not {shown(getattr(self, name))}")
+        for name, is_fit, what in (
+            ("seed", isinstance(self.seed, int), "an integer"),
+            ("on_step", self.on_step is None or callable(self.on_step), "a function or None"),
+            ("finetuning", isinstance(self.finetuning, FinetuningOptions | None), "hea.FinetuningOptions(steps=...)"),
+        ):
+            if not is_fit:
+                raise UnsupportedAttentionError(f"{name} must be {what}, not {shown(getattr(self, name))}")
 
 
 def distill(
@@ -104,8 +109,8 @@ def distill(
         **hyperparameters: of the method, as in `hea.convert`, for example `feature_map="hedgehog"`.
 
     Returns:
-        The same model, converted. If the user interrupts the training it is converted as well, with the parameters of
-        the last step.
+        The same model, converted. If the user or an error of the batches interrupts the training it is converted as
+        well, with the parameters of the last step.
 
     Raises:
         UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches
@@ -119,28 +124,23 @@ def distill(
         >>> model.save_pretrained("converted")
     """
     check_positive("steps", steps)
-    check_loss(loss)
-    if not isinstance(options, (DistillationOptions, NoneType)):
+    if not isinstance(options, DistillationOptions | None) or "learning_rate" in hyperparameters:
         raise UnsupportedAttentionError(
-            f"options must be hea.DistillationOptions(learning_rate=...) or None, not {shown(options)}"
-        )
-    for name in hyperparameters.keys() & {spec.name for spec in dataclasses.fields(DistillationOptions)} - {"seed"}:
-        raise UnsupportedAttentionError(
-            f"{name!r} is no hyperparameter of a method: give options=hea.DistillationOptions({name}=...)"
+            "options must be None or options=hea.DistillationOptions(learning_rate=...), which has the learning rate"
         )
     options = options or DistillationOptions()
     refuse_converted(model)
-    stream = batch_stream(batches, options.seed, steps)
     before = snapshot(transformers_models(model))
+    stream = batch_stream(batches, options.seed, steps)
     teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
     try:
         convert(model, method_or_config, layers=layers, **hyperparameters)
         with partial_result(lambda: model):
             for training in stages_of(model, teacher, steps, loss, options):
                 training.run(stream, options.on_step, show_progress=options.show_progress)
-    except (DivergedError, KeyboardInterrupt):
+    except DivergedError:
         raise
-    except BaseException:
+    except UnsupportedAttentionError:
         before.restore()
         raise
     return model
@@ -149,21 +149,16 @@ def distill(
 class Distillation(Training):
     """Trains the learned parameters of a converted model's layers, one batch at a time.
 
-    The parameters are trained as copies in float32 or float64, and each layer keeps the best ones of its own.
+    The parameters are trained as copies in float32 or float64. A model without any is refused.
 
     Args:
         model: a converted model, whose other parameters stay as they are.
-        num_steps: the number of steps of the whole training.
-        loss: one of `attention_loss.LOSSES`.
-        options: the learning rate and others.
+        num_steps, loss, options: as in `distill`.
         teacher: computes the output to imitate, for the inputs of a call.
         fixed: learned parameters that stay as they are.
-
-    Raises:
-        UnsupportedAttentionError: no layer has learned parameters to train.
     """
 
-    title = "distillation"
+    title, key = "distillation", "layers"
 
     def __init__(
         self,
@@ -174,133 +169,132 @@ class Distillation(Training):
         teacher: Callable[[Call], Tensor] = exact_output,
         fixed: Collection[Tensor] = (),
     ) -> None:
+        if loss not in LOSSES:
+            raise UnsupportedAttentionError(unknown_name("loss", loss, LOSSES))
         options = options or DistillationOptions()
-        self.model, self.learning_rate, self.reduce = model, options.learning_rate, options.reduce
-        self._loss, self._teacher, ids = loss, teacher, {id(p) for p in fixed}
-        # What holds the learned parameters of a layer, and the names of the groups.
-        self._names: dict[LearnedParameters, str] = {}
-        groups: dict[str, dict[str, Tensor]] = {}
+        self.model, self._loss, self._teacher, ids = model, loss, teacher, {id(p) for p in fixed}
+        self.copies: dict[LearnedParameters, dict[str, Tensor]] = {}
         modules = [one for root in transformers_models(model) for one in attention_modules(root)]
-        for module, location, *_ in modules:
-            learned = learned_of(module)
-            if learned is None or learned in self._names:
-                continue
+        for learned in filter(None, (learned_of(one.module) for one in modules)):
             copies = {
                 name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
                 for name, p in learned.tensors().items()
                 if id(p) not in ids
             }
             if copies:
-                self._names[learned], groups[location.name] = location.name, copies
-        if not groups:
+                self.copies[learned] = copies
+        if not self.copies:
             reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
-            if reason is not None:
-                raise UnsupportedAttentionError(reason)
             raise UnsupportedAttentionError(
-                "no layer of the model has learned parameters to distill: choose layers whose method has them"
+                reason or "no layer of the model has learned parameters to distill: choose layers whose method has them"
             )
-        trained = [p for group in groups.values() for p in group.values()]
-        settings = [{"params": [p], "lr": options.learning_rate * _share(p)} for p in trained]
+        trained = [p for copies in self.copies.values() for p in copies.values()]
+        # A step of Adam is about as large as the learning rate, whatever the gradient is. For the initial map of a head
+        # with 32 dimensions the share of the user's rate is 1, for averages of two tokens out of 512 it is .16.
+        shares = [min(1.0, max(0.1, 5.0 * p.detach().square().mean().sqrt().item())) for p in trained]
+        settings = [{"params": [p], "lr": options.learning_rate * x} for p, x in zip(trained, shares, strict=True)]
         optimizer = torch.optim.AdamW(settings, weight_decay=0.0)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, 2 * (num_steps - step) / num_steps))
-        super().__init__(groups, optimizer, schedule, num_steps)
-        self.idle = "no converted layer computed attention"
+        super().__init__(trained, optimizer, schedule, num_steps)
 
-    def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
-        """The losses of the layers, without those that compute this batch exactly, and their sums by group."""
-        found = self._visit(batch, partial(backward, loss=self._loss))
-        sums = dict.fromkeys(self.groups, 0.0)
-        for name, one in found:
-            sums[name] += one.loss
-        return [one for _, one in found], torch.tensor(list(sums.values()), device=self.trained[0].device)
+    def _backward(self, batch: Batch) -> list[LayerLoss]:
+        return self._visit(batch, partial(backward, loss=self._loss))
 
     def measure(self, batch: Batch) -> list[LayerLoss]:
         """The relative error of each layer on a batch, without training."""
-        return [one for _, one in self._visit(batch, torch.no_grad()(relative_error))]
+        return self._visit(batch, torch.no_grad()(relative_error))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Write the trained parameters into the model."""
-        for holder, name in self._names.items():
-            tensors = holder.tensors()
-            for key, p in self.groups[name].items():
-                tensors[key].copy_(p)
+        for learned, copies in self.copies.items():
+            tensors = learned.tensors()
+            for name, p in copies.items():
+                tensors[name].copy_(p)
 
-    def _visit(self, batch: Batch, loss: Loss) -> list[tuple[str, LayerLoss]]:
-        """A loss for every call that trains something, with the name of the group.
-
-        The parameters have the dtype of the model.
-        """
-        found = []
+    def _visit(self, batch: Batch, loss: Callable[..., float]) -> list[LayerLoss]:
+        """A loss for every call that trains something. The parameters have the dtype of the model."""
+        losses = []
 
         def visit(call: Call) -> None:
             learned = learned_of(call.module)
-            if learned is None or learned not in self._names or self._is_exact(call, learned.method):
+            if learned is None or learned not in self.copies or call.why_exact(learned.method) is not None:
                 return
-            name = self._names[learned]
-            group, present = self.groups[name], learned.tensors()
+            if call.key.shape[2] <= learned.method.exact_length:
+                return
+            copies = self.copies[learned]
             with torch.enable_grad():
-                copies = {key: group.get(key, p.detach()).to(p.dtype) for key, p in present.items()}
-                found.append((name, LayerLoss(call.layer, call.name, loss(call, learned.method, copies))))
+                parameters = {name: copies.get(name, p.detach()).to(p.dtype) for name, p in learned.tensors().items()}
+                losses.append(LayerLoss(call.layer, call.name, loss(call, learned.method, parameters)))
 
-        # What only the loss of a task needs is left out. Encoder-decoder models make inputs of their labels.
-        has_decoder = any(root.config.is_encoder_decoder for root in transformers_models(self.model))
-        if isinstance(batch, Mapping) and (not has_decoder or "decoder_input_ids" in batch):
-            batch = {name: x for name, x in batch.items() if name not in ("labels", "label", "label_ids")}
         with capture_attention(self.model, visit, self._teacher):
             forward(self.model, batch)
-        return found
+        return losses
 
-    def _is_exact(self, call: Call, method: MethodConfig) -> bool:
-        """Whether the converted model computes a call exactly."""
-        if call.why_exact(method) is not None:
-            return True
-        self.idle = (
-            f"sequences of {call.tokens} tokens are within the budget of {method.method}, which computes up to "
-            f"{method.exact_length} tokens exactly, so that there is nothing to learn: give longer sequences or a "
-            "smaller budget"
-        )
-        return call.key.shape[2] <= method.exact_length
 
-    def _name_of_loss(self, index: int) -> str:
-        return list(self.groups)[index]
+def squared_error(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor]) -> Tensor:
+    """|out - exact|^2 / |exact|^2 over the valid queries of every sequence and head, without those of padding alone."""
+    out, exact = call.compute(config, parameters).float(), call.exact.float()
+    error, size = ((x.square().sum(-1) * _valid(call)).sum(-1) for x in (out - exact, exact))
+    return (error / size.clamp(min=torch.finfo(size.dtype).tiny))[size > 0]
+
+
+def relative_error(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor]) -> float:
+    """|out - exact| / |exact| in the Frobenius norm: the root of the loss "output"."""
+    return squared_error(call, config, parameters).mean().sqrt().item()
+
+
+def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor], loss: str) -> float:
+    """Add the gradients of one of `LOSSES` of one call to those of the parameters, and return the loss."""
+    total = 0.0
+    if loss != "weights":
+        errors = squared_error(call, config, parameters)
+        value = errors.sum() / max(1, len(errors))
+        value.backward()
+        total = value.item()
+    if loss == "output":
+        return total
+    valid = _valid(call).expand(*call.query.shape[:3])
+    factor = (1.0 if loss == "weights" else WEIGHTS_SHARE) / max(1, int(valid.sum()))
+    positions = torch.arange(call.key.shape[2], device=call.value.device)
+    for keys in positions.split(_BLOCK):
+        columns = torch.eq(positions[:, None], keys).to(call.value.dtype)
+        block = call._replace(value=columns.expand(*call.value.shape[:2], -1, -1))
+        weights = exact_output(block) * valid[..., None]  # (B, H, Nq, block)
+        entropy = -factor * (weights * block.compute(config, parameters).float().clamp(min=_LEAST).log()).sum()
+        # The cast of parameters to another dtype is shared by all blocks.
+        entropy.backward(retain_graph=True)
+        total += entropy.item()
+    return total
+
+
+def _valid(call: Call) -> Tensor:
+    """Bool, broadcastable to (B, H, Nq): the queries that are not padding, as far as they are known."""
+    if call.key_mask is None or call.query.shape[2] != call.key.shape[2]:
+        return torch.ones(1, 1, 1, dtype=torch.bool, device=call.query.device)
+    return call.key_mask[:, None]
 
 
 def stages_of(
     model: nn.Module, teacher: nn.Module | None, steps: int, loss: str, options: DistillationOptions
 ) -> Iterator["Distillation | Finetuning"]:
-    """The stages of the distillation of a converted model. The second is made when the first is done.
-
-    `teacher` is what `make_teacher` made of the model before it was converted.
-    """
+    """The stages of a distillation. The second, with what `make_teacher` has made, begins when the first is done."""
     yield Distillation(model, steps, loss, options)
     if options.finetuning is not None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(options.seed)  # of LoRA's adapters
-            finetuning = Finetuning(model, teacher, options.finetuning, options.reduce)
+            finetuning = Finetuning(model, teacher, options.finetuning)
         yield finetuning
 
 
-def _share(parameter: Tensor) -> float:
-    """Learning rate of a parameter as a share of the option, for its start values.
-
-    A step of Adam is about as large as the learning rate, whatever the gradient is. For the initial
-    map of a head with 32 dimensions the share is 1, for averages of two tokens out of 512 it is .16.
-    """
-    return min(1.0, max(0.1, 5.0 * parameter.detach().square().mean().sqrt().item()))
-
-
-def refuse_converted(
-    model: nn.Module,
-    advice: str = "load the original checkpoint without attn_implementation, or switch back with hea.convert(model, "
-    "'sdpa') if its weights were not trained since",
-) -> None:
+def refuse_converted(model: nn.Module) -> None:
     """Refuse a model whose attention is not exact, because its exact attention is not that of its training."""
     for root in transformers_models(model):
         for name in filter(None, map(method_of, configs_of(root))):
             raise UnsupportedAttentionError(
-                f"the {type(root).__name__} is converted to {name} already, and only exact attention can teach: "
-                f"{advice}"
+                f"the {type(root).__name__} is converted to {name} already, and only exact attention can teach: load "
+                "the original checkpoint without attn_implementation, or switch back with hea.convert(model, 'sdpa') "
+                "or 'hf-efficient-attn convert --method sdpa' if its weights were not trained since"
             )
 
 
@@ -313,18 +307,12 @@ def why_nothing_to_learn(methods: Sequence[MethodConfig]) -> str | None:
 
 def _advice(method: MethodConfig) -> str:
     """Which values of single options, or which other methods, would learn something."""
-    options = []
-    for field in dataclasses.fields(method) if method_info(method.method).learned_parameters else ():
-        present, values = getattr(method, field.name), field.metadata.get("choices") or ()
-        if isinstance(present, bool):
-            values = (not present,)
-        elif present == 0 and field.name != "seed":
-            values = (3,)
-        changes = [{field.name: value} for value in values if value != present]
-        options += [f"{field.name}={x[field.name]!r}" for x in changes if learns(make_config(method, **x))]
+    options, others = [], [name for name in available_methods() if method_info(name).learned_parameters]
+    for field in dataclasses.fields(method) if method.method in others else ():
+        values = field.metadata.get("choices") or ([3] if type(getattr(method, field.name)) is int else [])
+        options += [f"{field.name}={x!r}" for x in values if learns(make_config(method, **{field.name: x}))]
     if options:
         return f"{method.method} learns nothing with these hyperparameters: use {' or '.join(options)}"
-    others = [name for name in available_methods() if method_info(name).learned_parameters]
     return (
         f"{method.method} has no learned parameters, so that there is nothing to distill: use a method that has, "
         f"{', '.join(others[:-1])} or {others[-1]}"

@@ -15,23 +15,19 @@ import copy
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.steps import LayerLoss, Reduce, Training, check_positive, learned_parameters
+from hf_efficient_attn.training.steps import LayerLoss, Training, check_positive, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.
 _STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-# Share of the steps in which the learning rate rises.
-_WARMUP = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +55,13 @@ class FinetuningOptions(KnownFields):
             raise UnsupportedAttentionError(unknown_name("target", self.target, TARGETS))
         for name in ("learning_rate", "attention_learning_rate"):
             check_positive(name, getattr(self, name), is_count=False)
-        if self.lora_rank is not None:
-            check_positive("lora_rank", self.lora_rank)
+        check_positive("lora_rank", 1 if self.lora_rank is None else self.lora_rank)
 
 
-def make_teacher(
-    model: nn.Module,
-    options: FinetuningOptions,
-    advice: str = "load it with dtype=torch.float32 (and use torch.autocast for speed), or give lora_rank",
-) -> nn.Module | None:
+def make_teacher(model: nn.Module, options: FinetuningOptions) -> nn.Module | None:
     """A copy of a model with exact attention, to be made before it is converted; None if adapters make it superfluous.
 
-    Raises:
-        UnsupportedAttentionError: the model's parameters are not float32, in which small updates would be lost. The
-            message ends with `advice`.
+    Parameters that are not float32, in which small updates would be lost, are refused.
     """
     if options.lora_rank is not None:
         return None
@@ -80,7 +69,8 @@ def make_teacher(
     if dtypes - {torch.float32, torch.float64}:
         raise UnsupportedAttentionError(
             f"the model's parameters are {', '.join(sorted(map(str, dtypes)))}, in which most updates of fine-tuning "
-            f"are rounded away: {advice}"
+            "are rounded away: load it with dtype=torch.float32 (and use torch.autocast for speed), or give lora_rank "
+            "(--lora-rank N), which trains adapters in float32"
         )
     return copy.deepcopy(model).eval().requires_grad_(False)
 
@@ -88,54 +78,35 @@ def make_teacher(
 class Finetuning(Training):
     """Trains a converted model on the outputs of its teacher (see `make_teacher`). The model stays in eval mode."""
 
-    title, max_norm = "fine-tuning", 1.0
+    title, key, max_norm = "fine-tuning", "outputs", 1.0
 
-    def __init__(
-        self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions, reduce: Reduce | None = None
-    ) -> None:
-        self.model, self.teacher, self.options = model, teacher, options
-        self.learning_rate, self.reduce = options.learning_rate, reduce
+    def __init__(self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions) -> None:
+        self.model, self.teacher, self.target = model, teacher, options.target
         self._required = {p: p.requires_grad for p in model.parameters()}
-        self._adapted = None if teacher is not None else _adapted(model, options.lora_rank or 1)
-        learned = learned_parameters(model)
-        for p in learned.values():
+        self._adapted = None if options.lora_rank is None else _adapted(model, options.lora_rank)
+        learned = list(learned_parameters(model).values())
+        for p in learned:
             p.requires_grad_(True)
-        others = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in learned}
-        settings = [
-            {"params": list(others.values()), "lr": options.learning_rate},
-            {"params": list(learned.values()), "lr": options.attention_learning_rate},
-        ]
-        optimizer = torch.optim.AdamW([x for x in settings if x["params"]], weight_decay=0.0)
+        ids = set(map(id, learned))
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
+        rates = ((others, options.learning_rate), (learned, options.attention_learning_rate))
+        optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in rates if x], weight_decay=0.0)
         # Imported here, because it imports optional packages.
         from transformers.optimization import get_cosine_schedule_with_warmup
 
-        schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(_WARMUP * options.steps)), options.steps)
-        super().__init__({"model": {**others, **learned}}, optimizer, schedule, options.steps)
+        schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(0.1 * options.steps)), options.steps)
+        super().__init__([*others, *learned], optimizer, schedule, options.steps)
 
-    def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
-        """Backpropagate. Returns the mean loss as the report shows it, and the losses before the mean."""
+    def _backward(self, batch: Batch) -> list[LayerLoss]:
         with torch.enable_grad():
             losses = self._losses(batch)
-            loss = losses.mean()
-        loss.backward()
-        return [LayerLoss(None, self.options.target, loss.item())], losses.detach().clone()
+            torch.stack(list(losses.values())).mean().backward()
+        return [LayerLoss(None, name, loss.item()) for name, loss in losses.items()]
 
     @torch.no_grad()
     def measure(self, batch: Batch) -> list[LayerLoss]:
-        """The loss on a batch, without training."""
-        return [LayerLoss(None, self.options.target, self._losses(batch).mean().item())]
-
-    def _name_of_loss(self, index: int) -> str:
-        return "the logits" if self.options.target == "logits" else f"the hidden states after layer {index}"
-
-    def abandon(self) -> None:
-        """Restore the parameters that the model had before the fine-tuning, except learned parameters of attention."""
-        if self._adapted is not None:
-            self._adapted.unload()
-            self._adapted = None
-        elif self.teacher is not None:
-            self.model.load_state_dict(self.teacher.state_dict(), strict=False)
-        self.finish()
+        """The losses on a batch, without training."""
+        return [LayerLoss(None, name, loss.item()) for name, loss in self._losses(batch).items()]
 
     def finish(self) -> None:
         """Merge adapters into the model, and restore which parameters require gradients."""
@@ -146,37 +117,35 @@ class Finetuning(Training):
             p.requires_grad_(required)
 
     @torch.no_grad()
-    def _teach(self, batch: Batch) -> list[Tensor]:
+    def _teach(self, batch: Batch) -> dict[str, Tensor]:
         """The outputs of the teacher."""
-        if self.teacher is not None:
-            return outputs_of(self.teacher, batch, self.options.target)
-        assert self._adapted is not None
+        if self._adapted is None:
+            assert self.teacher is not None
+            return outputs_of(self.teacher, batch, self.target)
         with self._adapted.disable_adapter(), capture_attention(self.model, lambda call: None):
-            return outputs_of(self.model, batch, self.options.target)
+            return outputs_of(self.model, batch, self.target)
 
-    def _losses(self, batch: Batch) -> Tensor:
-        """The loss of every layer, or of the logits."""
-        wanted, found = self._teach(batch), outputs_of(self.model, batch, self.options.target)
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        losses = []
-        for x, target in zip(found, wanted, strict=True):
+    def _losses(self, batch: Batch) -> dict[str, Tensor]:
+        """The loss of every output."""
+        wanted, mask = self._teach(batch), batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        losses = {}
+        for name, x in outputs_of(self.model, batch, self.target).items():
             valid: Any = mask.to(x.device).bool() if mask is not None and mask.shape == x.shape[:2] else ...
-            if self.options.target == "logits":
-                divergence = torch.nn.functional.kl_div(
-                    x.float().log_softmax(-1), target.float().log_softmax(-1), reduction="none", log_target=True
-                )
-                losses.append(divergence.sum(-1)[valid].mean())
+            x, target = x.float(), wanted[name].float()
+            if self.target == "logits":
+                x, target = x.log_softmax(-1), target.log_softmax(-1)
+                divergence = nn.functional.kl_div(x, target, reduction="none", log_target=True)
+                losses[name] = divergence.sum(-1)[valid].mean()
             else:
-                error, size = (x - target).float().square().sum(-1), target.float().square().sum(-1)
-                losses.append(error[valid].sum() / size[valid].sum())
-        return torch.stack(losses)
+                error, size = (x - target).square().sum(-1), target.square().sum(-1)
+                losses[name] = error[valid].sum() / size[valid].sum()
+        return losses
 
 
-def outputs_of(model: nn.Module, batch: Batch, target: str) -> list[Tensor]:
-    """The hidden states of all layers without the embeddings, or the logits.
+def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]:
+    """The hidden states of all layers without the embeddings, or the logits, by what messages call them.
 
-    Raises:
-        UnsupportedAttentionError: the model does not return them.
+    A model that does not return them is refused.
     """
     if isinstance(batch, Tensor):
         batch = {transformers_models(model)[0].main_input_name: batch}
@@ -187,26 +156,21 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> list[Tensor]:
                 f"{type(model).__name__} has no logits: use target='hidden_states', or load the checkpoint with its "
                 "head, such as AutoModelForCausalLM"
             )
-        return [logits]
+        return {"the logits": logits}
     outputs = forward(model, {**batch, "output_hidden_states": True})
     states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
     if not states:
         raise UnsupportedAttentionError(
             f"{type(model).__name__} returns no hidden states: use target='logits', or no fine-tuning"
         )
-    return states
+    return {f"the hidden states after layer {number}": x for number, x in enumerate(states)}
 
 
 def _adapted(model: nn.Module, rank: int) -> Any:
     """PEFT's model with LoRA adapters in all linear layers of a model, whose modules it replaces."""
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedAttentionError(
-            f"LoRA needs a Transformers model, not {type(model).__name__}: leave lora_rank out to train all parameters"
-        )
     if importlib.util.find_spec("peft") is None:
         raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
     from peft import LoraConfig, get_peft_model
 
-    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
-    options: dict[str, Any] = {"target_modules": "all-linear", "bias": "none", "fan_in_fan_out": is_transposed}
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **options))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
+    return get_peft_model(cast("Any", model), config)

@@ -1,34 +1,27 @@
 """Up-training schedules: which attention a model uses at which step, and the schedules of the paper."""
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+import ast
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_name
+from hf_efficient_attn.conversion.convert import choice_of
+from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
-from hf_efficient_attn.methods import method_info
-from hf_efficient_attn.training.distillation import DistillationOptions
-from hf_efficient_attn.training.stage import Stage, make_stages, parse_stage
-from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation
-from hf_efficient_attn.training.steps import unwrap
-from hf_efficient_attn.training.switch import check_stages, is_in_stage, switch_stage
-
-logger = logging.get_logger(__name__)
+from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.methods import available_methods, method_info
+from hf_efficient_attn.training.distillation import DistillationOptions, why_nothing_to_learn
+from hf_efficient_attn.training.switch import Stage, check_stages, is_in_stage, switch_stage
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
-_VARIANTS = ("flurka_performer", "flurka_eva", "flurka_linear")
-_SHARES: dict[str, dict[str, float]] = {
-    "nmt": {"linformer": 0.8, "linear": 0.64},
-    "imagenet": {"linformer": 0.167, "linear": 0.333},
-    "mlm": {},
-    "glue": {},
-    "lra": {},
-}
+_SHARES = {"nmt": {"linformer": 0.8, "linear": 0.64}, "imagenet": {"linformer": 0.167, "linear": 0.333}}
+_TASKS, _VARIANTS = (*_SHARES, "mlm", "glue", "lra"), ("flurka_performer", "flurka_eva", "flurka_linear")
 
 
 class UptrainingSchedule:
@@ -41,10 +34,9 @@ class UptrainingSchedule:
     A stage inherits projection_dim, max_length, share, init, num_features and seed from the stage before unless they
     are given, so that learned parameters and random draws still fit. Other hyperparameters have the method's defaults.
 
-    A stage whose method learns parameters can be distilled first: before its first step, these parameters are trained
+    A later stage whose method learns parameters can be distilled: before its first step, the new parameters are trained
     to imitate the attention that the model had before the switch, layer by layer and without labels. For example, the
-    kernel of flurka_linear with feature_map="hedgehog" learns to imitate the softmax of a linformer. The teacher of the
-    first stage is the attention that the model had before training.
+    kernel of flurka_linear with feature_map="hedgehog" learns to imitate the softmax of a linformer.
 
     Args:
         stages: each (attention, end) or (attention, end, hyperparameters). `attention` is the name or the config of a
@@ -54,49 +46,27 @@ class UptrainingSchedule:
             stage's distillation, which do not count as steps of the training.
         total_steps: the number of steps of the whole training. `step` needs it if ends are shares; Trainer tells the
             callback.
-        part: the name of the submodule to switch, for example "encoder" in an EncoderDecoderModel; the rest of the
-            model does not change. The submodule must have its own config. None switches the whole model.
 
     Raises:
         UnsupportedAttentionError: a method or hyperparameter is unknown, ends do not increase or do not end at 1.0,
-            shares and step numbers are mixed, two consecutive stages are the same, or a stage with "distill" has
-            nothing to learn.
+            shares and step numbers are mixed, or a stage with "distill" is the first or has nothing to learn.
     """
 
-    def __init__(
-        self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None, part: str | None = None
-    ) -> None:
-        given: Iterable[Any] = stages.stages if isinstance(stages, UptrainingSchedule) else stages
-        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-            raise UnsupportedAttentionError(
-                f"stages must be a list of (attention, end), not {shown(stages)}; UptrainingSchedule.parse reads "
-                "strings"
-            )
-        self.stages: tuple[Stage, ...] = make_stages(given, part)
-        if total_steps is not None and (isinstance(total_steps, bool) or not isinstance(total_steps, int)):
-            raise UnsupportedAttentionError(f"total_steps must be an integer, not {total_steps!r}")
+    def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
+        given = stages.stages if isinstance(stages, UptrainingSchedule) else stages
+        self.stages: tuple[Stage, ...] = _make_stages(given)
         self.total_steps = total_steps
-        # The bare models and the optimizers whose models are checked.
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
-        # The records of switches to a first stage that is still to be distilled, and the attention before them.
-        self._waiting: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], FormerAttention]]
-        self._waiting = weakref.WeakKeyDictionary()
         if total_steps is not None:
             self.ends(total_steps)
 
     @classmethod
     def parse(cls, stages: str | Sequence[str], total_steps: int | None = None) -> "UptrainingSchedule":
-        """A schedule from strings "ATTENTION[,key=value...]:END" as on a command line.
+        """A schedule from strings "ATTENTION[,key=value...]:END", such as "linformer,projection_dim=64:0.25".
 
-        END is a share, a number of steps or "end", for example ["linformer,projection_dim=64:0.25",
-        "flurka_performer:1.0"] or ["sdpa:0.1", "linear,feature_map=hedgehog,distill=200:1.0"].
-
-        Raises:
-            UnsupportedAttentionError: a string has another form, or the class refuses the stages.
+        END is a share, a number of steps or "end". A text with spaces contains several stages. Others are refused.
         """
-        if isinstance(stages, str):
-            stages = stages.split()
-        return cls([parse_stage(text) for text in stages], total_steps)
+        texts = stages.split() if isinstance(stages, str) else stages
+        return cls([_parse_stage(text) for text in texts], total_steps)
 
     def ends(self, total_steps: int) -> list[int]:
         """The number of completed steps at which each stage ends; the last is `total_steps`.
@@ -104,38 +74,30 @@ class UptrainingSchedule:
         Raises:
             UnsupportedAttentionError: a stage would have no step.
         """
-        ends = [stage.end_step(total_steps) for stage in self.stages]
-        start = 0
-        for stage, end in zip(self.stages, ends, strict=True):
-            if not start < min(end, total_steps):
+        # The inner rounding removes floating-point noise: 0.29 * 100 is 28.999999999999996.
+        known = [stage.end or 0 for stage in self.stages[:-1]]
+        ends = [*(end if isinstance(end, int) else round(round(end * total_steps, 6)) for end in known), total_steps]
+        for stage, (start, end) in zip(self.stages, itertools.pairwise([0, *ends]), strict=True):
+            if start >= end:
                 raise UnsupportedAttentionError(
                     f"the stage {stage.attention!r} would have none of the {total_steps} steps: it runs from {start} "
-                    f"to {min(end, total_steps)}. Train for more steps or move its end"
+                    f"to {end}. Train for more steps or move its end"
                 )
-            start = end
-        return [*ends[:-1], total_steps]
+        return ends
 
-    def index(self, step: int, total_steps: int | None = None) -> int:
+    def index(self, step: int) -> int:
         """The index of the stage of step `step` (counted from 0); after the last step, the last stage."""
-        total = self.total_steps if total_steps is None else total_steps
-        if total is not None:
-            ends = self.ends(total)
-        elif any(isinstance(stage.end, float) for stage in self.stages):
+        if self.total_steps is None and any(isinstance(stage.end, float) for stage in self.stages):
             raise UnsupportedAttentionError(
                 "the ends of the stages are shares of all steps, but the number of steps is unknown: use "
                 "UptrainingSchedule(stages, total_steps=...)"
             )
-        else:
-            ends = [stage.end_step(step) for stage in self.stages[:-1]]
+        ends = self.ends(self.total_steps or sys.maxsize)
         return next((i for i, end in enumerate(ends) if step < end), len(self.stages) - 1)
 
-    def starts(self, step: int, total_steps: int | None = None) -> bool:
-        """Whether a stage starts with step `step`."""
-        return step == 0 or self.index(step - 1, total_steps) != self.index(step, total_steps)
-
-    def still_distilled(self, step: int) -> list[Stage]:
-        """The stages with "distill" that start with step `step` or later."""
-        return [stage for stage in self.stages[self.index(step) + (not self.starts(step)) :] if stage.distill]
+    def distilled(self, step: int) -> list[Stage]:
+        """The stage of step `step` and later ones, as far as they have "distill"."""
+        return [stage for stage in self.stages[self.index(step) if step else 0 :] if stage.distill]
 
     def step(
         self,
@@ -152,18 +114,16 @@ class UptrainingSchedule:
         optimizer state; new parameters join the parameter group of similar parameters, and learning-rate schedules
         continue.
 
-        A stage with "distill" is distilled in the call of its first step that has `batches`. This changes only the
-        values of its learned parameters. In distributed training gradients are averaged over all processes, each of
-        which may give batches of its own. The global random states stay as they are, so that a training that is resumed
-        from a checkpoint before the switch repeats the distillation bit for bit.
+        A stage with "distill" is distilled in the call of its first step. In distributed training gradients are
+        averaged over all processes, each of which may give batches of its own. The global random states stay as they
+        are, so that a resumed training repeats the distillation bit for bit.
 
         Args:
             model: a Transformers model, or its wrapper: PEFT, `torch.compile`, DistributedDataParallel.
             optimizer: the optimizer (or Accelerate's wrapper of it) of the model's parameters, or None.
             step: the number of completed optimizer steps.
-            batches: for stages with "distill", batches as for `hea.distill`, which must be the same whenever they are
-                read; give them in every call with an optimizer. Batches of the training set will do; labels are not
-                used.
+            batches: for stages with "distill", batches as for `hea.distill`, for example of the training set, which
+                must be the same whenever they are read; give them in every call with an optimizer.
             options: the learning rate of the distillation and others; the default suits most models.
 
         Returns:
@@ -176,73 +136,113 @@ class UptrainingSchedule:
                 in the first call, before anything changes. Or the stage computes all batches exactly.
             DivergedError: a loss of the distillation was not finite.
         """
-        index = self.index(step)
-        if optimizer is not None and batches is None:
-            names = [f"{stage.attention!r} (distill={stage.distill})" for stage in self.still_distilled(step)]
-            if names:
-                raise UnsupportedAttentionError(
-                    f"the stages {', '.join(names)} are to be distilled first, but there are no batches for it: give "
-                    "them with schedule.step(model, optimizer, step, batches=...), in every call"
-                )
-        # Once for the bare model, and once for its wrappers, which exist when training begins.
-        checked = model if optimizer is None else optimizer
-        if checked not in self._checked:
+        if optimizer is not None and batches is None and (stages := self.distilled(step)):
+            raise UnsupportedAttentionError(
+                f"there are no batches to distill {', '.join(repr(stage.attention) for stage in stages)}: give them in "
+                "every call, with schedule.step(model, optimizer, step, batches=...)"
+            )
+        # First the bare model, then its wrappers, which exist when training begins.
+        if optimizer is None or step == 0:
             check_stages(model, self.stages)
-            self._checked.add(checked)
-        distillation = None
-        if batches is not None and self.starts(step) and self.stages[index].distill:
-            distillation = StageDistillation(batches, options or DistillationOptions())
-        return self.advance(model, optimizer, step, distillation)
-
-    def advance(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        step: int,
-        distillation: StageDistillation | None = None,
-    ) -> "dict[str, Any] | None":
-        """`step` without its checks. A stage that starts with this step is distilled if `distillation` is given."""
-        stage, inner = self.stages[self.index(step) if step else 0], unwrap(model)
-        waiting = self._waiting.pop(inner, None) if step == 0 else None
-        if not is_in_stage(model, stage):
-            record, former = switch_stage(model, optimizer, stage, step, distillation)
-            if stage.distill and step == 0 and distillation is None:
-                self._waiting[inner] = record, former
-            return record
-        if waiting is None:
-            if stage.distill and step == 0 and optimizer is None:
-                logger.warning(
-                    f"the model is in the stage {stage.attention!r} already when training begins, so that it is not "
-                    f"distilled and distill={stage.distill} has no effect"
-                )
+        stage = self.stages[self.index(step) if step else 0]
+        if is_in_stage(model, stage):
             return None
-        if distillation is None:
-            self._waiting[inner] = waiting
-            return None
-        return waiting[0] | {"distillation": distillation.run(inner, stage, waiting[1])}
+        return switch_stage(model, optimizer, stage, step, batches, options)
 
-    def to_list(self) -> list[dict[str, Any]]:
-        """The stages as plain values that JSON can represent; `UptrainingSchedule` accepts this form."""
-        return [stage.to_dict() for stage in self.stages]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UptrainingSchedule) and self.stages == other.stages
+def _make_stages(given: Iterable[Any]) -> tuple[Stage, ...]:
+    """Stages from any of the forms that `UptrainingSchedule` accepts, with its refusals."""
+    stages: list[Stage] = []
+    for entry in given:
+        stages.append(_make_stage(entry, stages[-1] if stages else None))
+    _check_ends([stage.end for stage in stages])
+    if stages[0].distill:
+        raise UnsupportedAttentionError(
+            f"the first stage has distill={stages[0].distill}: distill the model before the training instead, with "
+            "hea.distill or 'hf-efficient-attn distill'"
+        )
+    return tuple(stages)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UptrainingSchedule, (self.stages, self.total_steps)
 
-    def __repr__(self) -> str:
-        stages = ", ".join(f"({stage.attention!r}, {stage.end!r})" for stage in self.stages)
-        return f"UptrainingSchedule([{stages}])"
+def _make_stage(given: Any, before: Stage | None) -> Stage:
+    """One stage; `before` is the preceding one, from which some hyperparameters are inherited."""
+    if isinstance(given, Stage):
+        return given
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
+        raise UnsupportedAttentionError(
+            f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
+        )
+    attention, end, *rest = given
+    values = as_dict((rest and rest[0]) or {}, "the hyperparameters of a stage")
+    distill, layers = values.pop("distill", 0), values.pop("layers", None)
+    if isinstance(attention, str):
+        attention = EXACT if attention == "exact" else attention
+        values = _inherited(attention, before) | values
+    settings = choice_of(attention, layers, values)
+    name = str(settings.method if settings else attention)
+    if isinstance(distill, bool) or not isinstance(distill, int) or distill < 0:
+        raise UnsupportedAttentionError(
+            f"distill={distill!r}: give the number of steps of the distillation before a stage, or 0 for none"
+        )
+    learning = why_nothing_to_learn([entry.config for entry in settings.entries] if settings else [])
+    if distill and learning:
+        reason = learning if settings else f"{name!r} is exact attention"
+        raise UnsupportedAttentionError(f"a stage with distill={distill}: {reason}")
+    return Stage(name, end, settings, distill)
+
+
+def _inherited(method: str, before: Stage | None) -> dict[str, Any]:
+    """Hyperparameters of the preceding stage that determine what is learned or drawn and that `method` has too."""
+    if method not in available_methods() or not before or not before.settings or len(before.settings.entries) > 1:
+        return {}
+    values = before.settings.entries[0].config.to_dict()
+    return {
+        spec.name: values[spec.name]
+        for spec in dataclasses.fields(method_info(method).config_class)
+        if (spec.metadata.get("carried") or spec.name == "seed")
+        and spec.name in values
+        # The other method may not have this value, for example a feature map.
+        and values[spec.name] in (spec.metadata.get("choices") or [values[spec.name]])
+    }
+
+
+def _check_ends(ends: Sequence[Any]) -> None:
+    """Refuse ends of stages that are no ends, do not increase, or mix shares and numbers of steps."""
+    if not ends:
+        raise UnsupportedAttentionError("a schedule needs at least one stage")
+    known = [0, *(ends[:-1] if ends[-1] is None else ends)]
+    kinds = {type(end) for end in known[1:]}
+    is_fit = kinds <= {int} or (kinds == {float} and ends[-1] == 1.0)
+    if not is_fit or not all(before < after for before, after in itertools.pairwise(known)):
+        raise UnsupportedAttentionError(
+            f"the ends of the stages cannot be {ends}: give shares of all steps, floats that increase to 1.0, or "
+            "numbers of steps, integers that increase, of which the last may be None for the end of training"
+        )
+
+
+def _parse_stage(text: str) -> tuple[str, float | int | None, dict[str, Any]]:
+    """(attention, end, hyperparameters) from "ATTENTION[,key=value...]:END"."""
+    head, _, end = text.rpartition(":")
+    name, *pairs = head.split(",")
+    number = None if end == "end" else _parse_value(end)
+    if not name or any("=" not in pair for pair in pairs) or isinstance(number, str):
+        raise UnsupportedAttentionError(
+            f"{text!r} is not a stage: write ATTENTION[,key=value...]:END, for example "
+            "linformer,projection_dim=64:0.25. END is a share of all steps, a number of steps, or 'end'"
+        )
+    return name, number, {key: _parse_value(value) for key, value in (pair.split("=", 1) for pair in pairs)}
+
+
+def _parse_value(text: str) -> Any:
+    """A Boolean or a number if the text is one, otherwise the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def uptraining_preset(
-    task: str,
-    variant: str = "flurka_performer",
-    *,
-    total_steps: int | None = None,
-    part: str | None = None,
-    **hyperparameters: Any,
+    task: str, variant: str = "flurka_performer", *, total_steps: int | None = None, **hyperparameters: Any
 ) -> UptrainingSchedule:
     """The schedule that the paper uses for a task (Gupta et al. 2023, appendix A.4).
 
@@ -254,27 +254,17 @@ def uptraining_preset(
         task: "nmt", "imagenet", "mlm", "glue" or "lra".
         variant: "flurka_performer", "flurka_eva" or "flurka_linear".
         total_steps: see `UptrainingSchedule`.
-        part: see `UptrainingSchedule`. For "nmt" the paper switches the "encoder"; leave it out for a model that is an
-            encoder.
-        **hyperparameters: hyperparameters of the stages; each stage takes those that it has.
+        **hyperparameters: of the variant; the base takes those that it has. With "nmt" the paper switches only the
+            encoder of a translation model: `layers=["encoder"]`.
 
     Raises:
         UnsupportedAttentionError: the task, the variant or a hyperparameter is unknown.
     """
-    if task not in _SHARES:
-        raise UnsupportedAttentionError(unknown_name("task of uptraining_preset", task, _SHARES))
-    if variant not in _VARIANTS:
-        raise UnsupportedAttentionError(unknown_name("FLuRKA variant", variant, _VARIANTS))
+    for kind, name, names in (("task of uptraining_preset", task, _TASKS), ("FLuRKA variant", variant, _VARIANTS)):
+        if name not in names:
+            raise UnsupportedAttentionError(unknown_name(kind, name, names))
     base = "linear" if variant == "flurka_linear" else "linformer"
-    share = _SHARES[task].get(base)
-    stages = [(variant, 1.0)] if share is None else [(base, share), (variant, 1.0)]
-    known = {name: method_info(name).config_class.hyperparameters() for name, _ in stages}
-    for key in hyperparameters:
-        if not any(key in fields for fields in known.values()):
-            options = sorted({field for fields in known.values() for field in fields})
-            raise UnsupportedAttentionError(unknown_name("hyperparameter", key, options))
-    return UptrainingSchedule(
-        [(name, end, {k: v for k, v in hyperparameters.items() if k in known[name]}) for name, end in stages],
-        total_steps,
-        part,
-    )
+    stages = [(base, _SHARES[task][base]), (variant, 1.0)] if task in _SHARES else [(variant, 1.0)]
+    known = {"layers", *method_info(base).config_class.hyperparameters()}
+    values = {base: {key: value for key, value in hyperparameters.items() if key in known}, variant: hyperparameters}
+    return UptrainingSchedule([(name, end, values[name]) for name, end in stages], total_steps)

@@ -1,12 +1,11 @@
-"""Training one batch at a time: what both stages of a distillation have in common."""
+"""Training one batch at a time: what both stages of a distillation have in common, and batches without end."""
 
 import abc
-import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,6 @@ from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import LearnedParameters
 
-# Of type DistillationOptions, which is defined later.
-OptionsT = TypeVar("OptionsT", bound=Any)
 # Steps whose mean loss decides which parameters are the best so far.
 WINDOW = 20
 # Steps after which a training is refused whose batches trained nothing.
@@ -29,22 +26,11 @@ _PATIENCE = 8
 
 
 class DivergedError(UnsupportedAttentionError):
-    """A loss was not finite. The model has the best parameters until then.
-
-    Attributes:
-        what: which loss, and in which step.
-        learning_rate: the one that was too large.
-    """
-
-    def __init__(self, what: str, learning_rate: float) -> None:
-        super().__init__(
-            f"{what}. The model keeps the best parameters so far: use a smaller learning rate than {learning_rate:g}"
-        )
-        self.what, self.learning_rate = what, learning_rate
+    """A loss was not finite. The model has the best parameters until then."""
 
 
 class LayerLoss(NamedTuple):
-    """The loss of one layer in one step: its number or name, the name of its attention module, and the loss before."""
+    """A loss before a step: the number or name of the layer, the name of what the loss is of, and its value."""
 
     layer: Layer | None
     name: str
@@ -52,138 +38,110 @@ class LayerLoss(NamedTuple):
 
 
 OnStep = Callable[[int, Sequence[LayerLoss]], None]
-Reduce = Callable[[Tensor], Tensor]
-# Parameters by name, in groups.
-Groups = dict[str, dict[str, Tensor]]
 
 
 class Training(abc.ABC):
-    """Trains groups of parameters, of which each keeps the values with the smallest loss.
+    """Trains some parameters. The values at the end of the steps with the smallest mean loss are kept in reserve.
 
     Attributes:
-        title: what the progress bar says.
+        title, key: what the progress bar and reports call the stage.
         max_norm: the largest norm of the gradients.
-        groups: the parameters.
-        trained: the parameters in a list.
-        num_steps: the number of steps of the whole training.
-        step_number: the number of steps so far.
-        learning_rate: the user's, for messages.
-        reduce: averages a tensor over all processes; None for one.
-        idle: why the last batch trained nothing, if it did not.
+        trained: the parameters.
+        num_steps, step_number: the number of steps of the whole training, and so far.
     """
 
     title: str
+    key: str
     max_norm = math.inf
-    learning_rate: float
-    reduce: Reduce | None
-    idle = ""
 
-    def __init__(self, groups: Groups, optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
-        self.groups, self.num_steps, self.step_number = groups, num_steps, 0
-        self.trained = [p for group in groups.values() for p in group.values()]
+    def __init__(self, trained: list[Tensor], optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
+        self.trained, self.num_steps, self.step_number = trained, num_steps, 0
         self._optimizer, self._schedule = optimizer, schedule
-        # For every group the sum of the losses in the present window, the smallest sum, and the values at its end.
-        self._sums, self._least = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, math.inf)
-        self._best = _copies(groups)
+        # The sum of the losses in the present window, the smallest sum, and the parameters at its end.
+        self._sum, self._least, self._best = 0.0, math.inf, _copies(trained)
 
     @abc.abstractmethod
-    def _backward(self, batch: Batch) -> tuple[list[LayerLoss], Tensor]:
-        """Add gradients.
-
-        Returns:
-            The losses to report, and the losses (groups * n) of which the mean of every n is the loss of a group.
-        """
+    def _backward(self, batch: Batch) -> list[LayerLoss]:
+        """Add gradients, and return the losses; none if the batch trains nothing."""
 
     @abc.abstractmethod
-    def _name_of_loss(self, index: int) -> str:
-        """What one of the losses (groups * n) is the loss of, for messages."""
+    def measure(self, batch: Batch) -> list[LayerLoss]:
+        """The errors on a batch, without training."""
 
     @abc.abstractmethod
     def finish(self) -> None:
         """Give the model the trained parameters."""
 
-    def abandon(self) -> None:  # noqa: B027 (optional)
-        """Undo what the training changed in the model."""
-
     def step(self, batch: Batch) -> list[LayerLoss]:
-        """Train on one batch.
-
-        Returns:
-            The losses before the step; none if the batch trained nothing.
+        """Train on one batch. Returns the losses before the step; none if the batch trained nothing.
 
         Raises:
-            DivergedError: a loss is not finite. The model then has the best parameters so far.
+            DivergedError: a loss is not finite. The parameters are then the best ones so far.
         """
         self._optimizer.zero_grad()
-        losses, means = self._backward(batch)
-        if self.reduce is not None:
+        losses = self._backward(batch)
+        mean = torch.tensor([statistics.fmean(one.loss for one in losses) if losses else 0.0])
+        if world_size() > 1:
             # All processes stop in the same step, and choose the same best parameters. Every process must take part,
             # also if its batch trained nothing.
-            means = self.reduce(means)
+            mean = mean_over_processes(mean.to(self.trained[0].device))
             for p in self.trained:
-                p.grad = self.reduce(torch.zeros_like(p) if p.grad is None else p.grad)
-        finite = means.isfinite().tolist()
-        if not all(finite):
+                p.grad = mean_over_processes(torch.zeros_like(p) if p.grad is None else p.grad)
+        if not mean.isfinite():
             self._set(self._best)
-            self.finish()
-            what = f"{self._name_of_loss(finite.index(False))} is not finite in step {self.step_number + 1}"
-            raise DivergedError(f"the loss of {what} of the {self.title}", self.learning_rate)
-        if self.max_norm < math.inf:
-            torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
+            names = [one.name for one in losses if not math.isfinite(one.loss)]
+            raise DivergedError(
+                f"the loss of {names[0] if names else 'another process'} is not finite in step {self.step_number + 1} "
+                f"of the {self.title}: use a smaller learning rate. The model keeps the best parameters so far"
+            )
+        torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
         self._optimizer.step()
         self._schedule.step()
         self.step_number += 1
-        for name, loss in zip(self.groups, means.view(len(self.groups), -1).mean(1).tolist(), strict=True):
-            self._sums[name] += loss
+        self._sum += mean.item()
         if self.step_number % WINDOW == 0:
-            better = {name: self.groups[name] for name, loss in self._sums.items() if loss < self._least[name]}
-            self._least |= {name: self._sums[name] for name in better}
-            self._best |= _copies(better)
-            self._sums = dict.fromkeys(self.groups, 0.0)
+            if self._sum < self._least:
+                self._least, self._best = self._sum, _copies(self.trained)
+            self._sum = 0.0
         return losses
 
     def run(self, stream: Iterator[Batch], on_step: OnStep | None = None, *, show_progress: bool = True) -> list[float]:
-        """Take the steps that remain, with a progress bar; the model then has the parameters.
+        """Take the steps that remain, with a progress bar. The model then has the parameters, however this ends.
 
-        Returns:
-            The mean of the losses in each of the steps that trained something.
+        Returns the mean of the losses in each of the steps that trained something.
 
         Raises:
-            UnsupportedAttentionError: the first batches train nothing.
+            UnsupportedAttentionError: the first batches train nothing, or there are too few.
             DivergedError: see `step`.
-            KeyboardInterrupt: the user interrupted the training. The model has the parameters of the last step.
         """
         means: list[float] = []
-        first = self.step_number
+        first, is_hidden = self.step_number, None if show_progress and process_rank() == 0 else True
         try:
-            with tqdm(None, self.title, self.num_steps, initial=first, disable=None if show_progress else True) as bar:
+            with tqdm(None, self.title, self.num_steps, initial=first, disable=is_hidden) as bar:
                 for number, batch in enumerate(islice(stream, self.num_steps - first), start=first + 1):
                     losses = self.step(batch)
                     if losses:
                         means.append(statistics.fmean(one.loss for one in losses))
                         bar.set_postfix(loss=f"{means[-1]:.3f}", refresh=False)
                     elif not means and number >= min(first + _PATIENCE, self.num_steps):
-                        raise UnsupportedAttentionError(self.idle)
+                        raise UnsupportedAttentionError(
+                            "the batches train nothing: no converted layer was called, or the sequences are within the "
+                            "budget of the method, which computes them exactly: give longer sequences or a smaller "
+                            "budget"
+                        )
                     bar.update()
                     if on_step is not None:
                         on_step(number, losses)
-        except DivergedError:
-            raise
-        except KeyboardInterrupt:
+        finally:
             self.finish()
-            raise
-        except BaseException:
-            self.abandon()
-            raise
-        self.finish()
         return means
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to continue bit for bit: tensors, numbers and strings."""
         return {
             "step": self.step_number,
-            "trained": _copies(self.groups),
-            "windows": (self._sums, self._least, self._best),
+            "trained": _copies(self.trained),
+            "window": (self._sum, self._least, self._best),
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
         }
@@ -191,28 +149,48 @@ class Training(abc.ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict` of a training of the same model with the same arguments."""
         self._set(state["trained"])
-        self.step_number = state["step"]
-        self._sums, self._least, self._best = (dict(values) for values in state["windows"])
+        self.step_number, (self._sum, self._least, self._best) = state["step"], state["window"]
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
 
     @torch.no_grad()
-    def _set(self, values: Groups) -> None:
-        for name, group in self.groups.items():
-            for key, p in group.items():
-                p.copy_(values[name][key])
+    def _set(self, values: list[Tensor]) -> None:
+        for p, value in zip(self.trained, values, strict=True):
+            p.copy_(value)
 
 
-def _copies(groups: Groups) -> Groups:
-    return {name: {key: p.detach().clone() for key, p in group.items()} for name, group in groups.items()}
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach().clone() for x in tensors]
 
 
-def over_processes(options: OptionsT) -> OptionsT:
-    """Options of a distillation that average over all processes unless `reduce` is given; one shows its progress."""
-    if world_size() == 1:
-        return options
-    is_shown = options.show_progress and process_rank() == 0
-    return dataclasses.replace(options, reduce=options.reduce or mean_over_processes, show_progress=is_shown)
+def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterator[Batch]:
+    """Batches without end, the same in every call with the same arguments. None at all, or only one, are refused."""
+    if isinstance(batches, Iterator):
+        batches = list(islice(batches, num_steps))
+    if isinstance(batches, Sequence):
+        _check_count(len(batches))
+        yield from shuffled(batches, seed)
+    while True:
+        count = 0
+        for count, batch in enumerate(batches, start=1):  # noqa: B007 (the number of the last one)
+            yield batch
+        _check_count(count)
+
+
+def shuffled(items: Sequence[Any], seed: int) -> Iterator[Any]:
+    """The items of a sequence in a random order, and without end: in each epoch in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for index in torch.randperm(len(items), generator=generator).tolist():
+            yield items[index]
+
+
+def _check_count(count: int) -> None:
+    if count < 2:
+        raise UnsupportedAttentionError(
+            f"batches has {'one batch' if count else 'no batch'}, and the learned parameters would fit one without "
+            "generalising: give at least two, better twenty or more, of the kind of data that the model is used on"
+        )
 
 
 def check_positive(name: str, value: object, *, is_count: bool = True) -> None:
@@ -224,13 +202,9 @@ def check_positive(name: str, value: object, *, is_count: bool = True) -> None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel and `torch.compile`."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-            model = compiled
-        else:
-            return model
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = cast("nn.Module", model.module if isinstance(model, DistributedDataParallel) else model._orig_mod)
+    return model
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -249,12 +223,6 @@ def world_size() -> int:
 def process_rank() -> int:
     """The number of this process, of which 0 writes all files."""
     return torch.distributed.get_rank() if world_size() > 1 else 0
-
-
-def wait_for_all() -> None:
-    """Wait until all processes are here."""
-    if world_size() > 1:
-        torch.distributed.barrier()
 
 
 def mean_over_processes(x: Tensor) -> Tensor:

@@ -2,96 +2,91 @@
 
 Parameters that both attentions share remain the same objects, so that the optimizer keeps their state. Parameter
 groups, data-parallel wrappers and compiled graphs are updated.
+
+New parameters can be distilled: they imitate the attention before the switch on batches of training data, layer by
+layer as in `hea.distill`. Shared parameters keep their values, which are a part of that attention. A distillation
+depends only on the model, the batches and the options, so that a resumed training repeats it exactly.
 """
 
+import contextlib
 import gc
 import inspect
-import itertools
+import random
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import logging
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
 from hf_efficient_attn.integration.configs import method_of, settings_of
-from hf_efficient_attn.integration.learned import NAME, LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import configs_of, snapshot, transformers_models
-from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS
-from hf_efficient_attn.methods import get_method
-from hf_efficient_attn.training.stage import Stage
-from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation
-from hf_efficient_attn.training.steps import learned_parameters, unwrap
-
-logger = logging.get_logger(__name__)
+from hf_efficient_attn.integration.learned import learned_of
+from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods import MethodConfig, get_method
+from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
+from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
 
 # Names and shapes of learned parameters.
 Layout = dict[str, tuple[int, ...]]
 
 
-def _target(model: nn.Module, stage: Stage) -> nn.Module:
-    """What the stage switches: the model or a submodule of it, whose config must not control other parts."""
-    inner = unwrap(model)
-    if stage.part is None:
-        return inner
-    parts: dict[str, nn.Module] = dict(inner.named_modules())
-    if stage.part not in parts:
-        names = ", ".join(name for name, _ in inner.named_children())
-        raise UnsupportedAttentionError(
-            f"{type(inner).__name__} has no submodule {stage.part!r} to up-train; it has {names}"
-        )
-    part = parts[stage.part]
-    inside = set(part.modules())
-    configs = {id(config) for root in transformers_models(part) for config in configs_of(root)}
-    for module in parts.values():
-        if isinstance(module, PreTrainedModel) and module not in inside and id(module.config) in configs:
-            raise UnsupportedAttentionError(
-                f"{stage.part!r} of {type(inner).__name__} shares its config with {type(module).__name__}, which would "
-                "be switched too: the part needs its own config, like the encoder of an EncoderDecoderModel"
-            )
-    return part
+@dataclass(frozen=True)
+class Stage:
+    """One attention and the point in training at which it ends.
+
+    Attributes:
+        attention: the name of a method, or "sdpa" or another implementation of exact attention.
+        end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
+            None for the end of training.
+        settings: the value for `config.efficient_attention`; None for exact attention.
+        distill: the number of steps in which the new learned parameters imitate the attention before the switch to the
+            stage; 0 for none.
+    """
+
+    attention: str
+    end: float | int | None
+    settings: EfficientAttentionConfig | None = None
+    distill: int = 0
 
 
 def is_in_stage(model: nn.Module, stage: Stage) -> bool:
-    """Whether the model already is in the stage."""
-    for root in transformers_models(_target(model, stage)):
-        present = root.config._attn_implementation
-        # Other implementations of Transformers, such as flash attention, are exact attention too.
-        if stage.settings is None and present in EXACT_IMPLEMENTATIONS and present != stage.attention:
-            return False
-        for config in configs_of(root):
-            name = method_of(config)
-            if (name and settings_of(config, name)) != stage.settings:
-                return False
-    return True
+    """Whether the model already is in the stage. All implementations of exact attention of Transformers are equal."""
+    configs = [config for root in transformers_models(unwrap(model)) for config in configs_of(root)]
+    names = [(config, method_of(config)) for config in configs]
+    return all((name and settings_of(config, name)) == stage.settings for config, name in names)
 
 
 def apply_stage(model: nn.Module, stage: Stage) -> None:
     """Convert the model to the stage; new learned parameters have their initial values."""
-    convert(_target(model, stage), stage.attention if stage.settings is None else stage.settings)
+    convert(unwrap(model), stage.attention if stage.settings is None else stage.settings)
 
 
-def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None = None) -> None:
-    """Try every stage on the model and restore the model.
+def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = False) -> None:
+    """Try every stage on the model and restore the model. With `is_fixed` the set of parameters cannot change.
 
-    `refusal` is why the set of parameters cannot change during training, if that is known already.
-
-    Raises:
-        UnsupportedAttentionError: the model cannot take a stage, or its wrappers cannot follow a change of parameters.
+    What the model cannot take, or its wrappers cannot follow, is refused.
     """
-    layouts = stage_layouts(model, stages)
-    _check_peft(model, stages, layouts)
-    refusal = refusal or _why_parameters_are_fixed(model)
-    if refusal and any(stage.distill or layout != layouts[0] for stage, layout in zip(stages, layouts, strict=True)):
+    layouts, is_peft = stage_layouts(model, stages), hasattr(unwrap(model), "peft_config")
+    kinds = {type(module).__name__ for module in model.modules()}
+    is_fixed |= any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    is_fixed |= is_peft or bool(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"})
+    kept = {} if is_peft else layouts[0]
+    if is_fixed and any(stage.distill or layout != kept for stage, layout in zip(stages, layouts, strict=True)):
         raise UnsupportedAttentionError(
-            f"{refusal}, but the stages {', '.join(stage.attention for stage in stages)} do not learn the same "
-            "parameters, or one is distilled first: use stages that learn the same, without 'distill', or train with "
-            "DistributedDataParallel"
+            f"the stages {', '.join(stage.attention for stage in stages)} do not learn the same parameters, or one is "
+            "distilled, but FSDP, DeepSpeed and DataParallel keep the parameters of the start, and PEFT saves "
+            "only its adapters: use stages that learn the same parameters, with PEFT none, without 'distill', or train "
+            "all parameters with DistributedDataParallel"
         )
     for stage, now, before in zip(stages[1:], layouts[1:], layouts, strict=False):
         if stage.distill and now.items() <= before.items():
@@ -102,52 +97,21 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], refusal: str | None 
             )
 
 
-def _check_peft(model: nn.Module, stages: Sequence[Stage], layouts: Sequence[Layout]) -> None:
-    """Refuse learned parameters that PEFT would not save: it saves only adapters and `modules_to_save`."""
-    inner = unwrap(model)
-    if not hasattr(inner, "peft_config") or not any(layouts):
-        return
-    is_wrapped = any(isinstance(getattr(x, "original_module", None), LearnedParameters) for x in inner.modules())
-    if not is_wrapped or any(layout != learned_layout(model) for layout in layouts):
-        names = [stage.attention for stage, layout in zip(stages, layouts, strict=True) if layout]
-        raise UnsupportedAttentionError(
-            f"a PEFT model saves only its adapters, but some stages learn other parameters ({', '.join(names)}): "
-            "convert the model to the first stage before get_peft_model, use modules_to_save=['learned_parameters'] "
-            "there, and use stages that learn parameters of the same names and shapes, such as linformer and a FLuRKA "
-            "variant; or use methods that learn none"
-        )
-
-
-def _why_parameters_are_fixed(model: nn.Module) -> str | None:
-    """Why the set of parameters cannot change during training; None if it can."""
-    kinds = {type(module).__name__ for module in model.modules()}
-    is_sharded = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
-    if is_sharded or kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"}:
-        return "FSDP, DeepSpeed and DataParallel keep the parameters that exist at the start"
-    return None
-
-
 def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
-    before, found = snapshot(transformers_models(model)), []
+    before, layouts = snapshot(transformers_models(model)), []
     try:
         for stage in stages:
             apply_stage(model, stage)
-            found.append(learned_layout(model))
-        return found
+            layouts.append(learned_layout(model))
     finally:
         before.restore()
+    return layouts
 
 
 def learned_layout(model: nn.Module) -> Layout:
     """Names and shapes of the parameters that attention methods learn now."""
-    return {plain_name(name): tuple(p.shape) for name, p in learned_parameters(model).items()}
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the components that PEFT's wrapper adds."""
-    head, _, tail = name.rpartition(f"{NAME}.")
-    return f"{head}{NAME}.{tail.rpartition('.')[2]}"
+    return {name: tuple(p.shape) for name, p in learned_parameters(model).items()}
 
 
 def switch_stage(
@@ -155,36 +119,39 @@ def switch_stage(
     optimizer: torch.optim.Optimizer | None,
     stage: Stage,
     step: int,
-    distillation: StageDistillation | None = None,
-) -> tuple[dict[str, Any], FormerAttention]:
+    batches: Iterable[Batch] | None = None,
+    options: DistillationOptions | None = None,
+) -> dict[str, Any]:
     """Switch a model to a stage during training, as `UptrainingSchedule.step` describes.
 
-    In distributed training all processes must call it at the same step. The stage is distilled if `distillation` is
-    given and the stage asks for it. If the distillation fails, the model has its former attention.
-
-    Returns:
-        The record of the switch, and the former attention.
+    In distributed training all processes must call it at the same step. A stage with "distill" is distilled if there
+    are `batches`. If that fails, the model has its former attention. Returns the record of the switch.
     """
     inner = unwrap(model)
-    former, state = FormerAttention(inner), snapshot(transformers_models(inner))
-    name = transformers_models(_target(model, stage))[0].config._attn_implementation
-    wrappers, before = data_parallel_wrappers(inner), dict(inner.named_parameters())
-    # What is around learned parameters, perhaps PEFT's wrapper.
-    held = {module: module._modules.get(NAME) for module in former.layers}
+    roots = transformers_models(inner)
+    state, name, before = snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
+    # The method of each attention module, None if it is exact, and its learned parameters.
+    former: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]] = {}
+    for one in (one for root in roots for one in attention_modules(root)):
+        learned = learned_of(one.module)
+        former[one.module] = one.chosen, {} if learned is None else learned.tensors()
+
+    def compute(call: Call) -> Tensor:
+        method, parameters = former.get(call.module, (None, {}))
+        if method is None or call.why_exact(method) is not None:
+            return exact_output(call)
+        # Parameters that the model no longer has did not move with it to another device.
+        return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
+
     apply_stage(inner, stage)
-    in_use: set[int] = set()
-    for module, (_, tensors) in former.layers.items():
-        former.fixed += _carry_over(module, tensors, in_use)
-    distilled = None
-    if distillation is not None and stage.distill:
-        try:
-            distilled = distillation.run(inner, stage, former)
-        except BaseException:
-            state.restore()
-            raise
-    for module, wrapper in held.items():
-        if hasattr(wrapper, "modules_to_save"):
-            _wrap_again(module, wrapper)
+    try:
+        carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
+        distilled = None
+        if stage.distill and batches is not None:
+            distilled = _distill(inner, stage, batches, options or DistillationOptions(), (compute, carried))
+    except BaseException:
+        state.restore()
+        raise
     after = dict(inner.named_parameters())
     kept = {id(p) for p in before.values()} & {id(p) for p in after.values()}
     record: dict[str, Any] = {
@@ -198,60 +165,39 @@ def switch_stage(
     }
     if record["started"] or record["dropped"]:
         if optimizer is not None:
-            _update_optimizer(inner, optimizer, before, after)
-        for wrapper in wrappers:
-            _rebuild(wrapper)
+            _update_optimizer(optimizer, before, after)
+        if world_size() > 1:
+            # Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
+            for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+                if getattr(wrapper, "module", None) is inner:
+                    _rebuild(wrapper)
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
-    logger.info(f"step {step}: attention switched from {name} to {stage.attention}")
-    return record, former
+    return record
 
 
 @torch.no_grad()
-def _carry_over(module: nn.Module, tensors: Mapping[str, torch.Tensor], in_use: set[int]) -> list[nn.Parameter]:
-    """Reuse the parameters of a module in the previous stage whose name and shape fit the new one.
-
-    A parameter that all layers shared is reused in the first layer, which adds its id to `in_use`; the other layers
-    start from a copy of it.
-
-    Returns:
-        The parameters that were reused or have a copy of the values of one.
-    """
+def _carry_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
+    """Reuse the parameters of the stage before whose name and shape fit, or their values. Returns those of now."""
     learned = learned_of(module)
     if learned is None:
         return []
-    found = []
-    starts_from = get_method(learned.method.method).starts_from
+    fixed, starts_from = [], get_method(learned.method.method).starts_from
     for name, parameter in list(learned.named_parameters(recurse=False)):
         old = tensors.get(name, tensors.get(starts_from.get(name, "")))
         if old is None or old.shape != parameter.shape:
             continue
-        if name in tensors and id(old) not in in_use:
+        if name in tensors:
             setattr(learned, name, old)
-            in_use.add(id(old))
         else:
             parameter.copy_(old)
-        found.append(getattr(learned, name))
-    return found
-
-
-def _wrap_again(module: nn.Module, wrapper: Any) -> None:
-    """Put PEFT's wrapper around learned parameters again; `check_stages` has verified that the layouts are equal."""
-    new = learned_of(module)
-    if new is None or module._modules.get(NAME) is wrapper:
-        return
-    for learned in wrapper.modules():
-        if isinstance(learned, LearnedParameters):
-            learned.method, learned.sizes = new.method, new.sizes
-    setattr(module, NAME, wrapper)
+        fixed.append(getattr(learned, name))
+    return fixed
 
 
 def _update_optimizer(
-    inner: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    before: Mapping[str, nn.Parameter],
-    after: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
 ) -> None:
     """Remove dropped parameters from the optimizer and add new ones to the groups of similar parameters.
 
@@ -260,44 +206,24 @@ def _update_optimizer(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     old, position = {id(p) for p in before.values()}, {id(p): i for i, p in enumerate(after.values())}
-    group_of: dict[int, dict[str, Any]] = {}
-    names: dict[int, str] = {}
-    for group in optimizer.param_groups:
-        group_of |= {id(p): group for p in group["params"]}
-        names |= dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     # Trainer gives matrices and learned parameters weight decay, but no biases and norms.
     trained = [name for name, p in after.items() if id(p) in group_of]
     alike = [name for name in trained if after[name].ndim > 1] or trained
     for name, p in after.items():
         if id(p) not in old and p.requires_grad:
             # The nearest one is in the attention module, or else in the smallest enclosing module that has any.
-            nearest = max(alike, key=lambda other: _num_shared(name, other))
+            parts = name.split(".")
+            nearest = max(alike, key=lambda other: len(commonprefix([parts, other.split(".")])))  # noqa: RUF071 (lists)
             group_of[id(after[nearest])]["params"].append(p)
-            names[id(p)] = name
+    names = {id(p): name for name, p in after.items()}
     for group in optimizer.param_groups:
         kept = [p for p in group["params"] if id(p) in position or id(p) not in old]
         group["params"] = sorted(kept, key=lambda p: position.get(id(p), len(position)))
         if "param_names" in group:
-            group["param_names"] = [names[id(p)] for p in group["params"]]
+            group["param_names"] = [names.get(id(p), "") for p in group["params"]]
     for gone in [p for p in optimizer.state if id(p) in old - position.keys()]:
         del optimizer.state[gone]
-
-
-def _num_shared(name: str, other: str) -> int:
-    """How many of the first parts of two names of parameters are the same."""
-    pairs = zip(name.split("."), other.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def data_parallel_wrappers(inner: nn.Module) -> list[DistributedDataParallel]:
-    """Every DistributedDataParallel that wraps the model.
-
-    Trainer passes the model to callbacks without its wrapper, and the model has no reference to the wrapper.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    return [o for o in found if getattr(o, "module", None) is inner]
 
 
 def _rebuild(wrapper: DistributedDataParallel) -> None:
@@ -319,3 +245,67 @@ def _rebuild(wrapper: DistributedDataParallel) -> None:
     wrapper.train(training)
     for hook, state in hooks:
         wrapper.register_comm_hook(state, hook)
+
+
+def _distill(
+    model: nn.Module,
+    stage: Stage,
+    batches: Iterable[Batch],
+    options: DistillationOptions,
+    former: tuple[Callable[[Call], Tensor], Sequence[Tensor]],
+) -> dict[str, Any]:
+    """Train learned parameters of a model that was just switched, in place, on the former attention.
+
+    `former` computes that attention, and has the parameters that stay as they are.
+    """
+    if isinstance(batches, Iterator) or options.finetuning is not None:
+        raise UnsupportedAttentionError(
+            f"{stage.attention!r} is to be distilled, layer by layer, from batches that a resumed training can read "
+            "again: give a list or a DataLoader, no iterator, and leave out options.finetuning"
+        )
+    with _separate_random_state(options.seed):
+        stream = batch_stream(batches, options.seed, stage.distill)
+        distillation = Distillation(model, stage.distill, "output", options, *former)
+        distillation.title = f"distillation of {stage.attention}"
+        losses = distillation.run(stream, options.on_step, show_progress=options.show_progress)
+    count = min(WINDOW, max(1, len(losses) // 5))
+    first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+    return {"steps": stage.distill, "first_loss": first, "last_loss": last}
+
+
+@contextlib.contextmanager
+def _separate_random_state(seed: int) -> Iterator[None]:
+    """Within the context the generators from which data sets and collators draw depend on the seed only."""
+    with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # Not `torch.manual_seed`, which would also seed the generators of accelerators.
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def training_batches(
+    dataset: Any, collate: Callable[[list[Any]], Batch], batch_size: int, process_index: int = 0, num_processes: int = 1
+) -> Iterable[Batch]:
+    """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
+
+    The samples of a batch are spread evenly over the data set, which may be sorted. Processes get different batches. A
+    data set that can only be iterated is refused.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UnsupportedAttentionError(
+            f"a stage is to be distilled, but the training set ({type(dataset).__name__}) can only be iterated, which "
+            "the training does: give other batches, with UptrainingCallback(schedule, distillation_batches=...)"
+        )
+    count = max(1, len(dataset) // batch_size)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()[process_index::num_processes]
+    samples = [list(range(first, len(dataset) // count * count, count)) for first in order]
+    return DataLoader(dataset, batch_sampler=samples, collate_fn=collate)
+
+
+def log_entries(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a switch as entries of a training's log, without its step."""
+    names = {"uptraining_from": record["from"], "uptraining_stage": record["to"]}
+    return names | {f"distillation_{name}": value for name, value in (record["distillation"] or {}).items()}

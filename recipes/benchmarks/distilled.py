@@ -43,9 +43,8 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
-from hf_efficient_attn.training.batches import batch_stream
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
-from hf_efficient_attn.training.steps import learned_parameters
+from hf_efficient_attn.training.steps import batch_stream, learned_parameters
 from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue

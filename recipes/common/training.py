@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.timing import peak_bytes
-from hf_efficient_attn.training.callback import why_incomplete
+from hf_efficient_attn.training.callback import is_complete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
 from recipes.common.reporting import about_run, resumptions_of, switches_of, write_report
 
@@ -60,7 +60,7 @@ def last_complete_checkpoint(folder: str | pathlib.Path, processes: int = 1) -> 
     found = [path for path in pathlib.Path(folder).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
     states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else []
     for path in sorted(found, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
-        if why_incomplete(path) is None and all((path / name).is_file() for name in states):
+        if is_complete(path) and all((path / name).is_file() for name in states):
             return path
     return None
 

@@ -241,8 +241,9 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
         shown = refused(capsys, *changed, "-o", tmp_path / "out")
         assert message in shown and "--restart discards it" in shown
     assert (tmp_path / "out.partial" / "state.pt").read_bytes() == state
-    monkeypatch.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
+    monkeypatch.setattr(distill_checkpoint, "FORMAT_OF_STATE", 99)
     assert "other version" in refused(capsys, *base, "-o", tmp_path / "out")
+    monkeypatch.undo()
     assert command(*base, "--seed", 1, "-o", tmp_path / "out") == 2
     assert command(*base, "--seed", 1, "--restart", "-o", tmp_path / "out") == 0
 
@@ -263,7 +264,8 @@ def test_divergence(base, tmp_path, capsys, monkeypatch):
     )
     assert command(*base, "-o", tmp_path / "out") == 2
     shown = capsys.readouterr().err
-    assert "is not finite in step 5 of the distillation: use a smaller --learning-rate than 0.02 and --restart" in shown
+    assert "is not finite in step 5 of the distillation: use a smaller learning rate" in shown
+    assert "give --learning-rate and --restart" in shown
     assert "--write-now makes a checkpoint of" in shown
     assert command(*base, "--write-now", "-o", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 3
@@ -281,7 +283,7 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     out, at = ["-o", tmp_path / "out"], base.index("--data") + 1
     for name, content, message in (
         ("empty.txt", " \n", "there is no text in it"),
-        ("short.txt", "w1 w2 w3 " * 40, "has 3 windows of 40 tokens, which are a single batch of 2"),
+        ("short.txt", "w1 w2 w3 " * 40, "has 3 windows of 40 tokens, 1 batches of 2"),
         ("tiny.txt", "w1 w2 w3 w4 w5 w6", "has 6 tokens, but an input of 40"),
         ("none.txt", None, "not a file"),
     ):
@@ -314,12 +316,18 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     assert "exists already; --force" in refused(capsys, *base, *out)
 
 
+def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
+    # Only a method that is exact up to some length and learns something; a user's own can be one.
+    monkeypatch.setattr(hea.LinearConfig, "exact_length", 100)
+    assert "sequences are within the budget of the method" in refused(capsys, *base, "-o", tmp_path / "out")
+
+
 def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
     source = tmp_path / "source"
     shutil.copytree(made("bert"), source)
     transformers.BertModel.from_pretrained(source).bfloat16().save_pretrained(source)
     given = ["distill", source, "--data", text, *HEDGEHOG, *SMALL]
-    assert "give --lora-rank N" in refused(capsys, *given, *SECOND, "-o", tmp_path / "out")
+    assert "(--lora-rank N)" in refused(capsys, *given, *SECOND, "-o", tmp_path / "out")
     assert command(*given, *SECOND, "--lora-rank", 2, "-o", tmp_path / "out") == 0
     assert {p.dtype for p in weights(tmp_path / "out").values()} == {torch.bfloat16}
 

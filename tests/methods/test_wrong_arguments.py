@@ -134,7 +134,7 @@ REFUSED = [
     (distillation(lr=1), "DistillationOptions: unknown field 'lr'", "learning_rate"),
     (distillation(learning_rate="a"), "learning_rate='a' must be a number above 0"),
     (distillation(finetuning={"steps": 1}), "hea.FinetuningOptions(steps=...)"),
-    (distillation(seed="a"), "seed='a' must be an integer"),
+    (distillation(seed="a"), "seed must be an integer, not 'a'"),
     (distillation(on_step=3), "on_step must be a function or None"),
     (lambda: hea.FinetuningOptions(steps=1, step=3), "Did you mean 'steps'?"),
     (lambda: hea.FinetuningOptions(steps=1, lora_rank="4"), "lora_rank='4' must be 1 or more"),

@@ -60,7 +60,7 @@ def parse(tmp_path, *options: str, **named):
         ({"attention": "sdpa", "set": ["num_samples=3"]}, "exact attention in all layers"),
         ({"attention": "kdeformer", "layers": "3-1"}, "is neither a layer nor a range"),
         ({"attention": "kdeformer", "layers": "a b"}, "is neither a layer nor a range"),
-        ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "the last share must be 1.0"),
+        ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "floats that increase to 1.0"),
         ({"stages": ["linear"]}, "is not a stage"),
         ({"preset": "glou"}, "Did you mean 'glue'"),
         ({"preset": "nmt", "variant": "kdeformer"}, "unknown FLuRKA variant"),

@@ -18,10 +18,10 @@ pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.training import DistillationOptions
-from hf_efficient_attn.training.batches import shuffled
+from hf_efficient_attn.training import steps
 from hf_efficient_attn.training.data import TrainingData
 from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.steps import shuffled
 from recipes import distill as recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def launch(*options):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_average_their_gradients(given, made, text, tmp_path):  # noqa: F811
+def test_two_processes_average_their_gradients(given, made, text, tmp_path, monkeypatch):  # noqa: F811
     """The parameters are those of one process whose gradients are the means of those of two batches."""
     shown = launch(*given, "--finetune_steps", "2", "--output_dir", str(tmp_path / "out"))
     assert shown.count("| layers  |      3 |") == 1, "only the first process prints"
@@ -98,15 +98,17 @@ def test_two_processes_average_their_gradients(given, made, text, tmp_path):  # 
         return torch.zeros_like(gradient)
 
     # Two distillations whose gradients are averaged, one after the other.
-    runs = [Distillation(model, 6, options=DistillationOptions(reduce=remember)) for _ in range(2)]
+    runs = [Distillation(model, 6) for _ in range(2)]
+    monkeypatch.setattr(steps, "world_size", lambda: 2)
     for step in range(6):
         state, batches = runs[0].state_dict(), [next(stream) for stream in streams]
         gradients.clear()
         runs[1].load_state_dict(copy.deepcopy(state))  # an optimizer changes what it has loaded
+        monkeypatch.setattr(steps, "mean_over_processes", remember)
         runs[1].step(batches[1])
         others = iter(list(gradients))
-        averaging = DistillationOptions(reduce=lambda p, others=others: (p + next(others)) / 2)
-        runs[0] = Distillation(model, 6, options=averaging)
+        monkeypatch.setattr(steps, "mean_over_processes", lambda p, others=others: (p + next(others)) / 2)
+        runs[0] = Distillation(model, 6)
         if step:
             runs[0].load_state_dict(state)
         runs[0].step(batches[0])

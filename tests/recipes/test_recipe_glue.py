@@ -438,7 +438,7 @@ LOOP = ["--max_steps", "8", "--save_steps", "2", "--gradient_accumulation_steps"
     "stages",
     [
         ("linformer,projection_dim=4:3", "flurka_performer:end"),
-        ("linformer,projection_dim=4,distill=2:3", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+        ("linformer,projection_dim=4:3", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
     ],
     ids=["plain", "distilled"],
 )

@@ -495,7 +495,7 @@ def test_accumulated_batches_train_as_one(smoothing, tiny, colors, tmp_path):
     "stages",
     [
         ("linformer,projection_dim=4:2", "flurka_performer:end"),
-        ("linformer,projection_dim=4,distill=2:2", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+        ("linformer,projection_dim=4:2", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
     ],
     ids=["plain", "distilled"],
 )

@@ -1,7 +1,6 @@
 """Stages of up-training that are distilled first. test_uptraining_resume.py tests resumption of killed trainings."""
 
 import copy
-import json
 import random
 
 import numpy as np
@@ -12,18 +11,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
-from hf_efficient_attn.training import DistillationOptions
+from hf_efficient_attn.integration.learned import learned_of
+from hf_efficient_attn.training import DistillationOptions, switch
 from hf_efficient_attn.training.distillation import Distillation
-from hf_efficient_attn.training.stage_distillation import FormerAttention, StageDistillation, training_batches
 from hf_efficient_attn.training.steps import learned_parameters
-from hf_efficient_attn.training.switch import is_in_stage, switch_stage
+from hf_efficient_attn.training.switch import is_in_stage, switch_stage, training_batches
 from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of
 from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
 
 HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
 LINFORMER = {"projection_dim": 8, "share": "none"}
-# A first stage and a later one, both distilled.
-TWO = [("linformer", 3, {**LINFORMER, "distill": 6}), ("flurka_linear", None, {**HEDGEHOG, "distill": 10})]
+TWO = [("linformer", 3, LINFORMER), ("flurka_linear", None, {**HEDGEHOG, "distill": 10})]
 
 
 def batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -38,15 +36,12 @@ def values(model) -> dict[str, torch.Tensor]:
 
 
 def test_distillation_is_a_part_of_a_stage():
-    given = hea.UptrainingSchedule.parse("linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
-    assert [one.distill for one in given.stages] == [6, 0]
-    assert given == hea.UptrainingSchedule([TWO[0], ("flurka_linear", None)])
-    assert given != hea.UptrainingSchedule([("linformer", 3, LINFORMER), ("flurka_linear", None)])
-    for copied in (hea.UptrainingSchedule(json.loads(json.dumps(given.to_list()))), copy.deepcopy(given)):
-        assert copied == given
-    assert "distill" not in given.to_list()[1]
+    given = hea.UptrainingSchedule.parse("sdpa:2 linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
+    assert [one.distill for one in given.stages] == [0, 6, 0]
     config = hea.LinearConfig(**HEDGEHOG)
-    assert hea.UptrainingSchedule([(config, 1.0, {"distill": 3, "layers": [1]})]).stages[0].distill == 3
+    assert stage(config, distill=3, layers=[1]).distill == 3
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"the first stage has distill=6.* hea\.distill"):
+        hea.UptrainingSchedule.parse("linformer,distill=6:end")
 
 
 @pytest.mark.parametrize(
@@ -62,35 +57,43 @@ def test_distillation_is_a_part_of_a_stage():
 )
 def test_impossible_distillations_are_refused(attention, hyperparameters, sentence):
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        hea.UptrainingSchedule([(attention, 1.0, hyperparameters)])
+        stage(attention, **hyperparameters)
 
 
 # Distillation at a switch
 
 
-def frozen(former: FormerAttention) -> FormerAttention:
-    """With copies of the parameters, which a distillation trains in place."""
-    for module, (method, parameters) in former.layers.items():
-        former.layers[module] = method, {name: p.detach().clone() for name, p in parameters.items()}
-    return former
+def switched(model, target, step=0, given=None):
+    """The record of a switch to a stage that is distilled."""
+    return switch_stage(model, None, target, step, batches() if given is None else given)
 
 
-def output_error(model, former, batch) -> float:
-    """Mean relative squared error of the layers of a model to its former attention, on the former inputs."""
-    found = []
-    present = FormerAttention(model)
+def teacher_of(model, monkeypatch):
+    """The former attention of a model, which is switched to another one."""
+    teachers = []
+    with monkeypatch.context() as patched:
+        patched.setattr(switch, "_distill", lambda *given: teachers.append(given[4][0]))
+        switched(model, stage("linear", **HEDGEHOG, distill=1))
+    return teachers[0]
+
+
+def output_error(model, former, batch, monkeypatch) -> float:
+    """Mean relative squared error of the layers of a model to those of its former state, on the former inputs."""
+    teacher, found = teacher_of(former, monkeypatch), []
+    modules = dict(zip(former.modules(), model.modules(), strict=False))
 
     def visit(call):
-        out = present.compute(call)
+        learned = learned_of(modules[call.module])
+        out = call.compute(learned.method, learned.tensors())
         found.append(((out - call.exact).square().sum() / call.exact.square().sum()).item())
 
-    with capture_attention(model, visit, former.compute):
-        forward(model, batch)
+    with capture_attention(former, visit, teacher):
+        forward(former, batch)
     return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("start", ["sdpa", "linformer"])
-def test_the_error_to_the_former_attention_falls(start):
+def test_the_error_to_the_former_attention_falls(start, monkeypatch):
     """From a linformer with tables that are not those of a conversion, flurka_linear learns its softmax."""
     errors = []
     for distill in (1, 40):
@@ -100,10 +103,10 @@ def test_the_error_to_the_former_attention_falls(start):
             with torch.no_grad():
                 for table in learned_parameters(model).values():
                     table.mul_(torch.rand(table.shape, generator=torch.Generator().manual_seed(1)))
-        former, own, kept = frozen(FormerAttention(model)), values(model), dict(model.named_parameters())
+        former, own, kept = copy.deepcopy(model), values(model), dict(model.named_parameters())
         target = stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill})
-        record, _ = switch_stage(model, None, target, 5, StageDistillation(batches()))
-        errors.append(output_error(model, former, tiny_batch("bert", seed=9)))
+        record = switched(model, target, 5)
+        errors.append(output_error(model, former, tiny_batch("bert", seed=9), monkeypatch))
         for name, value in own.items():
             if "learned_parameters" not in name:
                 assert torch.equal(dict(model.named_parameters())[name], value)
@@ -117,7 +120,7 @@ def test_the_error_to_the_former_attention_falls(start):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_former_attention_is_that_of_the_model(method):
+def test_the_former_attention_is_that_of_the_model(method, monkeypatch):
     """With the former attention in place of its own, a model has the output that it had before the switch."""
     model, batch = tiny_model("bert"), tiny_batch("bert", padding="right")
     hea.convert(model, method, **SMALL[method])
@@ -125,9 +128,8 @@ def test_the_former_attention_is_that_of_the_model(method):
         for p in learned_parameters(model).values():
             p.add_(0.1 * torch.rand(p.shape, generator=torch.Generator().manual_seed(1)))
         before = model(**batch).last_hidden_state
-    former = FormerAttention(model)
-    switch_stage(model, None, stage("linear", **HEDGEHOG), 0)
-    with capture_attention(model, lambda call: None, former.compute):
+    teacher = teacher_of(model, monkeypatch)
+    with capture_attention(model, lambda call: None, teacher):
         after = forward(model, batch).last_hidden_state
     valid = batch["attention_mask"].bool()
     torch.testing.assert_close(after[valid], before[valid], rtol=1e-4, atol=1e-4)
@@ -141,7 +143,7 @@ def test_layers_that_do_not_change_are_not_trained():
             table.mul_(torch.rand(table.shape, dtype=table.dtype))
     before = values(model)
     target = stage("linformer", **LINFORMER, distill=3)
-    record, _ = switch_stage(model, None, target, 0, StageDistillation(batches()))
+    record = switched(model, target)
     assert len(record["carried"]) == len(record["started"]) == 2
     after = values(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -166,8 +168,8 @@ def test_custom_training_loop():
     whole = classifier(**PLAIN)
     optimizer, records = trained(whole, None, 6)
     assert [record and (record["step"], record["to"], record["distillation"]["steps"]) for record in records] == [
-        (0, "linformer", 6), None, None, (3, "flurka_linear", 10), None, None]  # fmt: skip
-    assert records[0]["from"] == "sdpa" and len(records[0]["started"]) == len(records[3]["carried"]) == 4
+        None, None, None, (3, "flurka_linear", 10), None, None]  # fmt: skip
+    assert records[3]["from"] == "linformer" and len(records[3]["started"]) == len(records[3]["carried"]) == 4
     # The projections keep their optimizer state.
     assert all(int(optimizer.state[learned_parameters(whole)[name]]["step"]) == 6 for name in records[3]["carried"])
     for first in (1, 3):
@@ -175,7 +177,7 @@ def test_custom_training_loop():
         saved, _ = trained(model, None, first)
         weights, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(saved.state_dict())
         again, schedule = classifier(1, **PLAIN), hea.UptrainingSchedule(TWO)
-        assert schedule.step(again, None, first - 1)["distillation"] is None
+        schedule.step(again, None, first - 1)
         again.load_state_dict(weights)
         optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
         optimizer.load_state_dict(moments)
@@ -187,35 +189,20 @@ def test_custom_training_loop():
     assert other[3]["distillation"]["last_loss"] > records[3]["distillation"]["last_loss"]
 
 
-def test_first_stage_of_a_converted_model():
-    """The teacher is the method that the model had, whose parameters keep their values."""
-    model = hea.convert(classifier(), "linformer", **LINFORMER)
-    tables = {name: p.detach().clone() for name, p in learned_parameters(model).items()}
-    schedule = hea.UptrainingSchedule([("flurka_linear", None, {**HEDGEHOG, **LINFORMER, "distill": 3})])
-    assert schedule.step(model, None, 0)["from"] == "linformer"
-    optimizer = torch.optim.AdamW(model.parameters())
-    record = schedule.step(model, optimizer, 0, batches())
-    assert record["from"] == "linformer" and set(record["carried"]) == set(tables) and len(record["started"]) == 4
-    assert all(torch.equal(learned_parameters(model)[name], table) for name, table in tables.items())
-    assert schedule.step(model, optimizer, 0, batches()) is None
-
-
 def test_missing_batches_are_refused():
     schedule, model = hea.UptrainingSchedule(TWO), classifier()
     schedule.step(model, None, 0)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"'linformer' \(distill=6\), 'flurka_linear' .* batches="):
-        schedule.step(model, optimizer, 0)
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"stages 'flurka_linear' \(distill=10\) are to"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="no batches to distill 'flurka_linear'"):
         schedule.step(model, optimizer, 1)
-    with pytest.raises(hea.UnsupportedAttentionError, match="list_iterator, which can be read only once"):
-        schedule.step(model, optimizer, 0, iter(batches()))
+    with pytest.raises(hea.UnsupportedAttentionError, match="no iterator"):
+        schedule.step(model, optimizer, 3, iter(batches()))
     options = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps=1))
     with pytest.raises(hea.UnsupportedAttentionError, match=r"leave out options\.finetuning"):
-        schedule.step(model, optimizer, 0, batches(), options)
+        schedule.step(model, optimizer, 3, batches(), options)
 
 
-@pytest.mark.parametrize("sentence", ["within the budget", "layer.1.* values that are not finite"])
+@pytest.mark.parametrize("sentence", ["computes them exactly", "layer.1.* values that are not finite"])
 def test_a_failed_distillation_leaves_the_former_attention(sentence, monkeypatch):
     model = classifier()
     if "finite" in sentence:
@@ -224,10 +211,9 @@ def test_a_failed_distillation_leaves_the_former_attention(sentence, monkeypatch
     else:
         # As for sequences that a method computes exactly.
         monkeypatch.setattr(Distillation, "step", lambda *given: [])
-        monkeypatch.setattr(Distillation, "idle", property(lambda given: sentence, lambda given, value: None))
     before = dict(model.named_parameters())
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        switch_stage(model, None, stage("linear", **HEDGEHOG, distill=3), 0, StageDistillation(batches()))
+        switched(model, stage("linear", **HEDGEHOG, distill=3))
     assert is_in_stage(model, stage("sdpa"))
     assert list(before) == [name for name, p in model.named_parameters() if p is before[name]]
 
@@ -246,8 +232,7 @@ def test_random_states_and_modes_stay():
     for state in range(2):
         random.seed(state), np.random.seed(state), torch.manual_seed(state)
         expected = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-        distillation = StageDistillation(Noisy(batches()))
-        switch_stage(model, None, stage("linear", **HEDGEHOG, distill=3), 0, distillation)
+        switched(model, stage("linear", **HEDGEHOG, distill=3), given=Noisy(batches()))
         assert (random.getstate(), np.random.get_state()[1].tolist()) == expected[:2]
         assert torch.equal(torch.get_rng_state(), expected[2])
         assert model.training and not model.classifier.training
@@ -273,7 +258,7 @@ class Order(transformers.TrainerCallback):
 
 def distilled(trainer) -> list[tuple]:
     return [
-        (entry["step"], entry.get("distilled_stage", entry.get("uptraining_stage")), entry["distillation_steps"])
+        (entry["step"], entry.get("uptraining_stage"), entry["distillation_steps"])
         for entry in trainer.state.log_history
         if "distillation_steps" in entry
     ]
@@ -297,7 +282,7 @@ def test_callback(own, tmp_path):
     whole, again = trained(tmp_path / "whole", TWO)
     assert again.samples == order.samples and again.draws == order.draws
     assert losses(whole) != losses(plain) and switches(whole) == switches(plain) == [(3, "linformer", "flurka_linear")]
-    assert distilled(whole) == [(0, "linformer", 6), (3, "flurka_linear", 10)]
+    assert distilled(whole) == [(3, "flurka_linear", 10)]
     for resume in ("checkpoint-1", "checkpoint-4"):
         again, _ = trained(tmp_path / "whole", TWO, resume, seed=1)
         assert losses(again) == losses(whole) and distilled(again) == distilled(whole)
@@ -311,12 +296,11 @@ def test_callback(own, tmp_path):
 )
 def test_training_options(options, tmp_path):
     """Also under autocast."""
-    stages = [("linformer", 2, {"projection_dim": 8, "distill": 30}),
-              ("linear", None, {**HEDGEHOG, "distill": 30})]  # fmt: skip
+    stages = [("linformer", 2, {"projection_dim": 8}), ("linear", None, {**HEDGEHOG, "distill": 30})]
     trainer = trainer_of(tmp_path, stages, steps=4, **options)
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "distillation_steps" in entry]
-    assert len(entries) == 2
+    assert len(entries) == 1
     assert all(entry["distillation_last_loss"] < entry["distillation_first_loss"] for entry in entries)
 
 
@@ -338,33 +322,6 @@ def test_refusals_of_the_callback(tmp_path):
     trainer.train_dataset = Stream()
     trainer.train()
     assert distilled(trainer) == [(1, "linear", 2)]
-
-
-def test_own_batches_are_missing_after_restoring_the_callback(tmp_path):
-    stages = [("sdpa", 2), ("linear", None, {**HEDGEHOG, "distill": 2})]
-    options = {"steps": 4, "save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": True}
-    trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options).train()
-    again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
-    with pytest.raises(hea.UnsupportedAttentionError, match="holds no distillation_batches"):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    other = [stages[0], ("linear", None, {**HEDGEHOG, "distill": 3})]
-    again = trainer_of(tmp_path, other, **{**options, "restore_callback_states_from_checkpoint": False})
-    with pytest.raises(hea.UnsupportedAttentionError, match="with other hyperparameters"):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    # After the switch no batches are needed.
-    again = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_a_model_that_is_in_the_first_stage_is_not_distilled(tmp_path, monkeypatch):
-    model = hea.convert(classifier(), "linformer", **LINFORMER)
-    warnings: list[str] = []
-    monkeypatch.setattr("hf_efficient_attn.training.schedule.logger.warning", warnings.append)
-    trainer = trainer_of(tmp_path, TWO, model, steps=4)
-    trainer.train()
-    assert distilled(trainer) == [(3, "flurka_linear", 10)]
-    hea.UptrainingSchedule(TWO).step(hea.convert(classifier(), "linformer", **LINFORMER), None, 0)
-    assert len(warnings) == 2 and all("distill=6 has no effect" in text for text in warnings)
 
 
 def test_batches_of_a_training_set():

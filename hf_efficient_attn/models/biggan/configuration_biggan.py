@@ -97,20 +97,17 @@ class BigGANConfig(PreTrainedConfig):
         """Check that blocks, skip connections and the generator's first and last layer fit together."""
         channels = START_CHANNELS
         for index, layer in enumerate(layers):
-            name = f"layers[{index}]"
-            if len(layer) != 3 or not all(isinstance(x, int) and x > 0 for x in layer[1:]):
-                raise ValueError(
-                    f"{name} must be [doubles the resolution, input channels, output channels], not {layer!r}"
-                )
-            up, c_in, c_out = layer
             # A block with fewer output channels drops the upper half of the channels of its skip connection.
-            if c_in != channels or c_out not in (c_in, c_in / 2):
-                raise ValueError(f"{name} must take {channels} channels and keep or halve them, not {layer!r}")
-            layer[0], channels = bool(up), c_out
+            if len(layer) != 3 or layer[1] != channels or layer[2] not in (channels, channels / 2):
+                raise ValueError(
+                    f"layers[{index}] must be [doubles the resolution, input channels, output channels], take "
+                    f"{channels} channels and keep or halve them, not {layer!r}"
+                )
+            layer[0], channels = bool(layer[0]), layer[2]
         if channels != 1:
             raise ValueError(f"the last of layers must end with 1 times channel_width, not {channels}")
         position = self.attention_layer_position
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < len(layers):
+        if position not in range(len(layers)):
             raise ValueError(f"attention_layer_position={position!r} is none of the {len(layers)} layers")
         if self.attention_channels < 8:
             raise ValueError(

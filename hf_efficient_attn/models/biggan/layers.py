@@ -92,13 +92,6 @@ def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
     return names
 
 
-def renamed(name: str, patterns: dict[str, str]) -> str:
-    """Replace all patterns in a name."""
-    for pattern, replacement in patterns.items():
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 class DivideBySpectralNorm(ConversionOps):
     """Transformers' conversion operation (weight_orig, weight_u, weight_v) -> weight."""
 
@@ -159,11 +152,9 @@ def truncated_noise(batch_size: int, dim: int = 128, truncation: float = 1.0, se
         (B, dim), float32, on the CPU.
 
     Raises:
-        ValueError: `truncation` is outside (0, 1], or a size is below 1.
+        ValueError: `truncation` is outside (0, 1].
     """
     check_truncation(truncation)
-    if batch_size < 1 or dim < 1:
-        raise ValueError(f"batch_size={batch_size} and dim={dim} must be at least 1")
     size = (batch_size, dim)
     if seed is None:
         uniform = torch.rand(size, dtype=torch.float64, device="cpu")
@@ -191,14 +182,13 @@ class Lookup(NamedTuple):
         return (table.index_select(0, self.rows) * self.weights.to(table.dtype)[:, None]).sum(0)
 
 
-def look_up(truncation: float, n_stats: int, like: Tensor | None = None) -> Lookup:
+def look_up(truncation: float, n_stats: int, like: Tensor) -> Lookup:
     """Find the statistics for a truncation in a table of `n_stats` rows, for truncations from 0 to 1 in equal steps.
 
     Between two rows the weights are the wrong way round: at three quarters of the way from the lower to the upper row,
     the lower row has weight 3/4. pytorch-pretrained-biggan does the same, and this model reproduces its images.
 
-    `like`, a tensor of the model, gives the result its device, and the weights its dtype, at least float32. None gives
-    float64 on the CPU.
+    `like`, a tensor of the model, gives the result its device, and the weights its dtype, at least float32.
     """
     # Tensors, because a Python float would become a constant of a compiled graph. Worse, torch.compile was seen to keep
     # the first value of a rounded float for all later ones.
@@ -208,8 +198,6 @@ def look_up(truncation: float, n_stats: int, like: Tensor | None = None) -> Look
     # Rounding may lead past the last row.
     rows = torch.stack((floor, floor + 1)).clamp(max=n_stats - 1).long()
     weights = torch.stack((share, 1 - share))
-    if like is None:
-        return Lookup(rows, weights)
     return Lookup(rows.to(like.device), weights.to(like.device, torch.promote_types(like.dtype, torch.float32)))
 
 
@@ -250,16 +238,14 @@ def rows_to_fill(truncations: Sequence[float] | None, n_stats: int) -> dict[floa
     """Map each truncation to the rows of a table of `n_stats` rows that its statistics go into; None: all rows.
 
     Raises:
-        ValueError: a truncation is outside (0, 1], two truncations use the same row, or there is none.
+        ValueError: a truncation is outside (0, 1], or two truncations use the same row.
     """
     if truncations is None:
         return {row / (n_stats - 1): [row] for row in range(n_stats)}
-    if not truncations:
-        raise ValueError("truncations is empty: give at least one, or None for all rows")
     found: dict[float, list[int]] = {}
     for truncation in truncations:
         check_truncation(truncation)
-        lookup = look_up(truncation, n_stats)
+        lookup = look_up(truncation, n_stats, torch.empty(0, dtype=torch.float64, device="cpu"))
         found[truncation] = lookup.rows[lookup.weights > _ROUNDING].tolist()
     used = [row for rows in found.values() for row in rows]
     if len(set(used)) < len(used):

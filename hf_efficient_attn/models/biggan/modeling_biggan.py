@@ -5,6 +5,7 @@ Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Na
 
 import functools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,6 @@ from hf_efficient_attn.models.biggan.layers import (
     leading_vectors,
     linear,
     look_up,
-    renamed,
     rows_to_fill,
     truncated_noise,
 )
@@ -347,7 +347,9 @@ def convert_state_dict(state_dict: dict[str, Tensor], config: BigGANConfig) -> d
         ValueError: names are missing, or the model does not have them.
     """
     names = checkpoint_names(config.spectral_norm)
-    converted = {renamed(name, names): tensor for name, tensor in state_dict.items()}
+    converted = {}
+    for name, tensor in state_dict.items():
+        converted[functools.reduce(lambda old, pair: re.sub(pair[0], pair[1], old), names.items(), name)] = tensor
     for name in list(converted):
         stem, _, last = name.rpartition(".")
         if last == TRIPLE[0] and all(f"{stem}.{part}" in converted for part in TRIPLE):

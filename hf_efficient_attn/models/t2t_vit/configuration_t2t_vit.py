@@ -90,26 +90,21 @@ class T2TViTConfig(PreTrainedConfig):
     def _check(self) -> None:
         if self.tokens_type not in TOKENS_TYPES:
             raise ValueError(unknown_name("tokens_type", self.tokens_type, TOKENS_TYPES))
-        sizes = ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        for name in (*sizes, "token_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        names = ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        sizes = {name: getattr(self, name) for name in names} | {"token_dim": self.token_dim}
+        sizes["token_dim * kernel_ratio (random features)"] = int(self.token_dim * self.kernel_ratio)
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {self.num_attention_heads} heads")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "token_dropout_prob"):
-            if not 0 <= (getattr(self, name) or 0) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if int(self.token_dim * self.kernel_ratio) < 1:
-            raise ValueError(
-                f"kernel_ratio={self.kernel_ratio} and token_dim={self.token_dim} give no random feature: raise "
-                "kernel_ratio"
-            )
         kernels, strides = self.t2t_kernel_sizes, self.t2t_strides
-        if len(kernels) != 3 or len(strides) != 3:
-            raise ValueError(f"t2t_kernel_sizes={kernels} and t2t_strides={strides} must be three numbers each")
-        for kernel, stride in zip(kernels, strides, strict=True):
-            if not 1 <= stride <= kernel:
-                raise ValueError(f"stride {stride} of a kernel of size {kernel} must be from 1 to the kernel size")
+        pairs = list(zip(kernels, strides, strict=False))
+        if len(kernels) != 3 or len(strides) != 3 or not all(1 <= stride <= kernel for kernel, stride in pairs):
+            raise ValueError(
+                f"t2t_kernel_sizes={kernels} and t2t_strides={strides} must be three numbers each, and each stride "
+                "from 1 to the size of its kernel"
+            )
         if not isinstance(self.image_size, int) and len(self.image_size) != 2:
             raise ValueError(f"image_size={self.image_size} must be one number or (height, width)")
         self.grids()

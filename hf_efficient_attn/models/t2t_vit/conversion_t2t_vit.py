@@ -152,8 +152,7 @@ def convert_checkpoint(
         changes.setdefault("label2id", {label: index for index, label in changes["id2label"].items()})
     else:
         changes.setdefault("num_labels", num_labels)
-    values = config.to_dict()
-    own_fields = {key: values[key] for key in T2TViTConfig.__annotations__ if key in values}
+    own_fields = {key: getattr(config, key) for key in T2TViTConfig.__annotations__ if hasattr(config, key)}
     state, config = convert_state_dict(official, T2TViTConfig(**{**own_fields, **changes}))
     model = T2TViTForImageClassification(config)
     model.load_state_dict(state)
