@@ -110,7 +110,7 @@ def help_for(words: list[str]) -> str:
     if words[1] != "-m":
         return help_of(words[1])
     # A module of recipes with one or several commands.
-    name = f"{words[2]}.__main__" if words[2] in ("recipes.experiments", "recipes.compatibility") else words[2]
+    name = f"{words[2]}.__main__" if words[2] == "recipes.experiments" else words[2]
     command = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
     return help_of_command(importlib.import_module(name).app, command)
 
