@@ -277,9 +277,7 @@ def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = No
 
 def parse_only(*dataclasses_: type, description: str, argv: Sequence[str] | None = None, **defaults: Any) -> tuple:
     """Parse the command line only, without seeding and without an output folder, for loops without Trainer."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
-        # Accelerate connects processes on the CPU only if told to; otherwise each of them would train its own model.
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    use_cpu_if_needed()
     if not sys.stderr.isatty():  # `disable_tqdm` disables the progress bar of Trainer
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -297,6 +295,12 @@ def parse_only(*dataclasses_: type, description: str, argv: Sequence[str] | None
         advice = did_you_mean(unknown[0].partition("=")[0], known) or " Try --help"
         raise ValueError(f"unknown option {unknown[0]!r}.{advice}")
     return tuple(parsed)
+
+
+def use_cpu_if_needed() -> None:
+    """Let Accelerate connect processes on the CPU, which it does only if told to."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def prepare_output(
