@@ -3,8 +3,8 @@
     python -m recipes.experiments run glue --data DATA --output RUNS --workers 2
     python -m recipes.experiments show RUNS/glue                                 (prints the table again)
 
-The other groups are imagenet, lm, lra, translation, flurka_images and flurka_books. `recipes.experiments.curves` draws
-the runs of the last two, and prints what equal loss costs.
+The other groups are imagenet, lm, lra, translation, flurka_images and flurka_books; groups.yaml has their recipes and
+options. `recipes.experiments.curves` draws the runs of the last two, and prints what equal loss costs.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
 interrupted experiments continue. Runs with --extra options need another folder. DATA is a folder with glue/, images/,
@@ -21,20 +21,72 @@ import pathlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import typer
+import yaml
 from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.evaluation.demo import minilm_folder
 from recipes.common.commands import Data, data_folder, new_app, option
 from recipes.common.memory import ROOT
 from recipes.common.reporting import METRICS, mean_and_range
-from recipes.experiments.groups import GROUPS, Group, folder_of, group_of
 
 app = new_app(no_args_is_help=True)
+GROUPS: dict[str, Any] = yaml.safe_load(pathlib.Path(__file__).with_name("groups.yaml").read_text(encoding="utf-8"))
+
+
+class Group(NamedTuple):
+    """A table with a line for each attention and a column for each figure."""
+
+    tasks: Mapping[str, Sequence[str]]  # recipe and arguments of each task. Each task runs once for every line
+    attention: Mapping[str, Sequence[str]]  # arguments of each line
+    figures: Mapping[str, tuple[str, str]]  # task of each column, and its key in metrics.json
+    note: str  # description of the figures, with steps and subsets
+    untrained: Sequence[str] = ()  # tasks without training, which cannot be up-trained
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Line and task of all runs."""
+        for task in self.tasks:
+            for line, arguments in self.attention.items():
+                if not (task in self.untrained and "--stages" in arguments):
+                    yield line, task
+
+
+def group_of(name: str, data: pathlib.Path) -> Group:
+    """The group with this name. `data` replaces $DATA in its arguments. An unknown name is refused."""
+    if name not in GROUPS:
+        raise UnsupportedAttentionError(unknown_name("group of experiments", name, GROUPS))
+    given = dict(GROUPS[name])
+    common = given.pop("common", "")
+    minilm = str(minilm_folder()) if "$MINILM" in common else ""
+
+    def words(text: str) -> list[str]:
+        return [word.replace("$DATA", str(data)).replace("$MINILM", minilm) for word in shlex.split(text)]
+
+    def attention(text: str) -> list[str]:
+        method, *hyperparameters = words(text)
+        if method.startswith("--"):
+            return [method, *hyperparameters]
+        return ["--attention", method, *(["--set", *hyperparameters] if hyperparameters else [])]
+
+    tasks = {task: words(f"{text} {common}") for task, text in given.pop("tasks").items()}
+    return Group(tasks, {line: attention(text) for line, text in given.pop("attention").items()}, **given)
+
+
+def folder_of(output: pathlib.Path, line: str, task: str, seed: int) -> pathlib.Path:
+    """The folder of a run."""
+    slugs = ["-".join("".join(c if c.isalnum() else " " for c in text.lower()).split()) for text in (task, line)]
+    return output / slugs[0] / f"{slugs[1]}-{seed}"
+
+
+def reports_of(folder: pathlib.Path, line: str, task: str) -> dict[int, dict[str, Any]]:
+    """The reports of the finished runs by seed."""
+    paths = {seed: folder_of(folder, line, task, seed) / METRICS for seed in range(100)}
+    return {seed: json.loads(path.read_text(encoding="utf-8")) for seed, path in paths.items() if path.is_file()}
 
 
 def run_one(module: Sequence[str], folder: pathlib.Path, threads: int) -> str | None:
@@ -51,8 +103,7 @@ def run_one(module: Sequence[str], folder: pathlib.Path, threads: int) -> str | 
         for path in (*folder.glob("*.safetensors"), *folder.glob("*.bin")):
             path.unlink()
         return None
-    lines = (folder / "run.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
+    return (folder / "run.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
 
 
 @app.command(epilog="Example: python -m recipes.experiments run glue --output runs --workers 2 --seeds 2")
@@ -72,10 +123,10 @@ def run(
     chosen = {name: group_of(name, data_folder(data)) for name in groups}
     waiting = []
     for name, group in chosen.items():
-        for seed, (row, task) in ((seed, pair) for seed in range(seeds) for pair in group.pairs()):
-            folder = folder_of(output / name, row, task, seed)
-            if only.lower() in f"{row} {task}".lower() and not (folder / METRICS).is_file():
-                module = [*group.tasks[task], *group.attention[row], "--seed", str(seed), *shlex.split(extra)]
+        for seed, (line, task) in ((seed, pair) for seed in range(seeds) for pair in group.pairs()):
+            folder = folder_of(output / name, line, task, seed)
+            if only.lower() in f"{line} {task}".lower() and not (folder / METRICS).is_file():
+                module = [*group.tasks[task], *group.attention[line], "--seed", str(seed), *shlex.split(extra)]
                 waiting.append((module, folder))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool, tqdm(total=len(waiting), disable=None) as bar:
         started = {pool.submit(run_one, module, folder, threads): folder for module, folder in waiting}
@@ -97,18 +148,11 @@ def show(
     show_group(folder.name, group_of(folder.name, data_folder(None)), folder)
 
 
-def reports_of(folder: pathlib.Path, line: str, task: str) -> list[dict[str, Any]]:
-    """The reports of all seeds."""
-    runs = folder_of(folder, line, task, "[0-9]*")
-    found = [path for path in sorted(runs.parent.glob(runs.name)) if path.name.rpartition("-")[2].isdecimal()]
-    return [json.loads((path / METRICS).read_text(encoding="utf-8")) for path in found if (path / METRICS).is_file()]
-
-
 def show_group(name: str, group: Group, folder: pathlib.Path) -> None:
     """Print a table with a line for each attention that has run, and a column for each figure."""
     lines, seeds = [], 1
     for line in group.attention:
-        reports = {task: reports_of(folder, line, task) for task in group.tasks}
+        reports = {task: reports_of(folder, line, task).values() for task in group.tasks}
         if not any(reports.values()):
             continue
         cells = []

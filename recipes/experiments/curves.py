@@ -2,7 +2,6 @@
 
     python -m recipes.experiments run flurka_images flurka_books --output RUNS --seeds 3
     python -m recipes.experiments.curves RUNS/flurka_images --output recipes/pictures/flurka_images.png
-    python -m recipes.experiments.curves --redraw --output recipes/pictures/flurka_images.png    (from its .json)
 
 The claim of Gupta et al. 2023, section 4.2: a model that is trained with a base for a share of the steps, and then with
 a FLuRKA variant, ends better than one that has the variant from the start, the reference. "Reached at" is the step at
@@ -13,14 +12,12 @@ forward pass of one example, with their projections; steps before the switch cos
 Duration: seconds. Expected: the tables and the pictures of docs/training_results.md.
 """
 
-import json
 import pathlib
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
-import transformers
 import typer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,37 +26,31 @@ from transformers import AutoConfig, AutoModelForImageClassification, AutoModelF
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import processor_name
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.io.json import read_json_object
-from hf_efficient_attn.io.writing import replacing
 from recipes.common import commands
 from recipes.common.counting import FORMULAS_BY_PART
-from recipes.common.reporting import METRICS, mean_and_range, smoothed
-from recipes.experiments.groups import GROUPS, folder_of, group_of
+from recipes.common.reporting import mean_and_range, smoothed
+from recipes.experiments.__main__ import GROUPS, folder_of, group_of, reports_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 app = commands.new_app()
-
-STATE, EXACT = "trainer_state.json", "exact"
-# Accuracy has another name in each recipe.
-ACCURACIES = ("eval_accuracy", "eval_top1")
+EXACT = "exact"
 
 
 class Curve(NamedTuple):
     """One run."""
 
-    line: str  # the line of its group
-    seed: int  # its seed
+    seed: int
     steps: int  # number of training steps
     stages: list[str]  # lines that have the attention of its stages; one, or two if there is a switch
-    switch: int | None  # number of steps before the switch; None without one
+    switch: int  # number of steps before the switch; 0 without one
     seconds: float  # CPU seconds per step
-    loss: list[list[float]]  # training loss, as (step, loss)
-    evaluation: list[list[float]]  # evaluation loss, as (step, loss)
+    loss: list[tuple[float, float]]  # training loss, as (step, loss)
+    evaluation: list[tuple[float, float]]  # evaluation loss, as (step, loss)
     accuracy: float  # accuracy after the last step
 
     @property
@@ -67,57 +58,62 @@ class Curve(NamedTuple):
         """The evaluation loss after the last step."""
         return self.evaluation[-1][1]
 
+    def reached_at(self, loss: float) -> float | None:
+        """The step at which the evaluation loss, linear between two evaluations, first is `loss`; None for never."""
+        before = self.evaluation[0]
+        for step, value in self.evaluation:
+            if value <= loss:
+                share = (before[1] - loss) / (before[1] - value) if value < before[1] else 0.0
+                return before[0] + (step - before[0]) * share
+            before = (step, value)
+        return None
 
-class Result(NamedTuple):
-    """All runs of a group, and what the tables need besides."""
 
-    group: str  # name of the group
-    note: str  # model, data and steps
-    machine: dict[str, Any]  # processor and versions
-    cost: dict[str, int]  # multiply-adds of the attention of an example, by line
-    curves: list[Curve]  # the runs
+class Result:
+    """The finished runs of a group by line, and the multiply-adds of the attention of an example by line.
 
-    def lines(self) -> list[str]:
-        """The lines that have runs, in the order of the group."""
-        return list(dict.fromkeys(curve.line for curve in self.curves))
+    A folder without an up-trained variant and the same variant from the start is refused.
+    """
 
-    def of(self, line: str) -> list[Curve]:
-        """The runs of a line."""
-        return [curve for curve in self.curves if curve.line == line]
+    def __init__(self, folder: pathlib.Path) -> None:
+        known = [name for name in GROUPS if name.startswith("flurka_")]
+        if folder.name not in known or not folder.is_dir():
+            raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(known)}")
+        group = group_of(folder.name, pathlib.Path("DATA"))
+        (task,) = group.tasks
+        self.note, self.runs, self.cost = group.note, dict[str, list[Curve]](), dict[str, int]()
+        for line in group.attention:
+            for seed, report in reports_of(folder, line, task).items():
+                path = folder_of(folder, line, task, seed)
+                self.runs.setdefault(line, []).append(read_curve(path, seed, report))
+                if line not in self.cost and not report["switches"]:
+                    self.cost[line] = attention_cost(path, report.get("block_size"))
+        # The variant from the start of every up-trained line.
+        variants = {line: line.partition(",")[0] for line in self.runs if "," in line}
+        self.variants = {line: variant for line, variant in variants.items() if variant in self.runs}
+        if not self.variants:
+            raise UnsupportedAttentionError(
+                f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
+            )
 
     def up_to(self, curve: Curve, step: float) -> tuple[float, float]:
         """Seconds, and attention cost of an example in each step, of a run up to a step."""
-        before = 0.0 if curve.switch is None else min(step, curve.switch)
-        parts = [(stage, steps) for stage, steps in ((curve.stages[0], before), (curve.stages[-1], step - before))]
-        parts = [(stage, steps) for stage, steps in parts if steps]
-        seconds = sum(steps * statistics.fmean(one.seconds for one in self.of(stage)) for stage, steps in parts)
-        return seconds, sum(self.cost[stage] * steps for stage, steps in parts)
-
-    def variant_of(self, line: str) -> str | None:
-        """The line of the variant from the start that an up-trained line belongs to; None for other lines."""
-        variant, comma, _ = line.partition(",")
-        return variant if comma and variant in self.lines() else None
-
-    def trained_up(self) -> list[str]:
-        """The lines of up-training."""
-        return [line for line in self.lines() if self.variant_of(line)]
+        before = min(step, curve.switch)
+        parts = [(stage, n) for stage, n in ((curve.stages[0], before), (curve.stages[-1], step - before)) if n]
+        seconds = sum(n * statistics.fmean(one.seconds for one in self.runs[stage]) for stage, n in parts)
+        return seconds, sum(self.cost[stage] * n for stage, n in parts)
 
 
-def read_curve(folder: pathlib.Path, line: str, seed: int) -> Curve:
-    """Read metrics.json and trainer_state.json of a run."""
-    report, log = (read_json_object(folder / name) for name in (METRICS, STATE))
-    metrics, switches = report["metrics"], report["switches"]
-
-    def values(key: str) -> list[list[float]]:
-        return [[entry["step"], round(entry[key], 4)] for entry in log["log_history"] if key in entry]
-
+def read_curve(folder: pathlib.Path, seed: int, report: dict[str, Any]) -> Curve:
+    """Read trainer_state.json of a run with its report."""
+    log, switches = read_json_object(folder / "trainer_state.json")["log_history"], report["switches"]
+    loss, evaluation = ([(one["step"], one[key]) for one in log if key in one] for key in ("loss", "eval_loss"))
     stages = [switches[0]["from"], switches[0]["to"]] if switches else [report["attention"]["attention"]]
     stages = [EXACT if stage in (None, "sdpa", "eager") else stage for stage in stages]
-    accuracy = next(metrics[key] for key in ACCURACIES if key in metrics)
-    return Curve(
-        line, seed, report["steps"], stages, switches[0]["step"] if switches else None,
-        round(report["cpu_seconds_per_step"], 5), values("loss"), values("eval_loss"), round(accuracy, 5),
-    )  # fmt: skip
+    # Accuracy has another name in each recipe.
+    accuracy = next(report["metrics"][key] for key in ("eval_accuracy", "eval_top1") if key in report["metrics"])
+    switch = switches[0]["step"] if switches else 0
+    return Curve(seed, report["steps"], stages, switch, report["cpu_seconds_per_step"], loss, evaluation, accuracy)
 
 
 def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
@@ -143,52 +139,10 @@ def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
     return total // 2
 
 
-def collect(folder: pathlib.Path) -> Result:
-    """Read all finished runs of a group.
-
-    Raises:
-        UnsupportedAttentionError: the folder holds no runs of a group, or none that compare up-training with the
-            variant from the start.
-    """
-    known = [name for name in GROUPS if name.startswith("flurka_")]
-    if folder.name not in known or not folder.is_dir():
-        raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(known)}")
-    group = group_of(folder.name, pathlib.Path("DATA"))
-    (task,) = group.tasks
-    curves, cost = [], {}
-    for line, seed in ((line, seed) for line in group.attention for seed in range(100)):
-        path = folder_of(folder, line, task, seed)
-        if (path / METRICS).is_file():
-            curves.append(read_curve(path, line, seed))
-            if line not in cost and len(curves[-1].stages) == 1:
-                cost[line] = attention_cost(path, read_json_object(path / METRICS).get("block_size"))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    machine = {"cpu": processor_name(), **versions, "hf_efficient_attn": hea.__version__}
-    result = Result(folder.name, group.note, machine, cost, curves)
-    if not result.trained_up():
-        raise UnsupportedAttentionError(
-            f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
-        )
-    return result
-
-
-def reached_at(curve: Curve, loss: float) -> float | None:
-    """The step at which the evaluation loss, linear between two evaluations, first is `loss`; None if it never is."""
-    before: list[float] | None = None
-    for step, value in curve.evaluation:
-        if value <= loss:
-            if before is None:
-                return step
-            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - value)
-        before = [step, value]
-    return None
-
-
 def final_table(result: Result) -> str:
     """Final loss and accuracy, seconds per step, and attention cost of a step, for each line."""
     unit, rows = result.cost.get(EXACT), []
-    for line in result.lines():
-        runs = result.of(line)
+    for line, runs in result.runs.items():
         cost = statistics.fmean(result.up_to(run, run.steps)[1] / run.steps for run in runs)
         columns = zip(*((run.final, run.accuracy, run.seconds) for run in runs), strict=True)
         rows.append((line, len(runs), *map(mean_and_range, columns), f"{cost / unit:.2f}" if unit else f"{cost:.3g}"))
@@ -198,10 +152,11 @@ def final_table(result: Result) -> str:
 def verdict_table(result: Result) -> str:
     """Compare the final loss of each up-trained line with the variant and with the base, seed by seed."""
     rows = []
-    for line in result.trained_up():
-        runs, cells = {run.seed: run for run in result.of(line)}, []
-        for other in (result.variant_of(line), next(iter(runs.values())).stages[0]):
-            differences = [runs[run.seed].final - run.final for run in result.of(other) if run.seed in runs]
+    for line, variant in result.variants.items():
+        runs, cells = {run.seed: run for run in result.runs[line]}, []
+        for other in (variant, result.runs[line][0].stages[0]):
+            pairs = [(runs[run.seed], run) for run in result.runs.get(other, ()) if run.seed in runs]
+            differences = [run.final - reference.final for run, reference in pairs]
             cells += [mean_and_range(differences), f"{sum(d < 0 for d in differences)} of {len(differences)}"]
         rows.append((line, *cells))
     headers = ("attention", "loss minus the variant's", "lower in", "loss minus the base's", "lower in")
@@ -211,21 +166,21 @@ def verdict_table(result: Result) -> str:
 def equal_loss_table(result: Result) -> str:
     """Where each up-trained line and base reaches the final loss of the variant from the start, and at what cost."""
     rows: list[tuple[Any, ...]] = []
-    for variant in dict.fromkeys(map(result.variant_of, result.trained_up())):
-        references = result.of(variant)
+    for variant in dict.fromkeys(result.variants.values()):
+        references = result.runs[variant]
         loss = statistics.fmean(run.final for run in references)
         full = zip(*(result.up_to(run, run.steps) for run in references), strict=True)
         seconds, cost = map(statistics.fmean, full)
-        for line in result.lines():
+        for line, runs in result.runs.items():
             if line == variant:
                 rows.append((line, f"{loss:.3f}", "", references[0].steps, f"{seconds:.0f}", "1.00", "1.00"))
-            elif result.variant_of(line) in (variant, None):
-                steps = [(run, reached_at(run, loss)) for run in result.of(line)]
-                found = [(step, *result.up_to(run, step)) for run, step in steps if step is not None]
-                at, taken, spent = list(zip(*found, strict=True)) or [(), (), ()]
+            elif result.variants.get(line, variant) == variant:
+                steps = [(run, run.reached_at(loss)) for run in runs]
+                reached = [(step, *result.up_to(run, step)) for run, step in steps if step is not None]
+                at, taken, spent = list(zip(*reached, strict=True)) or [(), (), ()]
                 relative = ([value / seconds for value in taken], [value / cost for value in spent])
                 cells = (mean_and_range(at, 0), mean_and_range(taken, 0), *(mean_and_range(v, 2) for v in relative))
-                rows.append((line, f"{loss:.3f}", f"{len(found)} of {len(steps)}", *cells))
+                rows.append((line, f"{loss:.3f}", f"{len(reached)} of {len(steps)}", *cells))
     headers = ("attention", "loss", "reached by", "step", "CPU s", "time, relative", "attention cost, relative")
     return table(headers, rows)
 
@@ -234,18 +189,18 @@ def draw(result: Result) -> "Figure":
     """Plot mean and range over the seeds: training loss above, evaluation loss below, one column for each base."""
     from matplotlib.figure import Figure
 
-    pairs: dict[tuple[str | None, str], list[str]] = {}
-    for line in result.trained_up():
-        pairs.setdefault((result.variant_of(line), result.of(line)[0].stages[0]), []).append(line)
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for line, variant in result.variants.items():
+        pairs.setdefault((variant, result.runs[line][0].stages[0]), []).append(line)
     figure = Figure(figsize=(5.2 * len(pairs), 8), layout="constrained", facecolor="white")
     columns = figure.subplots(2, len(pairs), squeeze=False, sharex=True, sharey="row").T
-    for ((variant, base), own), (above, below) in zip(pairs.items(), columns, strict=True):
-        for number, line in enumerate(line for line in (EXACT, base, variant, *own) if line in result.lines()):
-            color, runs = "0.4" if line == EXACT else f"C{number - 1}", result.of(line)
+    for ((variant, base), lines), (above, below) in zip(pairs.items(), columns, strict=True):
+        for number, line in enumerate(line for line in (EXACT, base, variant, *lines) if line in result.runs):
+            color, runs = "0.4" if line == EXACT else f"C{number - 1}", result.runs[line]
             label = line.removeprefix(f"{variant}, ").replace(f" from {base}", "")
             _band(above, [run.loss for run in runs], label, color)
             _band(below, [run.evaluation for run in runs], label, color)
-            for axes in (above, below) if runs[0].switch is not None else ():
+            for axes in (above, below) if runs[0].switch else ():
                 axes.axvline(runs[0].switch, color=color, linestyle="--", linewidth=1)
         above.set(title=f"{variant}, base {base}", ylabel="training loss, smoothed")
         below.set(xlabel="step", ylabel="evaluation loss")
@@ -253,7 +208,7 @@ def draw(result: Result) -> "Figure":
     return figure
 
 
-def _band(axes: "Axes", curves: Sequence[Sequence[Sequence[float]]], label: str, color: str) -> None:
+def _band(axes: "Axes", curves: Sequence[Sequence[tuple[float, float]]], label: str, color: str) -> None:
     """Plot the mean of the curves, and shade their range. Curves with many points are smoothed."""
     steps, values = [step for step, _ in curves[0]], [[value for _, value in one] for one in curves]
     if len(steps) > 40:
@@ -266,31 +221,14 @@ def _band(axes: "Axes", curves: Sequence[Sequence[Sequence[float]]], label: str,
 
 @app.command(epilog="Example: python -m recipes.experiments.curves RUNS/flurka_images --output flurka_images.png")
 def curves(
-    folder: Annotated[
-        pathlib.Path | None, typer.Argument(metavar="[FOLDER]", help="Runs of one group, made by `run`.")
-    ] = None,
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
     output: commands.Picture = pathlib.Path("curves.png"),
-    redraw: commands.Redraw = False,
 ) -> None:
     """Draw the curves of up-training and its references, and print what they cost and where they end."""
-    stored = commands.measurements_of(output)
-    if redraw == (folder is not None):
-        raise UnsupportedAttentionError("give either the folder of the runs, or --redraw")
-    if folder is None:
-        values = read_json_object(stored)
-        result = Result(**{**values, "curves": [Curve(**curve) for curve in values["curves"]]})
-    else:
-        result = collect(folder)
-        with replacing(stored) as draft:
-            values = {**result._asdict(), "curves": [curve._asdict() for curve in result.curves]}
-            # On one line: with an indent each of the thousands of numbers would have its own.
-            draft.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
-    with replacing(output) as draft:
-        draw(result).savefig(draft, dpi=110)
+    result = Result(folder)
     typer.echo("\n\n".join((final_table(result), verdict_table(result), equal_loss_table(result))))
-    about = ", ".join(f"{name} {version}" for name, version in result.machine.items() if name != "cpu")
-    typer.echo(f"\n{result.note}\n± is half the range of the seeds. {result.machine['cpu']}, {about}.")
-    typer.echo(f"Written: {output}, {stored}" if folder is not None else f"Written: {output}")
+    typer.echo(f"\n{result.note}\n± is half the range of the seeds.")
+    commands.save(draw(result), output)
 
 
 if __name__ == "__main__":
