@@ -42,7 +42,7 @@ from recipes.common.commands import Csv, Seed, Threads, option
 from recipes.common.gan import sampling
 from recipes.common.gan.pictures import grid, named_rows, save_png
 from recipes.common.gan.sampling import Draw, Swap, apply_swap, load_generator, pictures
-from recipes.common.gan.scores import FeatureNetwork, Gaussian, frechet_distance, inception_score, reference_statistics
+from recipes.common.gan.scores import FeatureNetwork, frechet_distance, inception_score, reference_features
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -59,10 +59,11 @@ TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timi
 Figures = Callable[[Swap, Iterable[Tensor]], dict[str, float]]
 
 
-def _check_png(path: pathlib.Path) -> None:
+def _png(path: pathlib.Path) -> pathlib.Path:
     if path.suffix.lower() != ".png":
         raise UnsupportedAttentionError(f"--output {path}: the name must end in .png")
     check_writable(path)
+    return path
 
 
 def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: float, seed: int) -> tuple[Any, Draw, int]:
@@ -105,7 +106,7 @@ def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathl
 @app.command(epilog="Example: python -m recipes.biggan generate gan --output digits.png --classes 3,8 --count 20")
 def generate(
     checkpoint: Checkpoint,
-    output: option(pathlib.Path, "File for the sheet.", metavar="FILE.png"),
+    output: option(pathlib.Path, "File for the sheet.", metavar="FILE.png", callback=_png),
     classes: Classes = [],  # noqa: B006 (typer copies it)
     number: option(int, "Number of pictures.", "--count", min=1) = 16,
     columns: option(int, "Columns of the sheet.", min=1) = 8,
@@ -117,7 +118,6 @@ def generate(
     threads: Threads = 1,
 ) -> None:
     """Write a sheet of pictures, generated with exact attention or another method."""
-    _check_png(output)
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
     if setting and attention is None:
         raise UnsupportedAttentionError("--set needs --attention METHOD")
@@ -142,7 +142,7 @@ def _differences(made: Tensor, exact: Tensor) -> dict[str, float]:
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")
 def compare(
     checkpoint: Checkpoint,
-    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png"),
+    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=_png),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Number of pictures in a line.", "--count", min=1) = 10,
     truncation: Truncation = 0.4,
@@ -156,8 +156,6 @@ def compare(
     csv: Csv = None,
 ) -> None:
     """Compare the pictures of exact attention with those of other methods on the same noise."""
-    _check_png(output)
-    commands.check_outputs(csv, None)
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
     swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     sheets: dict[str, Tensor] = {}
@@ -177,11 +175,7 @@ def compare(
 def score(
     checkpoint: Checkpoint,
     features: option(pathlib.Path, "Folder of an image classifier.", metavar="FOLDER"),
-    reference: option(
-        pathlib.Path,
-        "Real pictures (folder or zip file), MNIST's folder, or .npz statistics.",
-        metavar="PATH",
-    ),
+    reference: option(pathlib.Path, "Real pictures (folder or zip file), or MNIST's folder.", metavar="PATH"),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Pictures for each method.", "--count", min=2) = 5000,
     truncation: Truncation = 1.0,
@@ -196,7 +190,6 @@ def score(
     csv: Csv = None,
 ) -> None:
     """Compute FID and the inception score of exact attention and of other methods on the same noise."""
-    commands.check_outputs(csv, None)
     if number < splits:
         raise UnsupportedAttentionError(f"--count {number}: give at least one picture for each of --splits {splits}")
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
@@ -205,13 +198,12 @@ def score(
     draw = draw._replace(labels=draw.labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))])
     swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     with use_threads(threads):
-        real = reference_statistics(reference, network, model.config.output_dim)
+        real = reference_features(reference, network, model.config.output_dim)
 
         def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
-            values, guesses = map(torch.cat, zip(*map(network, made), strict=True))
+            features, guesses = map(torch.cat, zip(*map(network, made), strict=True))
             mean, deviation = inception_score(guesses, splits)
-            distance = frechet_distance(Gaussian.of(values), real)
-            return {"fid": distance, "inception_score": mean, "deviation": deviation}
+            return {"fid": frechet_distance(features, real), "inception_score": mean, "deviation": deviation}
 
         rows = _run(model, draw, swaps, rounds, batch, figures_of)
     _show(rows, {"fid": ".2f", "inception_score": ".3f", "deviation": ".3f"}, csv)

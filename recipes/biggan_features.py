@@ -66,13 +66,6 @@ def train_classifier(
     return done
 
 
-@torch.inference_mode()
-def accuracy(model: nn.Module, pictures: Tensor, labels: Tensor) -> float:
-    """Share of the pictures (N, H, W) uint8 whose class (N,) has the largest logit."""
-    guesses = [model(pixel_values=digits.as_input(part)).logits.argmax(1) for part in pictures.split(500)]
-    return (torch.cat(guesses) == labels).float().mean().item()
-
-
 @app.command(epilog="Example: python -m recipes.biggan_features --data ../shared/data --output features --steps 500")
 def features(
     output: option(pathlib.Path, "Folder for the classifier.", metavar="FOLDER"),
@@ -90,11 +83,13 @@ def features(
     model = make_classifier(int(training[1].max()) + 1)
     with use_threads(threads):
         done = train_classifier(model, training, minutes=minutes, steps=steps, seed=seed)
-        found = accuracy(model.eval(), *test)
+        with torch.inference_mode():
+            guesses = [model.eval()(pixel_values=digits.as_input(part)).logits.argmax(1) for part in test[0].split(500)]
+        accuracy = (torch.cat(guesses) == test[1]).float().mean().item()
     model.save_pretrained(output)
     half, size = [0.5] * 3, {"height": 32, "width": 32}
     ViTImageProcessorPil(size=size, image_mean=half, image_std=half).save_pretrained(output)
-    typer.echo(f"{output}: {done} steps, accuracy {found:.4f} on {len(test[1])} test pictures")
+    typer.echo(f"{output}: {done} steps, accuracy {accuracy:.4f} on {len(test[1])} test pictures")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
-from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option, write_csv
+from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option, write
 from recipes.common.gan import digits
 from recipes.common.gan.pictures import grid, save_png
 
@@ -43,6 +43,8 @@ app = new_app()
 # (whether the block doubles the resolution, input channels, output channels), in multiples of the channel width. The
 # resolution grows from 4 x 4 to 32 x 32 pixels.
 LAYERS = [(False, 16, 16), (True, 16, 16), (True, 16, 8), (True, 8, 4), (False, 4, 2), (False, 2, 1)]
+# Learning rates of the generator and the discriminator, and the weight of the mode-seeking term.
+RATES, DIVERSITY = (4e-4, 1e-3), 0.1
 # Attention comes before this block, where the picture has its full size.
 ATTENTION = 4
 
@@ -67,9 +69,8 @@ class _Block(nn.Module):
 class Discriminator(nn.Module):
     """Maps pictures (B, 3, P, P) and classes (B,) to scores (B,), linear in the features h: w.h + e(class).h.
 
-    This is the projection discriminator of Miyato & Koyama (2018) with spectral norm (Miyato et al. 2018).
-
-    Each block, whose channels are `widths`, halves the resolution.
+    This is the projection discriminator of Miyato & Koyama (2018) with spectral norm (Miyato et al. 2018). Each block,
+    whose channels are `widths`, halves the resolution.
     """
 
     def __init__(self, classes: int, widths: tuple[int, ...] = (24, 48, 96)) -> None:
@@ -124,17 +125,11 @@ def _average(average: Tensor, current: Tensor, updates: Tensor | int, decay: flo
     return average + (current - average) * (1 - min(decay, (1 + float(updates)) / (10 + float(updates))))
 
 
-Figures = dict[str, float]
-
-
 def step(
     generator: BigGANModel, discriminator: Discriminator, optimizers: Sequence[torch.optim.Optimizer],
-    real: tuple[Tensor, Tensor], draw: torch.Generator, diversity: float,
-) -> Figures:  # fmt: skip
-    """Train both networks on real pictures (B, 3, P, P) and their classes (B,), and return the losses.
-
-    `diversity` is the weight of `sameness` in the generator's loss.
-    """
+    real: tuple[Tensor, Tensor], draw: torch.Generator,
+) -> dict[str, float]:  # fmt: skip
+    """Train both networks on real pictures (B, 3, P, P) and their classes (B,), and return the losses."""
     config, batch = generator.config, len(real[0])
     noise = torch.randn(batch, config.z_dim, generator=draw)
     # Both halves have the same classes, since `sameness` compares them.
@@ -147,7 +142,7 @@ def step(
     discriminator.requires_grad_(False)
     # The generator's step uses the same pictures, since generating them costs the most.
     gain, same = -discriminator(fake, labels).mean(), sameness(fake, noise)
-    _update(optimizers[0], gain + diversity * same)
+    _update(optimizers[0], gain + DIVERSITY * same)
     discriminator.requires_grad_(True)
     return {"discriminator": loss.item(), "generator": gain.item(), "sameness": same.item()}
 
@@ -177,9 +172,6 @@ def train(
     steps: option(int | None, "Steps of training, instead of minutes.", min=1) = None,
     batch: option(int, "Batch size, even.", min=2) = 32,
     width: option(int, "Channels of the generator's last block.", min=3) = 16,
-    rate: option(float, "Learning rate of the generator.", min=0.0) = 4e-4,
-    discriminator_rate: option(float, "Learning rate of the discriminator.", min=0.0) = 1e-3,
-    diversity: option(float, "Weight of the mode-seeking term.", min=0.0) = 0.1,
     gamma: option(float, "Initial factor of the attention.") = 1.0,
     statistics: option(int, "Pictures for the batch norm statistics of each truncation.", min=2) = 1000,
     threads: Threads = 1,
@@ -193,27 +185,29 @@ def train(
     pictures, labels = digits.load(data_folder(data), "train")
     output.mkdir(parents=True)
     torch.manual_seed(seed)
-    draw, rates = torch.Generator().manual_seed(seed), [rate, discriminator_rate]
+    draw = torch.Generator().manual_seed(seed)
     classes, seconds, log = int(labels.max()) + 1, 0.0, []
     with use_threads(threads), tqdm(total=steps, unit="step", disable=None, leave=False) as bar:
         networks = make_generator(classes, width=width, gamma=gamma).train(), Discriminator(classes).train()
         average = AveragedModel(networks[0], avg_fn=_average)
         optimizers = [
             torch.optim.Adam(network.parameters(), lr=one, betas=(0.0, 0.999))
-            for network, one in zip(networks, rates, strict=True)
+            for network, one in zip(networks, RATES, strict=True)
         ]
         while (over := len(log) / steps if steps else seconds / (60 * minutes)) < 1:
             chosen, start = torch.randint(len(labels), (batch,), generator=draw), time.process_time()
-            for optimizer, one in zip(optimizers, rates, strict=True):
+            for optimizer, one in zip(optimizers, RATES, strict=True):
                 # Constant in the first half, then linear decay to 0.
                 optimizer.param_groups[0]["lr"] = one * min(1.0, 2 * (1 - over))
             real = digits.as_input(pictures[chosen]), labels[chosen]
-            figures = step(*networks, optimizers, real, draw, diversity)
+            figures = step(*networks, optimizers, real, draw)
             average.update_parameters(networks[0])
             seconds += time.process_time() - start
             figures["gamma"] = attention_factor(networks[0]).item()
             if not all(map(math.isfinite, figures.values())):
-                raise UnsupportedAttentionError(f"the losses are not finite at step {len(log) + 1}: lower --rate")
+                raise UnsupportedAttentionError(
+                    f"the losses are not finite at step {len(log) + 1}: give another --seed"
+                )
             log.append({"step": len(log) + 1, **figures})
             bar.update()
             bar.set_postfix({k: f"{v:.2f}" for k, v in figures.items()}, refresh=False)
@@ -221,16 +215,12 @@ def train(
         save(model, output, statistics, batch)
     gamma_at_end = attention_factor(model).item()
     report = {
-        "gamma_at_start": gamma, "gamma": gamma_at_end, "diversity": diversity, "batch": batch, "rates": rates,
-        "steps": len(log), "seconds": round(seconds, 1),
+        "gamma_at_start": gamma, "gamma": gamma_at_end, "batch": batch, "steps": len(log), "seconds": round(seconds, 1),
         "parameters": {type(one).__name__: sum(p.numel() for p in one.parameters()) for one in networks},
     }  # fmt: skip
     write_json(output / "metrics.json", report)
-    write_csv(output / "losses.csv", log)
-    typer.echo(
-        f"{output}: {len(log)} steps of {seconds / len(log):.2f} s; gamma {gamma_at_end:.3f}; samples in "
-        f"{output / 'samples.png'}"
-    )
+    write(log, output / "losses.csv")
+    typer.echo(f"{output}: {len(log)} steps of {seconds / len(log):.2f} s; gamma {gamma_at_end:.3f}; see samples.png")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 def read_idx(path: pathlib.Path) -> Tensor:
-    """Read an IDX file of unsigned bytes, of any shape, gzipped or not, as uint8.
-
-    Raises:
-        ValueError: the file is not such a file, or is truncated.
-    """
+    """Read an IDX file of unsigned bytes, of any shape, gzipped or not, as uint8. Refuses other and truncated ones."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             raw = file.read()
@@ -30,13 +26,9 @@ def read_idx(path: pathlib.Path) -> Tensor:
 def load(folder: pathlib.Path, split: str) -> tuple[Tensor, Tensor]:
     """Load the pictures (N, H, W) uint8 and classes (N,) int64 of a split, "train" or "t10k".
 
-    The files are in the folder or its images/mnist.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is broken, or the numbers of pictures and labels differ.
+    The files are in the folder or its images/mnist. Missing and broken ones are refused.
     """
-    for parent in (folder, folder / "images" / "mnist", folder / "mnist"):
+    for parent in (folder, folder / "images" / "mnist"):
         for end in (".gz", ""):
             paths = [parent / f"{split}-{name}-ubyte{end}" for name in ("images-idx3", "labels-idx1")]
             if all(path.is_file() for path in paths):
@@ -51,11 +43,7 @@ def load(folder: pathlib.Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 def as_input(pictures: Tensor, pixels: int = 32) -> Tensor:
-    """Centre grey pictures on black squares of three equal channels: (N, H, W) uint8 -> (N, 3, P, P) in [-1, 1].
-
-    Raises:
-        ValueError: the pictures are larger than `pixels`.
-    """
+    """Centre grey pictures on black squares of three equal channels: (N, H, W) uint8 -> (N, 3, P, P) in [-1, 1]."""
     height, width = pictures.shape[1:]
     if max(height, width) > pixels:
         raise ValueError(f"pictures of {height} x {width} do not fit into {pixels} x {pixels}")

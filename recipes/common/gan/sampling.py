@@ -16,8 +16,8 @@ from hf_efficient_attn.evaluation.capture import capture_attention
 from hf_efficient_attn.evaluation.timing import paired
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, class_index, truncated_noise
+from recipes.common.arguments import for_length
 from recipes.common.counting import count
-from recipes.common.image_models import for_length
 
 
 def load_generator(folder: str) -> BigGANModel:
@@ -32,23 +32,20 @@ def load_generator(folder: str) -> BigGANModel:
 
 def parse_classes(names: Sequence[str], config: BigGANConfig) -> list[int]:
     """Class indices for numbers, the model's class names, or ImageNet's class names; refuse others."""
-    own = {str(name).lower(): int(number) for number, name in (config.id2label or {}).items()}
-    found = []
+    known = {str(number): number for number in range(config.num_classes)}
+    known |= {str(name).lower(): int(number) for number, name in (config.id2label or {}).items()}
+    chosen = []
     for name in names:
-        if name.isdecimal() and int(name) < config.num_classes:
-            found.append(int(name))
-        elif name.lower() in own:
-            found.append(own[name.lower()])
-        elif config.num_classes == 1000 and not name.isdecimal():
-            try:
-                found.append(class_index(name))
-            except ValueError as error:
-                raise UnsupportedAttentionError(f"--classes: {error}") from error
-        else:
+        index = known.get(name.lower())
+        if index is None and (config.num_classes != 1000 or name.isdecimal()):
             raise UnsupportedAttentionError(
                 f"--classes: the model has no class {name!r}; its {config.num_classes} classes are numbered from 0"
             )
-    return found
+        try:
+            chosen.append(class_index(name) if index is None else index)
+        except ValueError as error:
+            raise UnsupportedAttentionError(f"--classes: {error}") from error
+    return chosen
 
 
 class Draw(NamedTuple):
@@ -69,10 +66,7 @@ class Draw(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """An attention method for the generator: its name, its budget in columns if given, and its config.
-
-    The config is None for exact attention.
-    """
+    """An attention method for the generator: its name, its budget in columns if any, its config; None for exact."""
 
     name: str
     budget: int | None
@@ -93,29 +87,27 @@ def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[
     Refuses methods without a rectangular form, and budgets none of which is below the number of keys.
     """
     rectangular = [name for name in hea.available_methods() if method_info(name).rectangular]
-    configs = parse_methods(methods or rectangular, settings)
-    for config in configs.values():
-        if not method_info(config.method).rectangular:
-            raise UnsupportedAttentionError(
-                f"{config.method} needs as many keys as queries, but BigGAN has a quarter as many; use one of "
-                f"{', '.join(rectangular)}"
-            )
     below = [budget for budget in budgets if budget < kv_len]
     if budgets and not below:
         raise UnsupportedAttentionError(
             f"--budget: the layer has {kv_len} keys, so that nothing is approximated; give a smaller budget"
         )
     swaps = [EXACT_SWAP]
-    for name, config in configs.items():
-        sized = []
-        for budget in below or [None]:
+    for name, config in parse_methods(methods or rectangular, settings).items():
+        if config.method not in rectangular:
+            raise UnsupportedAttentionError(
+                f"{config.method} needs as many keys as queries, but BigGAN has a quarter as many; use one of "
+                f"{', '.join(rectangular)}"
+            )
+        sized = {} if below else {None: for_length(config, kv_len)}
+        for budget in below:
             # Some methods have no config for a budget this small.
             with contextlib.suppress(UnsupportedAttentionError):
-                one = config if budget is None else config.with_budget(budget)
-                sized.append(Swap(name, budget, for_length(one, kv_len)))
+                sized[budget] = for_length(config.with_budget(budget), kv_len)
         # A method without a budget has the same config for all of them: list it once.
-        same = len(sized) > 1 and len({swap.config for swap in sized}) == 1
-        swaps += [sized[0]._replace(budget=None)] if same else sized
+        if len(sized) > 1 and len(set(sized.values())) == 1:
+            sized = {None: next(iter(sized.values()))}
+        swaps += [Swap(name, budget, one) for budget, one in sized.items()]
     return swaps
 
 
@@ -128,12 +120,12 @@ def apply_swap(model: BigGANModel, swap: Swap) -> BigGANModel:
 def pictures(model: BigGANModel, draw: Draw, batch: int, bar: tqdm | None = None) -> Iterator[Tensor]:
     """Generate pictures in batches (b, 3, P, P) in [-1, 1]."""
     for noise, labels in zip(draw.noise.split(batch), draw.labels.split(batch), strict=True):
-        found = model(noise, labels, truncation=draw.truncation).images
-        if not found.isfinite().all():
+        made = model(noise, labels, truncation=draw.truncation).images
+        if not made.isfinite().all():
             raise UnsupportedAttentionError("the pictures hold NaN or infinity: check the checkpoint")
-        yield found
+        yield made
         if bar is not None:
-            bar.update(len(found))
+            bar.update(len(made))
 
 
 @torch.inference_mode()
@@ -151,23 +143,19 @@ def layer_costs(
     few = Draw(draw.noise[:8], draw.labels[:8], draw.truncation)
     with capture_attention(model, lambda call: recorded.append((call.query, call.key, call.value, call.scale))):
         next(pictures(model, few, 8))
-    query, key, value, scale = recorded[0]
+    *inputs, scale = recorded[0]
 
     def work(config: MethodConfig | None) -> Callable[[], Tensor]:
         if config is None:
-            return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
-        return lambda: hea.attention(config, query, key, value, scale=scale)
+            return lambda: torch.nn.functional.scaled_dot_product_attention(*inputs, scale=scale)
+        return lambda: hea.attention(config, *inputs, scale=scale)
 
     calls = {swap.label: work(swap.config) for swap in swaps if swap.config is not None}
     timed = paired(work(None), calls, rounds, bar)[1] if rounds and calls else {}
-    products = [count(work(swap.config), multiply_adds_as_one=True).products // len(query) for swap in swaps]
-    found = [timed.get(swap.label) for swap in swaps]
-    return [
-        {
-            "gflop": number / 1e9,
-            "fewer": products[0] / number,
-            "times_faster": timing and timing.ratio,
-            "unsteady": timing is not None and timing.unsteady,
-        }
-        for number, timing in zip(products, found, strict=True)
-    ]
+    products = [count(work(swap.config), multiply_adds_as_one=True).products // len(inputs[0]) for swap in swaps]
+    costs = []
+    for swap, number in zip(swaps, products, strict=True):
+        timing = timed.get(swap.label)
+        cost = {"gflop": number / 1e9, "fewer": products[0] / number, "times_faster": timing and timing.ratio}
+        costs.append(cost | {"unsteady": timing is not None and timing.unsteady})
+    return costs

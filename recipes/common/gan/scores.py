@@ -11,9 +11,7 @@ values use Inception v3. Scores of different networks cannot be compared.
 
 import pathlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -67,51 +65,18 @@ class FeatureNetwork:
         return self._recorded.pop().flatten(1), logits.softmax(1)
 
 
-class Gaussian(NamedTuple):
-    """Mean (D,) and covariance (D, D) of features, float64."""
+def frechet_distance(first: Tensor, second: Tensor) -> float:
+    """Squared Wasserstein distance between the Gaussians of features (N, D) and (M, D) (Heusel et al. 2017, eq. 6).
 
-    mean: Tensor
-    covariance: Tensor
-
-    @classmethod
-    def of(cls, features: Tensor) -> "Gaussian":
-        """Mean and unbiased covariance of features (N, D). Refuses fewer than two pictures, NaN and infinity."""
-        if features.ndim != 2 or len(features) < 2 or not features.isfinite().all():
-            raise ValueError("features must be finite numbers (pictures, D) of at least 2 pictures")
-        features = features.detach().to("cpu", torch.float64)
-        return cls(features.mean(0), torch.cov(features.t()))
-
-    @classmethod
-    def load(cls, path: pathlib.Path) -> "Gaussian":
-        """Load a .npz file with `mu` (D,) and `sigma` (D, D), the format of the usual FID programs."""
-        try:
-            with np.load(path) as stored:
-                mean, covariance = (torch.from_numpy(stored[name].astype(np.float64)) for name in ("mu", "sigma"))
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{path} must be a .npz file with the arrays mu (D,) and sigma (D, D)") from error
-        return cls(mean, covariance)
-
-
-def _root(matrix: Tensor) -> Tensor:
-    """Square root of a symmetric matrix. Eigenvalues that are negative by rounding count as 0."""
-    values, vectors = torch.linalg.eigh((matrix + matrix.t()) / 2)
-    return (vectors * values.clamp(min=0).sqrt()) @ vectors.t()
-
-
-def frechet_distance(first: Gaussian, second: Gaussian) -> float:
-    """Squared Wasserstein distance between two Gaussians (Heusel et al. 2017, eq. 6).
-
-    The trace of (C1 C2)^(1/2) is computed as the sum of the singular values of C1^(1/2) C2^(1/2). This is real and
-    finite for singular covariances too (fewer pictures than features), where a root of the product itself may not be.
+    The trace of (C1 C2)^(1/2) is the sum of the roots of the eigenvalues, which are real and not negative up to
+    rounding, for singular covariances (fewer pictures than features) too.
     """
-    if first.covariance.shape != second.covariance.shape:
-        raise ValueError(
-            f"{len(first.mean)} features cannot be compared with {len(second.mean)}: use the same network for both"
-        )
-    shared = torch.linalg.svdvals(_root(first.covariance) @ _root(second.covariance)).sum()
-    traces = first.covariance.trace() + second.covariance.trace()
-    # For equal Gaussians the traces differ by rounding, with either sign.
-    return max(((first.mean - second.mean).square().sum() + traces - 2 * shared).item(), 0.0)
+    first, second = first.double(), second.double()
+    covariances = [torch.cov(features.t()) for features in (first, second)]
+    shared = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp(min=0).sqrt().sum()
+    distance = (first.mean(0) - second.mean(0)).square().sum() + sum(x.trace() for x in covariances) - 2 * shared
+    # For equal Gaussians the terms differ by rounding, with either sign.
+    return max(distance.item(), 0.0)
 
 
 def inception_score(probabilities: Tensor, splits: int = 10) -> tuple[float, float]:
@@ -122,12 +87,12 @@ def inception_score(probabilities: Tensor, splits: int = 10) -> tuple[float, flo
         splits: number of parts, at most N, each with its own p(y). The original uses 10.
     """
     scores = []
-    for part in probabilities.detach().to("cpu", torch.float64).tensor_split(splits):
+    for part in probabilities.double().tensor_split(splits):
         marginal = part.mean(0, keepdim=True)
         # 0 log 0 is 0, and where the marginal is 0 every probability is 0.
         scores.append((torch.xlogy(part, part) - torch.xlogy(part, marginal)).sum(1).mean().exp())
-    found = torch.stack(scores)
-    return found.mean().item(), found.std(correction=0).item()
+    values = torch.stack(scores)
+    return values.mean().item(), values.std(correction=0).item()
 
 
 def _batches(source: pathlib.Path, pixels: int, batch: int) -> Iterator[Tensor]:
@@ -136,25 +101,25 @@ def _batches(source: pathlib.Path, pixels: int, batch: int) -> Iterator[Tensor]:
         for part in digits.load(source, "t10k")[0].split(batch):
             yield digits.as_input(part, pixels)
         return
-    found = images.load(str(source))
-    split = next((found[name] for name in images.EVAL_SPLITS if name in found), next(iter(found.values())))
+    splits = images.load(str(source))
+    split = images.pick(splits, None, images.EVAL_SPLITS, str(source)) or next(iter(splits.values()))
     # Keep the whole shorter side, as for BigGAN's training data.
     transform = Evaluation(pixels, Norm((0.5,) * 3, (0.5,) * 3, 2), 1.0)
-    for start in range(0, len(split), batch):
-        part = range(start, min(start + batch, len(split)))
-        yield torch.stack([transform(split.open(i)) for i in part])
+    for part in torch.arange(len(split)).split(batch):
+        yield torch.stack([transform(split.open(i)) for i in part.tolist()])
 
 
-def reference_statistics(source: pathlib.Path, network: FeatureNetwork, pixels: int, batch: int = 250) -> Gaussian:
-    """Mean and covariance of the features of real pictures, resized to `pixels`, the side of the generated ones.
+def reference_features(source: pathlib.Path, network: FeatureNetwork, pixels: int, batch: int = 250) -> Tensor:
+    """The features (N, D) of real pictures, resized to `pixels`, the side of the generated ones.
 
-    The source is a .npz file with `mu` and `sigma`; MNIST's folder, whose t10k is used; or a folder or zip file of
-    pictures, whose validation split is used if it has one. One that cannot be read is refused.
+    The source is MNIST's folder, whose t10k is used; or a folder or zip file of pictures, whose validation split is
+    used if it has one. One that cannot be read, or has fewer than two pictures, is refused.
     """
     try:
-        if source.suffix == ".npz":
-            return Gaussian.load(source)
         bar = tqdm(_batches(source, pixels, batch), unit="batch", desc="reference", disable=None, leave=False)
-        return Gaussian.of(torch.cat([network(part)[0] for part in bar]))
+        features = torch.cat([network(part)[0] for part in bar])
     except (OSError, ValueError) as error:
         raise UnsupportedAttentionError(f"--reference {source}: {error}") from error
+    if len(features) < 2:
+        raise UnsupportedAttentionError(f"--reference {source}: the statistics need two pictures or more")
+    return features
