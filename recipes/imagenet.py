@@ -46,7 +46,7 @@ from recipes.common import training
 from recipes.common.arguments import AttentionArguments, check_counts, main_of, option, parse, samples
 from recipes.common.data import images
 from recipes.common.data.image_classes import class_indices, read_class_list
-from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training, trivial_augment
+from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training
 from recipes.common.data.images import Pictures
 from recipes.common.image_models import ModelArguments, config_of, fit_resolution, load_model, norm_of, processor_of
 
@@ -86,17 +86,12 @@ class DataArguments:
     )
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
-    skip_bad_images: bool = option("Skip images that cannot be read.", False)
-    check_images: bool = option(
-        "Decode every image once before the first step, with --dataloader_num_workers threads.", True
-    )
     eval_only: bool = option("Evaluate without training.", False)
     crop_ratio: float = option("Side of the central square that is evaluated, as a share of the shorter side.", 0.875)
     augmentation: str = option(
-        "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
-        "TrivialAugment as well, which needs torchvision.",
+        "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip.",
         "crop",
-        choices=["none", "crop", "trivial"],
+        choices=["none", "crop"],
     )
     crop_scale: float = option("Smallest share of the area in a random crop.", 0.08)
     flip: float = option("Probability of a horizontal flip.", 0.5)
@@ -112,7 +107,6 @@ class DataArguments:
             if not low <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be between {low} and 1")
         check_counts(self, "max_train_samples", "max_eval_samples")
-        self.change = trivial_augment() if self.augmentation == "trivial" else None
 
 
 def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
@@ -221,24 +215,18 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     class_list = None if data.class_list is None else read_class_list(data.class_list)
     parts = [part for part in (train, evaluation) if part is not None]
     indices, labels, how = classes_of(options, parts, class_list)
-    norm, bad = norm_of(options), []
-    for i, part in enumerate(parts):
-        part = images.at_most(part, data.max_eval_samples if part is evaluation else data.max_train_samples)
-        if data.check_images:
-            part, skipped = images.readable(part, skip=data.skip_bad_images, threads=args.dataloader_num_workers)
-            bad += skipped
-        parts[i] = part
+    norm = norm_of(options)
+    counts = (data.max_eval_samples if part is evaluation else data.max_train_samples for part in parts)
+    parts = [images.at_most(part, count) for part, count in zip(parts, counts, strict=True)]
     if args.process_index == 0:
-        left_out = f"; skipped, since they cannot be read: {', '.join(bad)}" if bad else ""
-        print(f"{len(indices)} classes, {how}{left_out}", file=sys.stderr, flush=True)
-
+        print(f"{len(indices)} classes, {how}", file=sys.stderr, flush=True)
     model = load_model(options, labels)
     pixels, attention.tokens, interpolate = fit_resolution(model, options.resolution)
     callbacks = training.prepare_attention(model, attention)
     plain = Evaluation(pixels, norm, data.crop_ratio)
     evaluated, trained = PictureDataset(parts[-1], indices, plain), None
     if train is not None:
-        random = Training(pixels, norm, (data.crop_scale, 1.0), data.flip, data.change)
+        random = Training(pixels, norm, (data.crop_scale, 1.0), data.flip)
         trained = PictureDataset(parts[0], indices, plain if data.augmentation == "none" else random, args.seed)
         callbacks.append(training.Epochs(trained.set_epoch))
     trainer = ImageTrainer(
@@ -255,7 +243,6 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "train_data": None if train is None else {"from": train.where, "pictures": len(parts[0])},
         "eval_data": {"from": evaluation.where, "pictures": len(parts[-1])},
         "classes": how,
-        "left_out": bad,
     }
     return training.run_and_report(
         trainer, attention, evaluate=evaluated, extra=extra, metric="eval_top1", train=not data.eval_only

@@ -10,14 +10,11 @@ from recipes.common.data.images import WORDNET, load, sorted_classes
 
 
 def read_class_list(path: str) -> list[str]:
-    """Read class names in the order of a model's outputs.
+    """Read class names in the order of a model's outputs. Refuses a name that occurs twice.
 
     The path is a text file with one name per line, of which only the WordNet number is used if every line begins with
     one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures of all
     classes, whose names are sorted.
-
-    Raises:
-        ValueError: the file does not exist or is empty, or a name occurs twice.
     """
     file = pathlib.Path(path).expanduser()
     if not file.exists():
@@ -25,19 +22,11 @@ def read_class_list(path: str) -> list[str]:
     if file.is_dir() or zipfile.is_zipfile(file):
         names = sorted_classes(name for split in load(path).values() for name in split.classes)
     elif file.suffix == ".json":
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            values = [values[str(i)] for i in range(len(values))] if isinstance(values, dict) else values
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ValueError(
-                f'{path}: a class list in JSON must be a list, or {{"0": name, "1": name, ...}}'
-            ) from error
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values = [values[key] for key in sorted(values, key=int)] if isinstance(values, dict) else values
         names = [str(value[0]) if isinstance(value, list) else str(value) for value in values]
     else:
-        try:
-            names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not a text file: a class list has one name per line") from error
+        names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         if all(map(WORDNET.match, names)):
             names = [name[:9] for name in names]
     twice = [name for name, count in Counter(names).items() if count > 1]
