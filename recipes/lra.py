@@ -78,7 +78,6 @@ class TaskArguments:
     max_eval_samples: int | None = samples("Evaluate on")
     train_split: str | None = option("For image: the split to train on. Default: train.", None)
     eval_split: str | None = option("For image: the split to evaluate on. Default: test.", None)
-    skip_bad_images: bool = option("Skip images that cannot be read.", False)
     cache_dir: str | None = option(
         "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", None
     )
@@ -98,7 +97,11 @@ class TaskArguments:
         arguments.check_counts(
             self, "max_length", "max_train_samples", "max_eval_samples", "listops_train", "listops_eval"
         )
-        if self.task == "image" and self.max_length and math.isqrt(self.max_length) ** 2 != self.max_length:
+        if (
+            self.task in ("image", "pathfinder")
+            and self.max_length
+            and math.isqrt(self.max_length) ** 2 != self.max_length
+        ):
             raise ValueError(
                 f"--max_length {self.max_length} is not a square number: pictures of side S have S * S tokens"
             )
@@ -148,11 +151,8 @@ class LongRangeModel(BertPreTrainedModel):
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.bert = BertModel(config, add_pooling_layer=False)
-        self.classifier = nn.Sequential(
-            nn.Linear(config.hidden_size * (4 if config.pairs else 1), config.intermediate_size),
-            nn.ReLU(),
-            nn.Linear(config.intermediate_size, config.num_labels),
-        )
+        width, inner = config.hidden_size * (4 if config.pairs else 1), config.intermediate_size
+        self.classifier = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, config.num_labels))
         self.post_init()
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -223,14 +223,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     task = lra.task_of(options.task)
     max_length = options.max_length or task.max_length
-    reading = lra.Reading(
-        max_length,
-        options.max_train_samples,
-        options.max_eval_samples,
-        first=encoder.pooling == "cls",
-        image_size=math.isqrt(max_length) if options.task == "image" else None,
-        skip_bad=options.skip_bad_images,
-    )
+    is_first = encoder.pooling == "cls"
+    reading = lra.Reading(max_length, options.max_train_samples, options.max_eval_samples, is_first)
     # Before the data, which may take minutes, so that errors come at once.
     model = make_model(task, encoder, max_length)
     callbacks = training.prepare_attention(model, attention)
@@ -241,7 +235,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     evaluation = {split: examples for split, examples in data.items() if split != "train"}
     # During training the first evaluation split is used; at the end both are, if there are two.
     single = next(iter(evaluation.values()))
-    operator_at = int(encoder.pooling == "cls") if options.task == "listops" else None
+    operator_at = int(is_first) if options.task == "listops" else None
     trivial = lra.baselines(data["train"], single, operator_at)
     training.show_baselines(trivial, args)
     trainer = Trainer(
