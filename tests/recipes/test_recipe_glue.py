@@ -219,7 +219,7 @@ def test_data_from_the_hub_has_the_same_format(name, texts, monkeypatch):
     ("parts", "message"),
     [
         ({"train": [0, 1]}, "nyu-mll/glue has no split validation; its splits: train"),
-        ({"train": [0, -1], "validation": [0]}, r"1 rows with unknown labels \(row 1: -1\)"),
+        ({"train": [0, -1], "validation": [0]}, r"1 rows with unknown labels \(row 1\)"),
         ({"train": [0], "validation": []}, "nyu-mll/glue, validation is empty"),
         ({"train": [0], "validation": [0], "text": ["sentence"]}, "2 columns of texts and one named label are needed"),
         (ConnectionError("no network"), r"could not be loaded from the hub \(no network\)"),
@@ -376,7 +376,7 @@ def test_accumulated_batches_train_like_one_batch(command, tmp_path, encoder_wit
 @pytest.mark.parametrize("script", ["glue", "accelerate_loop"])
 def test_two_processes_train_like_one(script, command, tmp_path, encoder_without_dropout):
     """With the CPU config. A step has the same examples, half of them in each process."""
-    steps = FIVE_STEPS if script == "glue" else ["--max_steps", "5", "--save_steps", "5"]
+    steps = FIVE_STEPS if script == "glue" else ["--max_steps", "5"]
     given = command("mrpc", "two", *steps, "--model_name_or_path", encoder_without_dropout)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/configs/cpu.yaml"]
     done = subprocess.run(
@@ -431,7 +431,7 @@ def test_refusals_before_the_first_step(run, more, message, command, monkeypatch
         run(command("rte", "out", *more))
 
 
-LOOP = ["--max_steps", "8", "--save_steps", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-2"]
+LOOP = ["--max_steps", "8", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-2"]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ LOOP = ["--max_steps", "8", "--save_steps", "2", "--gradient_accumulation_steps"
     ],
     ids=["plain", "distilled"],
 )
-def test_loop_switches_and_resumes(command, tmp_path, stages):
+def test_loop_switches_and_is_reproducible(command, tmp_path, stages):
     options = [*LOOP, "--stages", *stages]
     report = accelerate_loop.run(command("mrpc", "one", *options))
     (switch,), method = report["switches"], stages[1].split(",")[0].split(":")[0]
@@ -454,16 +454,8 @@ def test_loop_switches_and_resumes(command, tmp_path, stages):
     assert (one / "learning_curve.png").is_file()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(one)
     assert model.config.efficient_attention["method"] == method
-    # Resume from step 2, before the switch and within an epoch. The checkpoint of step 4 is incomplete.
-    shutil.copytree(one, two)
-    for step in (6, 8):
-        shutil.rmtree(two / f"checkpoint-{step}")
-    (two / "checkpoint-4" / "loop.json").unlink()
-    resumed = accelerate_loop.run(command("mrpc", "two", *options, "--resume"))
-    assert resumed["metrics"] == report["metrics"] and same_weights(one, two)
-    logs = [json.loads((folder / "checkpoint-8" / "loop.json").read_text())["log"] for folder in (one, two)]
-    assert [entry for entry in logs[1] if "resumed_at" not in entry] == logs[0]
-    assert resumed["resumed_at"] == [2]
+    again = accelerate_loop.run(command("mrpc", "two", *options))
+    assert again["metrics"] == report["metrics"] and same_weights(one, two)
 
 
 def test_official_files(data):
