@@ -50,8 +50,8 @@ from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Norm, Training, preprocessor_settings
-from recipes.common.data.images import load
-from recipes.common.inputs import FRONT_MATTER, book_paths, deit, photographs
+from recipes.common.data.images import Pictures
+from recipes.common.inputs import FRONT_MATTER, book_paths, deit, opened, photographs
 from recipes.common.retrieval import embed, ranks, tokenized, xquad
 
 app = commands.new_app(no_args_is_help=True)
@@ -83,17 +83,15 @@ class Plan(NamedTuple):
 
 
 class Crops(Sequence[Batch]):
-    """Random crops of pictures in batches of 8: batch i is the same in every run with the same seed.
+    """Random crops of pictures in `count` batches of 8: batch i is the same in every run with the same seed.
 
-    `chosen` are the indices of the pictures to use, None for all. The batches have labels if `classes` are given.
+    The batches have labels if `classes` are given.
     """
 
     def __init__(
-        self, path: pathlib.Path, norm: Norm, count: int, seed: int,
-        chosen: Sequence[int] | None = None, classes: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
-        self._pictures, self._transform = load(str(path))[""], Training(224, norm, scale=(0.35, 1.0))
-        self._chosen = range(len(self._pictures)) if chosen is None else chosen
+        self, pictures: Pictures, norm: Norm, count: int, seed: int, classes: Mapping[str, int] | None = None
+    ) -> None:
+        self._pictures, self._transform = pictures, Training(224, norm, scale=(0.35, 1.0))
         self._count, self._seed, self._classes = count, seed, classes
 
     def __len__(self) -> int:
@@ -101,7 +99,7 @@ class Crops(Sequence[Batch]):
 
     def __getitem__(self, index: Any) -> Any:
         generator = torch.Generator().manual_seed(self._seed * self._count + index)
-        chosen = [self._chosen[i] for i in torch.randint(len(self._chosen), (8,), generator=generator).tolist()]
+        chosen = torch.randint(len(self._pictures), (8,), generator=generator).tolist()
         batch = {"pixel_values": torch.stack([self._transform(self._pictures.open(i), generator) for i in chosen])}
         if self._classes is not None:
             batch["labels"] = torch.tensor([self._classes[self._pictures.classes[i]] for i in chosen])
@@ -148,9 +146,7 @@ def distilled_figures(task: Task, config: MethodConfig, plan: Plan) -> dict[str,
 @torch.no_grad()
 def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedModel:
     """A copy of a model in which the features attend to all keys. It shows whether they learned anything."""
-    copied = copy.deepcopy(model)
-    kept = {name: p.clone() for name, p in learned_parameters(copied).items()}
-    hea.convert(copied, make_config(config, window_size=0))
+    kept, copied = learned_parameters(model), hea.convert(copy.deepcopy(model), make_config(config, window_size=0))
     for name, p in learned_parameters(copied).items():
         p.copy_(kept[name])
     return copied
@@ -159,16 +155,21 @@ def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedMo
 def images(data: pathlib.Path, plan: Plan) -> Task:
     """DeiT-tiny, distilled on crops of Imagenette: top-1 of a thousand photographs of a thousand classes."""
     folder, count = deit(data), plan.steps + plan.finetune_steps
-    path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
+    pictures = opened(data, "imagenette160-val-1000.zip")
     norm, tests = Norm.of(preprocessor_settings(str(folder))), list(photographs(data, 224))
     return Task(
         "top-1",
         lambda: ViTForImageClassification.from_pretrained(folder),
-        lambda: Crops(path, norm, count, 0),
+        lambda: Crops(pictures, norm, count, 0),
         lambda model: top_one(model, tests),
         "DeiT-tiny, 1,000 photographs of 224 x 224 pixels; distilled on crops of 1,000 pictures of Imagenette in "
         "batches of 8.",
     )
+
+
+def load_minilm() -> PreTrainedModel:
+    """The exact model of three tasks."""
+    return BertModel.from_pretrained(minilm_folder())
 
 
 def text_batches(texts: Sequence[str], size: int, max_length: int) -> list[Batch]:
@@ -178,11 +179,6 @@ def text_batches(texts: Sequence[str], size: int, max_length: int) -> list[Batch
     parts = [order[start : start + size] for start in range(0, len(order) - size + 1, size)]
     options = {"padding": True, "truncation": True, "max_length": max_length, "return_tensors": "pt"}
     return [dict(tokenizer(part, **options)) for part in parts]
-
-
-def minilm() -> PreTrainedModel:
-    """The exact model of three tasks."""
-    return BertModel.from_pretrained(minilm_folder())
 
 
 def sentences(data: pathlib.Path, plan: Plan) -> Task:
@@ -198,7 +194,7 @@ def sentences(data: pathlib.Path, plan: Plan) -> Task:
 
     return Task(
         "Spearman correlation",
-        minilm,
+        load_minilm,
         lambda: text_batches(texts, 32, 128)[:count],
         evaluate,
         "MiniLM, cosine similarity of 1,500 pairs of STS-B (dev); distilled on sentences of its training set in "
@@ -226,7 +222,7 @@ def search(data: pathlib.Path, plan: Plan) -> Task:
 
     return Task(
         "recall@1",
-        minilm,
+        load_minilm,
         batches,
         evaluate,
         f"MiniLM, {len(corpus.questions)} questions and {len(corpus.texts)} paragraphs of XQuAD; distilled on "
@@ -253,7 +249,7 @@ def states(data: pathlib.Path, plan: Plan) -> Task:
     parts = [windows(text, minilm_folder(), 512) for text in texts]
     train, test = torch.cat(parts[1:]), parts[0][:16]
     with torch.no_grad(), no_progress_bar():
-        wanted = minilm().eval()(input_ids=test).last_hidden_state
+        wanted = load_minilm().eval()(input_ids=test).last_hidden_state
 
     @torch.no_grad()
     def evaluate(model: BertModel) -> float:
@@ -262,7 +258,7 @@ def states(data: pathlib.Path, plan: Plan) -> Task:
 
     return Task(
         "error of the last hidden states",
-        minilm,
+        load_minilm,
         lambda: split_batches(train, 2),
         evaluate,
         f"MiniLM, Frobenius norm, 16 windows of 512 tokens of a novel; distilled on {len(train)} windows of others in "

@@ -20,7 +20,6 @@ import datasets
 import torch
 import transformers
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
@@ -77,11 +76,6 @@ class AttentionArguments:
 
     Image recipes set `tokens` once the model is loaded. Methods with learned tables get tables for this number of
     tokens, which the config of a model does not show at another resolution than the model's own.
-
-    Raises:
-        ValueError: more than one of --attention, --stages and --preset is given, or an option without the option that
-            it belongs to.
-        UnsupportedAttentionError: a method, hyperparameter or preset does not exist, or the shares do not end at 1.
     """
 
     _argument_group_name = "attention"
@@ -143,15 +137,14 @@ class AttentionArguments:
             )
         if self.set or layers:
             raise ValueError(
-                f"--attention {self.attention} is exact attention in all layers: leave out --set and --layers"
+                f"--attention {self.attention} is exact attention everywhere: leave out --set and --layers"
             )
         return self.attention, None
 
     def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
         """The up-training schedule of --stages or --preset; None without them.
 
-        Args:
-            total_steps: optimizer steps of the whole training. Training loops without Trainer need it.
+        Training loops without Trainer need `total_steps`, the optimizer steps of the whole training.
         """
         if self.stages:
             schedule = hea.UptrainingSchedule.parse(self.stages)
@@ -185,11 +178,7 @@ _DEFAULTS = {"seed": 0, "report_to": "none", "logging_steps": 0.01, "logging_fir
 
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """TrainingArguments with an output folder that is protected, and bars only on a terminal.
-
-    Raises:
-        ValueError: there is no output folder, or the checkpoint to resume from is not a checkpoint.
-    """
+    """TrainingArguments with an output folder that is protected, and bars only on a terminal."""
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
@@ -214,11 +203,6 @@ class RecipeArguments(TrainingArguments):
         # Without an accelerator PyTorch warns about pinned memory.
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()
         super().__post_init__()
-        missing = [name for name in self.report_to if name not in get_available_reporting_integrations()]
-        if missing:
-            raise ValueError(
-                f"--report_to {missing[0]} is unknown or not installed: 'pip install {missing[0]}', or give none"
-            )
 
 
 def check_counts(options: Any, *names: str) -> None:
@@ -248,10 +232,6 @@ def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = No
     The types are those of the options; RecipeArguments is appended, unless a subclass of it is given. Instances of
     them are returned in their order. --save_steps, --eval_steps and --logging_steps imply the strategy "steps", without
     which Trainer would ignore them.
-
-    Raises:
-        ValueError: an option does not exist, the dataclasses refuse the options, or the output folder is not empty and
-            neither --resume_from_checkpoint nor --overwrite is given.
     """
     types = [*dataclasses_]
     if not any(issubclass(kind, RecipeArguments) for kind in types):
@@ -308,10 +288,8 @@ def prepare_output(
 ) -> None:
     """Create the output folder, and delete its checkpoints with --overwrite.
 
-    Raises:
-        ValueError: the folder is a file, or is not empty and the run neither resumes nor overwrites it, or processes
-            that were started together are not connected.
-        UnsupportedAttentionError: matplotlib is missing.
+    Refused are a file, a folder that is not empty unless the run resumes or overwrites it, processes that were started
+    together and are not connected, and a missing matplotlib.
     """
     check_connected(state.num_processes)
     folder = pathlib.Path(output_dir)
@@ -347,19 +325,17 @@ def main_of(run: Callable[[], Any]) -> None:
 
     Errors other than ValueError and OSError are bugs and keep their traceback.
     """
+    status, message = 0, ""
     try:
         run()
     except KeyboardInterrupt:
-        _exit_with("interrupted", 130)
+        status, message = 130, "interrupted"
     except (ValueError, OSError) as error:
-        _exit_with(str(error), 2)
+        status, message = 2, " ".join(str(error).split())
+    if status:
+        rank = int(os.environ.get("RANK", 0))
+        print(f"error{f' in process {rank}' if rank else ''}: {message}", file=sys.stderr, flush=True)
+        sys.exit(status)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
-
-
-def _exit_with(message: str, status: int) -> NoReturn:
-    rank = int(os.environ.get("RANK", 0))
-    where = f" in process {rank}" if rank else ""
-    print(f"error{where}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    sys.exit(status)

@@ -27,7 +27,7 @@ MINILM_TOKENS = 512  # the sequence length that MiniLM was trained with
 FRONT_MATTER = 9000
 SOURCES = ("books", "xquad", "photographs", "gpt2")
 _INPUTS, _PATCH = 6, 16
-_ORIGINALS = "imagenet1k-sample-original-100.zip"
+_SMALL, _ORIGINALS = "imagenet1k-sample-256px.zip", "imagenet1k-sample-original-100.zip"
 
 # The batches of a source with a number of tokens.
 Load = Callable[[int], Iterator[Mapping[str, Any]]]
@@ -91,6 +91,11 @@ def deit(data: pathlib.Path) -> pathlib.Path:
     return existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
 
 
+def opened(data: pathlib.Path, name: str) -> Pictures:
+    """The pictures of a zip file without splits."""
+    return load(str(existing(data / "images" / name, "photographs")))[""]
+
+
 def photographs(
     data: pathlib.Path, pixels: int, batch: int = 20, crop: float = 224 / 256
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,17 +104,14 @@ def photographs(
     The central square with `crop` of the shorter side is resized. As in the evaluation of DeiT, the shorter side is by
     default 8/7 of `pixels` (256 for 224).
     """
-    name = "imagenet1k-sample-256px.zip" if pixels == 224 else _ORIGINALS
-    folder, path = deit(data), existing(data / "images" / name, "photographs")
-    pictures, numbers = load(str(path))[""], imagenet_classes(data)
-    transform = Evaluation(pixels, Norm.of(preprocessor_settings(str(folder))), crop)
-    yield from picture_batches(pictures, range(len(pictures)), numbers, transform, batch)
+    pictures = opened(data, _SMALL if pixels == 224 else _ORIGINALS)
+    transform = Evaluation(pixels, Norm.of(preprocessor_settings(str(deit(data)))), crop)
+    yield from picture_batches(pictures, range(len(pictures)), imagenet_classes(data), transform, batch)
 
 
 def imagenet_classes(data: pathlib.Path) -> dict[str, int]:
     """The classes of WordNet numbers, with which file names begin: their ranks among the thousand of ImageNet."""
-    path = existing(data / "images" / "imagenet1k-sample-256px.zip", "photographs")
-    return {name: index for index, name in enumerate(load(str(path))[""].class_names())}
+    return {name: index for index, name in enumerate(opened(data, _SMALL).class_names())}
 
 
 def picture_batches(
@@ -124,14 +126,13 @@ def picture_batches(
 
 def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[Activation]:
     """Activations of DeiT-tiny on `count` photographs of `pixels` x `pixels`, which have (pixels / 16)^2 + 1 tokens."""
-    folder, path = deit(data), existing(data / "images" / _ORIGINALS, "photographs")
-    pictures, norm = load(str(path))[""], Norm.of(preprocessor_settings(str(folder)))
+    pictures, norm = opened(data, _ORIGINALS), Norm.of(preprocessor_settings(str(deit(data))))
     with no_progress_bar():
-        model, found = AutoModelForImageClassification.from_pretrained(folder).eval(), []
+        model, activations = AutoModelForImageClassification.from_pretrained(deit(data)).eval(), list[Activation]()
     for i in range(0, len(pictures), max(1, len(pictures) // count))[:count]:
         batch = Evaluation(pixels, norm, 1.0)(pictures.open(i))[None]
-        found += capture(model, {"pixel_values": batch, "interpolate_pos_encoding": True})
-    return found
+        activations += capture(model, {"pixel_values": batch, "interpolate_pos_encoding": True})
+    return activations
 
 
 def open_source(source: str, data: pathlib.Path, longest: int) -> tuple[nn.Module, Load]:
@@ -200,11 +201,7 @@ def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:
 
 
 def glove_activations(data: pathlib.Path, count: int, length: int, scale: float | None) -> list[Activation]:
-    """Word vectors as in KDEformer's Fig. 4: query and value are random words (1, 1, N, 100), the key is the query.
-
-    Raises:
-        UnsupportedAttentionError: the file is missing or holds fewer words.
-    """
+    """Word vectors as in KDEformer's Fig. 4: query and value are random words (1, 1, N, 100), the key is the query."""
     path = existing(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
     words, draw = torch.from_numpy(np.load(path)).float(), torch.Generator().manual_seed(0)
     if length > len(words):

@@ -57,7 +57,7 @@ def parse(tmp_path, *options: str, **named):
         ({"attention": "kdeformer,linear"}, "takes one method"),
         ({"attention": "kdeformer", "set": ["samples=3"]}, "none of the chosen methods"),
         ({"attention": "kdeformer", "set": ["num_samples=-1"]}, "num_samples=-1 must be"),
-        ({"attention": "sdpa", "set": ["num_samples=3"]}, "exact attention in all layers"),
+        ({"attention": "sdpa", "set": ["num_samples=3"]}, "exact attention everywhere"),
         ({"attention": "kdeformer", "layers": "3-1"}, "is neither a layer nor a range"),
         ({"attention": "kdeformer", "layers": "a b"}, "is neither a layer nor a range"),
         ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "the last share must be 1.0"),
@@ -140,7 +140,6 @@ def test_steps_imply_their_strategy(tmp_path, option):
         (["--max_steps", "many"], "invalid int value: 'many'"),
         (["--seed"], "expected one argument"),
         (["--resume_from_checkpoint", "nowhere"], "is not a checkpoint"),
-        (["--report_to", "paper"], "--report_to paper is unknown or not installed"),
     ],
 )
 def test_a_wrong_command_line_is_refused(tmp_path, options, message):
@@ -326,18 +325,13 @@ def test_the_learning_rate_rises_again_after_a_switch(tmp_path):
     assert report["cpu_seconds_per_step"] > 0
 
 
-def test_learning_curves_have_points_enough(tmp_path, capsys, monkeypatch):
+def test_learning_curves_have_points_enough(tmp_path, capsys):
     steps = train_a_line(tmp_path, "--save_steps", "0.5")
     assert steps == [1, *range(2, 101, 2)]
-    # A resumed run logs the same steps. A share that did not change is no reason for a warning.
-    warnings: list[str] = []
-    monkeypatch.setattr(transformers.trainer_utils.logger, "warning_once", warnings.append)
-    for share, count in (("0.5", 0), ("0.6", 1)):
-        shutil.rmtree(tmp_path / "out" / "checkpoint-101")
-        assert train_a_line(tmp_path, "--save_steps", share, "--resume_from_checkpoint", "True") == steps
-        assert "checkpoint-51" in capsys.readouterr().err
-        assert len(warnings) == count
-    assert "save_steps: 0.6" in warnings[0] and "logging_steps" not in warnings[0]
+    # A resumed run logs the same steps.
+    shutil.rmtree(tmp_path / "out" / "checkpoint-101")
+    assert train_a_line(tmp_path, "--save_steps", "0.5", "--resume_from_checkpoint", "True") == steps
+    assert "checkpoint-51" in capsys.readouterr().err
 
 
 def test_evaluation_does_not_follow_the_share_of_the_log(tmp_path):
