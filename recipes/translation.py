@@ -32,22 +32,18 @@ import numpy as np
 import sacrebleu
 import transformers
 from datasets import Dataset
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
-from recipes.common import arguments, language_models, training
+from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, samples, several
 from recipes.common.data import parallel
-from recipes.common.language_models import ModelArguments
+from recipes.common.language_models import TRANSLATION, ModelArguments, load_model, load_tokenizer
 
 
 @dataclass
 class TranslationArguments:
-    """The pairs of sentences, and how long they may be.
-
-    Raises:
-        ValueError: there is no source of pairs or more than one, or a number is out of range.
-    """
+    """The pairs of sentences, and how long they may be."""
 
     _argument_group_name = "translation"
 
@@ -128,15 +124,6 @@ def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
     return training.take(pairs, options.max_train_samples), training.take(other, options.max_eval_samples)
 
 
-def check_lengths(options: TranslationArguments, model: PreTrainedModel) -> None:
-    """Raise ValueError if the model has fewer positions than a source or target may have tokens."""
-    positions = max_positions(model)
-    for name in ("max_source_length", "max_target_length"):
-        length = getattr(options, name)
-        if positions is not None and length > positions:
-            raise ValueError(f"--{name} {length} exceeds the model's {positions} positions: give at most {positions}")
-
-
 def tokenize(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, options: TranslationArguments) -> Dataset:
     """Token ids of the pairs. The batches are padded later."""
     sources = [options.source_prefix + text for text in pairs["source"]]
@@ -157,27 +144,21 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> dict[str, 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = TranslationArguments, ModelArguments, EncoderAttentionArguments, TranslationTrainingArguments
-    options, kind, attention, args = arguments.parse(
-        *types,
-        description=__doc__,
-        argv=argv,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        save_total_limit=2,
-        warmup_steps=0.1,
-    )
+    defaults = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2, "warmup_steps": 0.1}
+    options, kind, attention, args = arguments.parse(*types, description=__doc__, argv=argv, **defaults)
     with args.main_process_first():
         pairs, others = load_pairs(options)
-    tokenizer = language_models.load_tokenizer(
-        kind, args, [*pairs["source"], *pairs["target"]], language_models.TRANSLATION
-    )
+    tokenizer = load_tokenizer(kind, args, [*pairs["source"], *pairs["target"]], TRANSLATION)
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no padding token, which batches need: use one that has one")
-    model = language_models.load_model(kind, tokenizer, language_models.TRANSLATION)
-    check_lengths(options, model)
+    model = load_model(kind, tokenizer, TRANSLATION)
+    positions = max_positions(model)
+    for name in ("max_source_length", "max_target_length"):
+        if positions is not None and getattr(options, name) > positions:
+            raise ValueError(f"--{name} {getattr(options, name)} exceeds the model's {positions} positions")
     args.generation_max_length = args.generation_max_length or options.max_target_length
     callbacks = training.prepare_attention(model, attention)
-    train, evaluation = (tokenize(one, tokenizer, options) for one in (pairs, others))
+    examples, evaluation = (tokenize(one, tokenizer, options) for one in (pairs, others))
     references = [text.strip() for text in others["target"]]
     trivial = {f"copy_{name}": value for name, value in scores(others["source"], references).items()}
     training.show_baselines(trivial, args)
@@ -189,7 +170,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     trainer = transformers.Seq2SeqTrainer(
         model=model,
         args=args,
-        train_dataset=train,
+        train_dataset=examples,
         eval_dataset=evaluation,
         processing_class=tokenizer,
         data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model=model),
@@ -199,18 +180,13 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     extra = {
         "translation": dataclasses.asdict(options),
         "model": dataclasses.asdict(kind),
-        "rows": {"train": len(train), "eval": len(evaluation)},
+        "rows": {"train": len(examples), "eval": len(evaluation)},
         "source_tokens": float(np.mean([len(ids) for ids in evaluation["input_ids"]])),
         "baselines": trivial,
     }
-    return training.run_and_report(
-        trainer,
-        attention,
-        evaluate=evaluation,
-        extra=extra,
-        metric="eval_bleu" if args.predict_with_generate else "eval_loss",
-        train=not options.eval_only,
-    )
+    metric = "eval_bleu" if args.predict_with_generate else "eval_loss"
+    train = not options.eval_only
+    return training.run_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric=metric, train=train)
 
 
 if __name__ == "__main__":

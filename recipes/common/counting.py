@@ -133,12 +133,7 @@ FORMULAS_BY_PART: dict[str, dict[Any, Formula]] = {
 
 
 def count(call: Callable[[], Any], *, multiply_adds_as_one: bool = False) -> Operations:
-    """Count the operations of a call, which runs once.
-
-    Args:
-        call: a function without arguments.
-        multiply_adds_as_one: count a multiplication and the addition of its result as one operation instead of two.
-    """
+    """Count the operations of a call, which runs once; `multiply_adds_as_one` halves the products."""
     # One counter for each kind, since an operator may have a formula in several of them.
     counters = {part: FlopCounterMode(display=False, custom_mapping=found) for part, found in FORMULAS_BY_PART.items()}
     with contextlib.ExitStack() as stack:

@@ -130,10 +130,6 @@ def test_splits_are_disjoint_and_complete():
     assert [len(tail) for tail in tails] == [5, 2, 0]
     for whole, left, right in zip(documents, kept, tails, strict=True):
         assert np.concatenate((left, right)).tolist() == whole.tolist()
-    kept, held = text.split_documents(documents, 0.3)
-    assert len(held) == 1 and sorted(map(len, kept + held)) == [7, 40, 100]
-    with pytest.raises(ValueError, match="1 documents cannot be split"):
-        text.split_documents(documents[:1], 0.3)
 
 
 def test_collating_identifies_padding_by_position():
@@ -400,7 +396,7 @@ def test_refused_before_the_first_step(recipe, more, message, corpus, tmp_path):
 @pytest.mark.slow
 def test_two_processes_train_as_one(corpus, tmp_path):
     """The processes have different numbers of masked tokens, and windows of different lengths."""
-    more = ["--attention", "linear", "--document_separator", "\\n", "--eval_from", "documents", "--config_overrides"]
+    more = ["--attention", "linear", "--document_separator", "\\n", "--config_overrides"]
     more += ["hidden_dropout_prob=0.0", "attention_probs_dropout_prob=0.0"]
     curves = []
     for processes, size in ((1, "4"), (2, "2")):

@@ -27,11 +27,7 @@ def _pairs(found: Iterable[Sequence[str | None]]) -> Dataset:
 
 
 def pairs_of_files(source: Sequence[str], target: Sequence[str]) -> Dataset:
-    """The lines of text files (.txt, also gzipped) and those of their translations.
-
-    Raises:
-        ValueError: a file does not exist, or the two sides have different numbers of lines.
-    """
+    """The lines of text files (.txt, also gzipped) and those of their translations, which must be as many."""
     sides = [
         [line for path in text_files(files) for line in read_text(path).removesuffix("\n").split("\n")]
         for files in (source, target)
@@ -45,11 +41,7 @@ def pairs_of_files(source: Sequence[str], target: Sequence[str]) -> Dataset:
 
 
 def pairs_of_hub(name: str, subset: str | None, split: str, languages: tuple[str, str]) -> Dataset:
-    """The pairs of a hub data set, whose rows have a "translation" with both languages, or a column for each.
-
-    Raises:
-        ValueError: it has neither.
-    """
+    """The pairs of a hub data set, whose rows have a "translation" with both languages, or a column for each."""
     rows = load_dataset(name, subset, split=split)
     found = rows["translation"] if "translation" in rows.column_names else rows
     known = sorted(found[0]) if len(found) else []
