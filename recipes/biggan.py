@@ -37,12 +37,9 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, use_threads
 from hf_efficient_attn.io.writing import check_writable
-from recipes.common import commands
+from recipes.common import commands, gan
 from recipes.common.commands import Csv, Seed, Threads, option
-from recipes.common.gan import sampling
-from recipes.common.gan.pictures import grid, named_rows, save_png
-from recipes.common.gan.sampling import Draw, Swap, apply_swap, load_generator, pictures
-from recipes.common.gan.scores import FeatureNetwork, frechet_distance, inception_score, reference_features
+from recipes.common.gan import Draw, FeatureNetwork, Swap, apply_swap, grid, pictures, save_png
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -68,8 +65,8 @@ def _png(path: pathlib.Path) -> pathlib.Path:
 
 def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: float, seed: int) -> tuple[Any, Draw, int]:
     """The generator, the inputs of the pictures, and the number of keys of its attention layer."""
-    model = load_generator(checkpoint)
-    chosen = sampling.parse_classes(split_list(classes), model.config)
+    model = gan.load_generator(checkpoint)
+    chosen = gan.parse_classes(split_list(classes), model.config)
     # The layer pools its picture by two for the keys.
     return model, Draw.of(model.config, chosen, number, truncation, seed), (model.config.attention_resolution // 2) ** 2
 
@@ -77,13 +74,10 @@ def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: floa
 def _run(
     model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures
 ) -> list[dict[str, Any]]:
-    """One row for each method, with the cost of the attention layer and the figures of its pictures.
-
-    `figures_of` takes a method and its pictures, batches (b, 3, P, P), and returns named figures.
-    """
+    """One row for each method, with the cost of the attention layer and the figures of its pictures (b, 3, P, P)."""
     rows = []
     with tqdm(total=(len(swaps) - 1) * rounds, unit="pair", desc="time", disable=None, leave=False) as bar:
-        costs = sampling.layer_costs(model, draw, swaps, rounds, bar)
+        costs = gan.layer_costs(model, draw, swaps, rounds, bar)
     with tqdm(total=len(draw.noise) * len(swaps), unit="picture", disable=None, leave=False) as bar:
         for swap, cost in zip(swaps, costs, strict=True):
             bar.set_description(swap.label)
@@ -121,7 +115,7 @@ def generate(
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
     if setting and attention is None:
         raise UnsupportedAttentionError("--set needs --attention METHOD")
-    swap = sampling.swaps_of([attention], setting, [], keys)[-1] if attention else sampling.EXACT_SWAP
+    swap = gan.swaps_of([attention], setting, [], keys)[-1] if attention else gan.EXACT_SWAP
     with use_threads(threads), tqdm(total=number, unit="picture", disable=None, leave=False) as bar:
         made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch, bar)))
     save_png(grid(made, min(columns, number)), output)
@@ -157,7 +151,7 @@ def compare(
 ) -> None:
     """Compare the pictures of exact attention with those of other methods on the same noise."""
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
-    swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
+    swaps = gan.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     sheets: dict[str, Tensor] = {}
 
     def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
@@ -166,7 +160,7 @@ def compare(
 
     with use_threads(threads):
         rows = _run(model, draw, swaps, rounds, batch, figures_of)
-    save_png(named_rows(sheets), output, colours=256)
+    save_png(gan.named_rows(sheets), output, colours=256)
     _show(rows, {"relative_error": ".3f", "greatest": ".3f", "absolute_difference": ".4f"}, csv)
     typer.echo(f"{output}: {number} pictures for each method, truncation {truncation:g}, seed {seed}")
 
@@ -196,14 +190,14 @@ def score(
     network = FeatureNetwork(features)
     # Shuffled, so that all parts of the inception score have about the same share of every class.
     draw = draw._replace(labels=draw.labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))])
-    swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
+    swaps = gan.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     with use_threads(threads):
-        real = reference_features(reference, network, model.config.output_dim)
+        real = gan.reference_features(reference, network, model.config.output_dim)
 
         def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
             features, guesses = map(torch.cat, zip(*map(network, made), strict=True))
-            mean, deviation = inception_score(guesses, splits)
-            return {"fid": frechet_distance(features, real), "inception_score": mean, "deviation": deviation}
+            mean, deviation = gan.inception_score(guesses, splits)
+            return {"fid": gan.frechet_distance(features, real), "inception_score": mean, "deviation": deviation}
 
         rows = _run(model, draw, swaps, rounds, batch, figures_of)
     _show(rows, {"fid": ".2f", "inception_score": ".3f", "deviation": ".3f"}, csv)

@@ -22,8 +22,8 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 from hf_efficient_attn.cli import main_of
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
+from recipes.common import gan
 from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option
-from recipes.common.gan import digits
 
 app = new_app()
 _RATE = 2e-3
@@ -55,7 +55,7 @@ def train_classifier(
             chosen = torch.randint(len(data[1]), (batch,), generator=generator)
             # All pictures of the batch are shifted by the same number of pixels.
             shift = torch.randint(-2, 3, (2,), generator=generator).tolist()
-            inputs = digits.as_input(data[0][chosen]).roll(shift[::-1], (2, 3))
+            inputs = gan.as_input(data[0][chosen]).roll(shift[::-1], (2, 3))
             loss = nn.functional.cross_entropy(model(pixel_values=inputs).logits, data[1][chosen])
             optimizer.zero_grad()
             loss.backward()
@@ -78,13 +78,13 @@ def features(
     """Train the classifier whose features FID is measured with."""
     if output.is_file():
         raise UnsupportedAttentionError(f"--output {output} is a file: give a folder")
-    training, test = (digits.load(data_folder(data), split) for split in ("train", "t10k"))
+    training, test = (gan.load_digits(data_folder(data), split) for split in ("train", "t10k"))
     torch.manual_seed(seed)
     model = make_classifier(int(training[1].max()) + 1)
     with use_threads(threads):
         done = train_classifier(model, training, minutes=minutes, steps=steps, seed=seed)
         with torch.inference_mode():
-            guesses = [model.eval()(pixel_values=digits.as_input(part)).logits.argmax(1) for part in test[0].split(500)]
+            guesses = [model.eval()(pixel_values=gan.as_input(part)).logits.argmax(1) for part in test[0].split(500)]
         accuracy = (torch.cat(guesses) == test[1]).float().mean().item()
     model.save_pretrained(output)
     half, size = [0.5] * 3, {"height": 32, "width": 32}

@@ -34,9 +34,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
+from recipes.common import gan
 from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option, write
-from recipes.common.gan import digits
-from recipes.common.gan.pictures import grid, save_png
 
 app = new_app()
 
@@ -161,7 +160,7 @@ def save(model: BigGANModel, output: pathlib.Path, number: int, batch: int) -> N
     noise = torch.randn(10, config.z_dim, generator=draw).repeat(config.num_classes, 1)
     with torch.no_grad():
         pictures = model(noise, torch.arange(config.num_classes).repeat_interleave(10), truncation=1.0).images
-    save_png(grid(pictures, 10), output / "samples.png")
+    gan.save_png(gan.grid(pictures, 10), output / "samples.png")
 
 
 @app.command(epilog="Example: python -m recipes.biggan_train --data ../shared/data --output gan --steps 200")
@@ -182,7 +181,7 @@ def train(
         raise UnsupportedAttentionError(f"--output {output} exists already: give a new folder")
     if batch % 2:
         raise UnsupportedAttentionError(f"--batch {batch} must be even, since its halves have the same classes")
-    pictures, labels = digits.load(data_folder(data), "train")
+    pictures, labels = gan.load_digits(data_folder(data), "train")
     output.mkdir(parents=True)
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
@@ -199,7 +198,7 @@ def train(
             for optimizer, one in zip(optimizers, RATES, strict=True):
                 # Constant in the first half, then linear decay to 0.
                 optimizer.param_groups[0]["lr"] = one * min(1.0, 2 * (1 - over))
-            real = digits.as_input(pictures[chosen]), labels[chosen]
+            real = gan.as_input(pictures[chosen]), labels[chosen]
             figures = step(*networks, optimizers, real, draw)
             average.update_parameters(networks[0])
             seconds += time.process_time() - start

@@ -45,7 +45,6 @@ from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from recipes.common import training
 from recipes.common.arguments import AttentionArguments, check_counts, main_of, option, parse, samples
 from recipes.common.data import images
-from recipes.common.data.image_classes import class_indices, read_class_list
 from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training
 from recipes.common.data.images import Pictures
 from recipes.common.image_models import ModelArguments, config_of, fit_resolution, load_model, norm_of, processor_of
@@ -145,7 +144,7 @@ def classes_of(
         own_order = len(orders) == 1 and None not in orders
         names = images.sorted_classes(name for part in parts for name in part.class_names())
         known = [str(config.id2label[i]) for i in range(config.num_labels)]
-        indices, how = class_indices(
+        indices, how = images.class_indices(
             list(*orders) if own_order else names, known, class_list=class_list, own_order=own_order
         )
         return indices, None, how
@@ -212,7 +211,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         )
     with args.main_process_first():
         train, evaluation = read_pictures(data)
-    class_list = None if data.class_list is None else read_class_list(data.class_list)
+    class_list = None if data.class_list is None else images.read_class_list(data.class_list)
     parts = [part for part in (train, evaluation) if part is not None]
     indices, labels, how = classes_of(options, parts, class_list)
     norm = norm_of(options)

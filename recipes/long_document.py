@@ -82,15 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     seconds = time.perf_counter() - start
     if state.is_main_process:
         found = {
-            "document": name or "Python's documentation",
-            "tokens": count,
-            "processes": processes,
-            "tokens_of_first_process": last - first,
-            "attention": config.to_dict(),
-            "positions": note,
-            "seconds": seconds,
-            "embedding": embedding.tolist(),
-        }
+            "document": name or "Python's documentation", "tokens": count, "processes": processes,
+            "tokens_of_first_process": last - first, "attention": config.to_dict(), "positions": note,
+            "seconds": seconds, "embedding": embedding.tolist(),
+        }  # fmt: skip
         with replacing(pathlib.Path(options.output)) as draft:
             write_json(draft, found)
         print(f"{count:,} tokens in {processes} processes: {seconds:.1f} s, {options.output}")

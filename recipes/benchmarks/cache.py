@@ -79,10 +79,7 @@ def nats(scores: Tensor, ids: Tensor, first: int, last: int) -> float:
 def measure(
     model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
-    """One row of the table, with `columns` in a `NearFarCache` or without one.
-
-    Its "tensors" are given as `exact` with those of exact decoding, with which they are compared.
-    """
+    """One row of the table, with `columns` in a `NearFarCache` or without one; `exact` are the "tensors" of exact."""
 
     def cache() -> hea.NearFarCache | None:
         return None if columns is None else hea.NearFarCache(model.config, columns)

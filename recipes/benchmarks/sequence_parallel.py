@@ -115,16 +115,8 @@ def row(label: str, config: MethodConfig | None, length: int, how: Setting) -> d
     return {
         "method": label, "length": length, "processes": how.processes, "causal": how.is_causal,
         "bytes": forward, "backward_bytes": backward, "collectives": ", ".join(found.forward),
-        "forward": in_words(forward), "backward": in_words(backward),
+        "forward": f"{forward / 1e6:.3g} MB", "backward": f"{backward / 1e6:.3g} MB",
     }  # fmt: skip
-
-
-def in_words(count: int) -> str:
-    """Bytes with a unit: 266 KB, 1.07 GB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.sequence_parallel --length 65536 --processes 16")

@@ -46,9 +46,8 @@ from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.arguments import for_length
-from recipes.common.data.image_classes import class_indices
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
-from recipes.common.data.images import EVAL_SPLITS, load, pick
+from recipes.common.data.images import EVAL_SPLITS, class_indices, load, pick
 from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs, picture_batches
 from recipes.common.retrieval import books, chunks, embed, long_minilm, ranks, similarities, xquad
 

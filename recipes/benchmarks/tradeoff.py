@@ -89,9 +89,7 @@ def read_inputs(data: pathlib.Path, tokens: int) -> Activation:
     found = minilm_activations(data, 1, tokens)
     _, _, length, dim = found[0].query.shape
     if length < tokens:
-        raise UnsupportedAttentionError(
-            f"the first book in {data} has fewer than {tokens} tokens: give a shorter length"
-        )
+        raise UnsupportedAttentionError(f"the first book in {data} has {length} tokens: give a shorter length")
     return Activation(0, *(torch.cat([one[i][:, :1] for one in found], 1) for i in (1, 2, 3)), dim**-0.5)
 
 

@@ -1,4 +1,4 @@
-"""Real inputs of the benchmarks and analyses: activations of pretrained models, word vectors, questions and texts."""
+"""Real inputs of the benchmarks and analyses: activations of pretrained models, questions and texts."""
 
 import gzip
 import json
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
@@ -198,16 +197,3 @@ def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:
     path = existing(data / "squad" / "xquad.en.json.gz", "questions and paragraphs")
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return [article["paragraphs"] for article in json.load(file)["data"]]
-
-
-def glove_activations(data: pathlib.Path, count: int, length: int, scale: float | None) -> list[Activation]:
-    """Word vectors as in KDEformer's Fig. 4: query and value are random words (1, 1, N, 100), the key is the query."""
-    path = existing(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
-    words, draw = torch.from_numpy(np.load(path)).float(), torch.Generator().manual_seed(0)
-    if length > len(words):
-        raise UnsupportedAttentionError(f"{path} holds {len(words)} words, not {length}; ask for fewer --tokens")
-    found = []
-    for _ in range(count):
-        query, value = (words[torch.randperm(len(words), generator=draw)[:length]][None, None] for _ in "qv")
-        found.append(Activation(0, query, query, value, scale))
-    return found

@@ -1,4 +1,4 @@
-"""Compare up-training with its reference runs: curves over the steps, final losses, and the cost of equal loss.
+"""Compare up-training with its reference runs: curves over the steps, differences of loss, and the cost of equal loss.
 
     python -m recipes.experiments run flurka_images flurka_books --output RUNS --seeds 3
     python -m recipes.experiments.curves RUNS/flurka_images --output recipes/pictures/flurka_images.png
@@ -8,6 +8,8 @@ a FLuRKA variant, ends better than one that has the variant from the start, the 
 which the evaluation loss of a run, linear between two evaluations, first is the mean final loss of the reference. The
 cost up to this step is given in CPU seconds of training steps, and in multiply-adds of the attention modules in the
 forward pass of one example, with their projections; steps before the switch cost as much as those of the base.
+
+`python -m recipes.experiments show` prints the final losses.
 
 Duration: seconds. Expected: the tables and the pictures of docs/training_results.md.
 """
@@ -51,7 +53,6 @@ class Curve(NamedTuple):
     seconds: float  # CPU seconds per step
     loss: list[tuple[float, float]]  # training loss, as (step, loss)
     evaluation: list[tuple[float, float]]  # evaluation loss, as (step, loss)
-    accuracy: float  # accuracy after the last step
 
     @property
     def final(self) -> float:
@@ -110,10 +111,8 @@ def read_curve(folder: pathlib.Path, seed: int, report: dict[str, Any]) -> Curve
     loss, evaluation = ([(one["step"], one[key]) for one in log if key in one] for key in ("loss", "eval_loss"))
     stages = [switches[0]["from"], switches[0]["to"]] if switches else [report["attention"]["attention"]]
     stages = [EXACT if stage in (None, "sdpa", "eager") else stage for stage in stages]
-    # Accuracy has another name in each recipe.
-    accuracy = next(report["metrics"][key] for key in ("eval_accuracy", "eval_top1") if key in report["metrics"])
     switch = switches[0]["step"] if switches else 0
-    return Curve(seed, report["steps"], stages, switch, report["cpu_seconds_per_step"], loss, evaluation, accuracy)
+    return Curve(seed, report["steps"], stages, switch, report["cpu_seconds_per_step"], loss, evaluation)
 
 
 def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
@@ -137,16 +136,6 @@ def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
         if module in modules and not any(inner in modules for inner in list(module.modules())[1:]):
             total += sum(counts[f"{type(model).__name__}.{name}"].values())
     return total // 2
-
-
-def final_table(result: Result) -> str:
-    """Final loss and accuracy, seconds per step, and attention cost of a step, for each line."""
-    unit, rows = result.cost.get(EXACT), []
-    for line, runs in result.runs.items():
-        cost = statistics.fmean(result.up_to(run, run.steps)[1] / run.steps for run in runs)
-        columns = zip(*((run.final, run.accuracy, run.seconds) for run in runs), strict=True)
-        rows.append((line, len(runs), *map(mean_and_range, columns), f"{cost / unit:.2f}" if unit else f"{cost:.3g}"))
-    return table(("attention", "seeds", "loss", "accuracy", "CPU s per step", "attention cost"), rows)
 
 
 def verdict_table(result: Result) -> str:
@@ -226,7 +215,7 @@ def curves(
 ) -> None:
     """Draw the curves of up-training and its references, and print what they cost and where they end."""
     result = Result(folder)
-    typer.echo("\n\n".join((final_table(result), verdict_table(result), equal_loss_table(result))))
+    typer.echo("\n\n".join((verdict_table(result), equal_loss_table(result))))
     typer.echo(f"\n{result.note}\n± is half the range of the seeds.")
     commands.save(draw(result), output)
 

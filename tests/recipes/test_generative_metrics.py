@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.gan import digits
-from recipes.common.gan.scores import frechet_distance, inception_score
+from recipes.common import gan
+from recipes.common.gan import frechet_distance, inception_score
 
 D = 6
 
@@ -87,10 +87,10 @@ def test_idx_files_are_read(tmp_path, zipped):
     end, pack = (".gz", gzip.compress) if zipped else ("", bytes)
     (tmp_path / f"t10k-images-idx3-ubyte{end}").write_bytes(pack(idx(pictures)))
     (tmp_path / f"t10k-labels-idx1-ubyte{end}").write_bytes(pack(idx(torch.tensor([7, 2], dtype=torch.uint8))))
-    found, labels = digits.load(tmp_path, "t10k")
+    found, labels = gan.load_digits(tmp_path, "t10k")
     assert torch.equal(found, pictures) and labels.tolist() == [7, 2]
     with pytest.raises(FileNotFoundError, match="train-images"):
-        digits.load(tmp_path, "train")
+        gan.load_digits(tmp_path, "train")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_broken_idx_files_are_refused(tmp_path, raw, message):
     path = tmp_path / "file-idx3-ubyte"
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=message):
-        digits.read_idx(path)
+        gan.read_idx(path)
 
 
 def test_broken_gzip_is_refused(tmp_path):
@@ -113,13 +113,13 @@ def test_broken_gzip_is_refused(tmp_path):
     for raw in (b"no gzip", gzip.compress(idx(torch.zeros(300, dtype=torch.uint8)))[:-12]):
         path.write_bytes(raw)
         with pytest.raises(ValueError, match="gzip"):
-            digits.read_idx(path)
+            gan.read_idx(path)
 
 
 def test_digits_are_centred_on_black():
     pictures = torch.full((2, 28, 28), 255, dtype=torch.uint8)
-    found = digits.as_input(pictures)
+    found = gan.as_input(pictures)
     assert found.shape == (2, 3, 32, 32)
     assert found[:, :, 2:30, 2:30].eq(1).all() and found.sum() == 2 * 3 * (28**2 - (32**2 - 28**2))
     with pytest.raises(ValueError, match="do not fit"):
-        digits.as_input(pictures, 16)
+        gan.as_input(pictures, 16)

@@ -16,10 +16,20 @@ from recipe_commands import read_csv
 from recipes import biggan, biggan_features, biggan_train
 from recipes.biggan_features import make_classifier, train_classifier
 from recipes.biggan_train import Discriminator, hinge_loss, sameness
-from recipes.common.gan import digits
-from recipes.common.gan.pictures import grid, named_rows, to_bytes
-from recipes.common.gan.sampling import Draw, apply_swap, layer_costs, load_generator, parse_classes, pictures, swaps_of
-from recipes.common.gan.scores import FeatureNetwork
+from recipes.common import gan
+from recipes.common.gan import (
+    Draw,
+    FeatureNetwork,
+    apply_swap,
+    grid,
+    layer_costs,
+    load_generator,
+    named_rows,
+    parse_classes,
+    pictures,
+    swaps_of,
+    to_bytes,
+)  # fmt: skip
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 REFUSED = hea.UnsupportedAttentionError
@@ -280,7 +290,7 @@ def test_a_classifier_learns():
     model = make_classifier(2, (8, 16))
     assert train_classifier(model, (values, labels), minutes=0, steps=40, batch=32) == 40
     model.train()
-    assert (model(pixel_values=digits.as_input(values)).logits.argmax(1) == labels).float().mean() > 0.9
+    assert (model(pixel_values=gan.as_input(values)).logits.argmax(1) == labels).float().mean() > 0.9
 
 
 # --- training ---
@@ -315,8 +325,8 @@ def test_training_is_saved(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(biggan_train, "LAYERS", [(True, 16, 8), (False, 8, 4), (False, 4, 2), (False, 2, 1)])
     monkeypatch.setattr(biggan_train, "ATTENTION", 1)
     # The generator makes pictures of 8 x 8 pixels: crop the real ones.
-    small = biggan_train.digits.as_input
-    monkeypatch.setattr(biggan_train.digits, "as_input", lambda x: small(x[:, 2:10, 2:10], 8))
+    small = biggan_train.gan.as_input
+    monkeypatch.setattr(biggan_train.gan, "as_input", lambda x: small(x[:, 2:10, 2:10], 8))
     options = ["--data", data, "--batch", 8, "--width", 4, "--statistics", 16, "--steps", 4]
     for name in ("one", "two"):
         assert run(biggan_train.app, *options, "--output", tmp_path / name) == 0
