@@ -132,13 +132,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
             sets[f"repeat_{distance}"], metrics[f"repeat_{distance}"] = rows, repeat_figures
     collate = functools.partial(text.collate, pad_token_id=given["processing_class"].pad_token_id or 0)
     trainer = language.LanguageTrainer(**given, data_collator=collate, metrics=metrics, causal=True)
-    return training.run_and_report(
-        trainer,
-        attention,
-        evaluate=sets if len(sets) > 1 else sets[""],
-        extra={**about, "evaluation": dataclasses.asdict(causal)},
-        train=not words.eval_only,
-    )
+    evaluate, extra = sets if len(sets) > 1 else sets[""], {**about, "evaluation": dataclasses.asdict(causal)}
+    return training.run_and_report(trainer, attention, evaluate=evaluate, extra=extra, train=not words.eval_only)
 
 
 if __name__ == "__main__":

@@ -65,11 +65,7 @@ DEFAULTS = {
 
 @dataclass
 class DataArguments:
-    """The pictures and their classes.
-
-    Raises:
-        ValueError: options contradict each other or are out of range.
-    """
+    """The pictures and their classes."""
 
     _argument_group_name = "data"
 
@@ -111,8 +107,14 @@ class DataArguments:
 def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
     """The splits to train on (None with --eval_only) and to evaluate on. No picture is read yet."""
     train = evaluation = None
+    source = options.eval_data or options.train_data
+    splits = images.load(source)
+    if options.eval_share is None:
+        evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, source)
+        if evaluation is None and options.eval_data and len(splits) == 1:
+            (evaluation,) = splits.values()
     if options.train_data is not None:
-        splits = images.load(options.train_data)
+        splits = images.load(options.train_data) if options.eval_data else splits
         train = images.pick(splits, options.train_split, images.TRAIN_SPLITS, options.train_data) or splits.get("")
         if train is None:
             raise ValueError(
@@ -120,17 +122,10 @@ def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
             )
         if options.eval_share is not None:
             train, evaluation = images.divide(train, options.eval_share)
-        elif options.eval_data is None:
-            evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, options.train_data)
-    if options.eval_data is not None:
-        splits = images.load(options.eval_data)
-        evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, options.eval_data)
-        if evaluation is None and len(splits) == 1:
-            (evaluation,) = splits.values()
     if evaluation is None:
         raise ValueError(
-            f"{options.eval_data or options.train_data} has no split to evaluate on: give --eval_data, --eval_split, "
-            "or --eval_share 0.1 for a tenth of the training pictures"
+            f"{source} has no split to evaluate on: give --eval_data, --eval_split, or --eval_share 0.1 for a tenth of "
+            "the training pictures"
         )
     return None if options.eval_only else train, evaluation
 
@@ -234,15 +229,11 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         callbacks=callbacks, compute_metrics=accuracy, preprocess_logits_for_metrics=top_five,
     )  # fmt: skip
     extra = {
-        "model": options.model_name_or_path,
-        "resolution": pixels,
-        "tokens": attention.tokens,
-        "crop_ratio": data.crop_ratio,
-        "augmentation": data.augmentation,
+        "model": options.model_name_or_path, "resolution": pixels, "tokens": attention.tokens, "classes": how,
+        "crop_ratio": data.crop_ratio, "augmentation": data.augmentation,
         "train_data": None if train is None else {"from": train.where, "pictures": len(parts[0])},
         "eval_data": {"from": evaluation.where, "pictures": len(parts[-1])},
-        "classes": how,
-    }
+    }  # fmt: skip
     return training.run_and_report(
         trainer, attention, evaluate=evaluated, extra=extra, metric="eval_top1", train=not data.eval_only
     )

@@ -59,11 +59,7 @@ DEFAULTS = {
 
 @dataclass
 class TaskArguments:
-    """The task and its data.
-
-    Raises:
-        ValueError: the task does not exist, or its data is missing.
-    """
+    """The task and its data."""
 
     _argument_group_name = "task"
 
@@ -184,21 +180,12 @@ class LongRangeModel(BertPreTrainedModel):
 def make_model(task: lra.Task, encoder: EncoderArguments, max_length: int) -> LongRangeModel:
     """A new model for sequences of up to `max_length` tokens."""
     config = BertConfig(
-        vocab_size=task.tokens + lra.OFFSET,
-        hidden_size=encoder.hidden_size,
-        num_hidden_layers=encoder.num_layers,
-        num_attention_heads=encoder.num_heads,
-        intermediate_size=encoder.intermediate_size,
-        hidden_dropout_prob=encoder.dropout,
-        attention_probs_dropout_prob=encoder.attention_dropout,
-        initializer_range=encoder.initializer_range,
-        max_position_embeddings=max_length + (encoder.pooling == "cls"),
-        type_vocab_size=1,
-        pad_token_id=lra.PAD,
-        num_labels=task.labels,
-        pooling=encoder.pooling,
-        pairs=task.pairs,
-    )
+        vocab_size=task.tokens + lra.OFFSET, hidden_size=encoder.hidden_size, num_hidden_layers=encoder.num_layers,
+        num_attention_heads=encoder.num_heads, intermediate_size=encoder.intermediate_size,
+        hidden_dropout_prob=encoder.dropout, attention_probs_dropout_prob=encoder.attention_dropout,
+        initializer_range=encoder.initializer_range, max_position_embeddings=max_length + (encoder.pooling == "cls"),
+        type_vocab_size=1, pad_token_id=lra.PAD, num_labels=task.labels, pooling=encoder.pooling, pairs=task.pairs,
+    )  # fmt: skip
     return LongRangeModel(config)
 
 

@@ -167,12 +167,11 @@ def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
 def auto_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     """The time of auto relative to exact attention, and without a bound to the faster of exact and nearfar."""
     times = {(row["source"], row["length"], row["method"]): row["relative"] for row in rows}
-    found = []
-    for (source, length, method), time in times.items():
-        if method in ("auto", UNBOUNDED):
-            bound = 1.0 if method == "auto" else min(1.0, times.get((source, length, "nearfar"), 1.0))
-            found.append(commands.Verdict(f"{source}, {length} tokens: {method}", time / bound, AUTO_GOAL, False))
-    return found
+    relative = {key: time for key, time in times.items() if key[2] == "auto"}
+    for key, time in times.items():
+        if key[2] == UNBOUNDED:
+            relative[key] = time / min(1.0, times.get((*key[:2], "nearfar"), 1.0))
+    return [commands.Verdict(f"{s}, {n} tokens: {m}", t, AUTO_GOAL, False) for (s, n, m), t in relative.items()]
 
 
 def compiled_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:

@@ -253,8 +253,7 @@ def states(data: pathlib.Path, plan: Plan) -> Task:
 
     @torch.no_grad()
     def evaluate(model: BertModel) -> float:
-        found = model(input_ids=test).last_hidden_state
-        return ((found - wanted).norm() / wanted.norm()).item()
+        return ((model(input_ids=test).last_hidden_state - wanted).norm() / wanted.norm()).item()
 
     return Task(
         "error of the last hidden states",
@@ -318,14 +317,11 @@ def main(
     for label, config in configs.items():
         rows.append({"attention": label, "exact": exact, **distilled_figures(what, config, plan)})
         tqdm.write(str(rows[-1]))
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    rows = [dict.fromkeys(names) | row for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: f"{{{name}:.3f}}" for name in names} | {"attention": "{attention}"}
-    note = (
-        f"{what.figure}: {what.note} {plan.steps} steps of distillation, {plan.finetune_steps} of fine-tuning "
-        f"({plan.target}, learning rate {plan.learning_rate:g})."
-    )
-    commands.report(rows, columns, note, csv=csv)
+    stages = f"{steps} steps of distillation, {finetune_steps} of fine-tuning"
+    note = f"{what.figure}: {what.note} {stages} ({target}, learning rate {plan.learning_rate:g})."
+    commands.report([names | row for row in rows], columns, note, csv=csv)
 
 
 if __name__ == "__main__":

@@ -215,22 +215,18 @@ def images(
 
 
 def own_pictures(
-    source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any], count: int | None
+    source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say.
-
-    Without a split it is a usual one for evaluation. `count` pictures are chosen at random.
-    """
+    """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say."""
     splits = load(source)
     pictures = splits.get("") or pick(splits, split, EVAL_SPLITS, source)
     if pictures is None:
         raise ValueError(f"{source} has no split to evaluate on: give one of {', '.join(splits)} with --split")
     names = [str(model.config.id2label[i]) for i in range(model.config.num_labels)]
     indices, _ = class_indices(pictures.class_names(), names, own_order=pictures.order is not None)
-    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0)).tolist()
     pixels, edge = model.config.image_size, (settings.get("size") or {}).get("shortest_edge")
     transform = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0)
-    return list(picture_batches(pictures, sorted(order[:count]), indices, transform))
+    return list(picture_batches(pictures, range(len(pictures)), indices, transform))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks classify t2t cifar10.zip --layers t2t.0 --budget 64")
@@ -241,7 +237,6 @@ def classify(
     ],
     split: commands.option(str | None, "Split of the pictures. [default: validation, test]", metavar="NAME") = None,
     layers: commands.option(str | None, "Layers to convert, such as t2t.0,0-5. [default: all]", metavar="LIST") = None,
-    count: commands.option(int | None, "Number of pictures, chosen at random. [default: all]", min=1) = None,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     csv: commands.Csv = None,
@@ -254,7 +249,7 @@ def classify(
     try:
         with no_progress_bar():
             first = load_exact()
-        batches = own_pictures(pictures, split, first, preprocessor_settings(model), count)
+        batches = own_pictures(pictures, split, first, preprocessor_settings(model))
     except (OSError, ValueError) as reason:
         raise UnsupportedAttentionError(f"{model} does not classify {pictures}: {reason}") from reason
     truth = torch.cat([classes for _, classes in batches])

@@ -19,7 +19,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.timing import peak_bytes
 from hf_efficient_attn.training.callback import why_incomplete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
-from recipes.common.reporting import about_run, resumptions_of, switches_of, write_report
+from recipes.common.reporting import about_run, switches_of, write_report
 
 
 def prepare_attention(model: nn.Module, attention: AttentionArguments) -> list[TrainerCallback]:
@@ -183,7 +183,7 @@ def run_and_report(
             "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "learning_rate": args.learning_rate,
             "precision": trainer.accelerator.mixed_precision,
-            "resumed_at": resumptions_of(trainer.state.log_history),
+            "resumed_at": sorted({x["resumed_at"] for x in trainer.state.log_history if "resumed_at" in x}),
         }
     else:
         figures = trainer.evaluate(evaluate)

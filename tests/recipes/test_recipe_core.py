@@ -349,14 +349,13 @@ LOG = [
 ]
 
 
-def test_learning_curve_marks_switches_and_resumptions():
-    figure = reporting.learning_curve([*LOG, {"step": 6, "resumed_at": 6}, {"step": 6, "resumed_at": 6}], "eval_f1")
-    loss, switch, resumed = figure.axes[0].lines
+def test_learning_curve_marks_switches():
+    figure = reporting.learning_curve(LOG, "eval_f1")
+    loss, switch = figure.axes[0].lines
     assert loss.get_xydata().tolist() == [[1, 2.0], [8, 1.0]]
     assert list(switch.get_xdata()) == [4, 4] and switch.get_linestyle() == "--"
-    assert list(resumed.get_xdata()) == [6, 6] and resumed.get_linestyle() == ":"
     names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert names == ["training loss", "eval_f1", "linformer", "flurka_eva", "resumed"]
+    assert names == ["training loss", "eval_f1", "linformer", "flurka_eva"]
     assert figure.axes[1].lines[0].get_xydata().tolist() == [[8, 0.5]]
     assert len(reporting.learning_curve(LOG, "eval_accuracy").axes) == 1
     reporting.learning_curve([], "eval_f1")
