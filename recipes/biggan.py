@@ -7,7 +7,7 @@
 `generate` writes a sheet of pictures. `compare` writes one line of pictures for each method and measures how far they
 are from those of exact attention: the relative error |a - e| / |e| of the pictures' values in [-1, 1], and the mean
 absolute difference. `score` computes FID and the inception score with an image classifier: `--features FOLDER` is any
-folder of AutoModelForImageClassification, such as `python -m recipes.biggan_features` writes. Scores of different
+folder of AutoModelForImageClassification, such as `python -m recipes.biggan_train features` writes. Scores of different
 networks cannot be compared. `compare` and `score` also print the cost of the attention layer for one picture (GFLOP of
 its products, with a multiply-add as one operation as in the paper; see `recipes.common.counting`) and how many times
 faster it is than exact attention in the same run. Nothing is trained. Methods without a rectangular form are refused,

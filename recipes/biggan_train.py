@@ -1,19 +1,24 @@
-"""Train a small class-conditional BigGAN on MNIST, with an attention layer of 1,024 queries and 256 keys.
+"""Train a small class-conditional BigGAN on MNIST, and the classifier of digits whose features FID is measured with.
 
-    python -m recipes.biggan_train --data DATA --output OUT --minutes 16
+    python -m recipes.biggan_train gan --data DATA --output OUT --minutes 16
+    python -m recipes.biggan_train features --data DATA --output features --minutes 4
 
-The generator is this package's `BigGANModel` at 32 x 32 pixels: six blocks, with attention after the fourth. The
-discriminator is a small residual network with projection and spectral norm. The training uses the hinge loss, Adam with
-betas (0, .999), one step of each network in turn, an average of the generator's weights (Brock et al. 2019, sections 3
-and 4), and a small mode-seeking term (Mao et al. 2019), without which the generator ignores the noise throughout so
-short a training. The factor of the attention, gamma, starts at --gamma instead of 0: from 0 it would hardly grow in so
-short a training, and attention would have no effect. At the end the averaged weights get their tables of batch norm
-statistics by truncation and are saved with `save_pretrained`, with exact attention. The folder also gets `samples.png`
-(one line for each digit), `losses.csv` and `metrics.json` with the last gamma.
+The generator is this package's `BigGANModel` at 32 x 32 pixels: six blocks, with attention of 1,024 queries and 256
+keys after the fourth. The discriminator is a small residual network with projection and spectral norm. The training
+uses the hinge loss, Adam with betas (0, .999), one step of each network in turn, an average of the generator's weights
+(Brock et al. 2019, sections 3 and 4), and a small mode-seeking term (Mao et al. 2019), without which the generator
+ignores the noise throughout so short a training. The factor of the attention, gamma, starts at --gamma instead of 0:
+from 0 it would hardly grow in so short a training, and attention would have no effect. At the end the averaged weights
+get their tables of batch norm statistics by truncation and are saved with `save_pretrained`, with exact attention. The
+folder also gets `samples.png` (one line for each digit), `losses.csv` and `metrics.json` with the last gamma.
 
-Duration: --minutes of processor time. Expected after 16 minutes on one core (1,471 steps of .65 s): legible digits,
-gamma 1.02, FID 1.97 and inception score 9.50 with the classifier of `recipes.biggan_features` (real pictures: .16 and
-9.78; the same generator with gamma 0: 42.6 and 6.0).
+The classifier is a ResNet of Transformers with three stages of one basic block and 32, 64 and 128 channels. It is
+trained on digits shifted by up to two pixels, and saved with a `preprocessor_config.json`, so that `recipes.biggan
+score --features features` reads it like any other folder of `AutoModelForImageClassification`.
+
+Duration: --minutes, of processor time for the BigGAN. Expected after 16 minutes on one core (1,471 steps of .65 s):
+legible digits, gamma 1.02, FID 1.97 and inception score 9.50 with the classifier (real pictures: .16 and 9.78; the same
+generator with gamma 0: 42.6 and 6.0). The classifier has an accuracy of .99 on t10k after 4 minutes.
 """
 
 import math
@@ -28,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
+from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessorPil
 
 from hf_efficient_attn.cli import main_of
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -37,13 +43,14 @@ from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 from recipes.common import gan
 from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option, write
 
-app = new_app()
+app = new_app(no_args_is_help=True)
 
 # (whether the block doubles the resolution, input channels, output channels), in multiples of the channel width. The
 # resolution grows from 4 x 4 to 32 x 32 pixels.
 LAYERS = [(False, 16, 16), (True, 16, 16), (True, 16, 8), (True, 8, 4), (False, 4, 2), (False, 2, 1)]
 # Learning rates of the generator and the discriminator, and the weight of the mode-seeking term.
 RATES, DIVERSITY = (4e-4, 1e-3), 0.1
+CLASSIFIER_RATE = 2e-3
 # Attention comes before this block, where the picture has its full size.
 ATTENTION = 4
 
@@ -163,7 +170,7 @@ def save(model: BigGANModel, output: pathlib.Path, number: int, batch: int) -> N
     gan.save_png(gan.grid(pictures, 10), output / "samples.png")
 
 
-@app.command(epilog="Example: python -m recipes.biggan_train --data ../shared/data --output gan --steps 200")
+@app.command("gan", epilog="Example: python -m recipes.biggan_train gan --data ../shared/data --output gan --steps 200")
 def train(
     output: option(pathlib.Path, "New folder for the generator.", metavar="FOLDER"),
     data: Data = None,
@@ -220,6 +227,71 @@ def train(
     write_json(output / "metrics.json", report)
     write(log, output / "losses.csv")
     typer.echo(f"{output}: {len(log)} steps of {seconds / len(log):.2f} s; gamma {gamma_at_end:.3f}; see samples.png")
+
+
+def make_classifier(classes: int = 10, widths: tuple[int, ...] = (32, 64, 128)) -> ResNetForImageClassification:
+    """An untrained classifier of 32 x 32 pictures."""
+    config = ResNetConfig(
+        num_channels=3, embedding_size=widths[0], hidden_sizes=list(widths), depths=[1] * len(widths),
+        layer_type="basic", num_labels=classes,
+    )  # fmt: skip
+    return ResNetForImageClassification(config)
+
+
+def train_classifier(
+    model: nn.Module, data: tuple[Tensor, Tensor], *, minutes: float, steps: int | None, batch: int = 128, seed: int = 0
+) -> int:
+    """Train with AdamW and a learning rate that decreases to 0, and return the number of steps.
+
+    The data are pictures (N, H, W) uint8 and their classes (N,) int64. `minutes` is the duration if `steps` is None.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=CLASSIFIER_RATE, weight_decay=1e-2)
+    model.train()
+    start, done = time.monotonic(), 0
+    with tqdm(total=steps, unit="step", disable=None, leave=False) as bar:
+        while (over := done / steps if steps is not None else (time.monotonic() - start) / (60 * minutes)) < 1:
+            optimizer.param_groups[0]["lr"] = CLASSIFIER_RATE * (1 - over)
+            chosen = torch.randint(len(data[1]), (batch,), generator=generator)
+            # All pictures of the batch are shifted by the same number of pixels.
+            shift = torch.randint(-2, 3, (2,), generator=generator).tolist()
+            inputs = gan.as_input(data[0][chosen]).roll(shift[::-1], (2, 3))
+            loss = nn.functional.cross_entropy(model(pixel_values=inputs).logits, data[1][chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            done += 1
+            bar.update()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    return done
+
+
+@app.command(
+    epilog="Example: python -m recipes.biggan_train features --data ../shared/data --output features --steps 500"
+)
+def features(
+    output: option(pathlib.Path, "Folder for the classifier.", metavar="FOLDER"),
+    data: Data = None,
+    minutes: option(float, "Minutes of training.", min=0.01) = 4.0,
+    steps: option(int | None, "Steps of training, instead of minutes.", min=1) = None,
+    threads: Threads = 1,
+    seed: Seed = 0,
+) -> None:
+    """Train the classifier whose features FID is measured with."""
+    if output.is_file():
+        raise UnsupportedAttentionError(f"--output {output} is a file: give a folder")
+    training, test = (gan.load_digits(data_folder(data), split) for split in ("train", "t10k"))
+    torch.manual_seed(seed)
+    model = make_classifier(int(training[1].max()) + 1)
+    with use_threads(threads):
+        done = train_classifier(model, training, minutes=minutes, steps=steps, seed=seed)
+        with torch.inference_mode():
+            guesses = [model.eval()(pixel_values=gan.as_input(part)).logits.argmax(1) for part in test[0].split(500)]
+        accuracy = (torch.cat(guesses) == test[1]).float().mean().item()
+    model.save_pretrained(output)
+    half, size = [0.5] * 3, {"height": 32, "width": 32}
+    ViTImageProcessorPil(size=size, image_mean=half, image_std=half).save_pretrained(output)
+    typer.echo(f"{output}: {done} steps, accuracy {accuracy:.4f} on {len(test[1])} test pictures")
 
 
 if __name__ == "__main__":

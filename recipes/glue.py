@@ -60,10 +60,8 @@ class GlueArguments:
 DEFAULTS = {
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 64,
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "save_total_limit": 2,
     "warmup_steps": 0.1,
+    **arguments.PER_EPOCH,
 }
 
 

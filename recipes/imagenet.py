@@ -43,7 +43,7 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from recipes.common import training
-from recipes.common.arguments import AttentionArguments, check_counts, main_of, option, parse, samples
+from recipes.common.arguments import PER_EPOCH, AttentionArguments, check_counts, main_of, option, parse, samples
 from recipes.common.data import images
 from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training
 from recipes.common.data.images import Pictures
@@ -56,10 +56,8 @@ DEFAULTS = {
     "weight_decay": 0.05,
     "lr_scheduler_type": "cosine",
     "label_smoothing_factor": 0.1,
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "save_total_limit": 2,
     "remove_unused_columns": False,
+    **PER_EPOCH,
 }
 
 

@@ -225,8 +225,9 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> dict[str, 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = TranslationArguments, ModelArguments, EncoderAttentionArguments, TranslationTrainingArguments
-    defaults = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2, "warmup_steps": 0.1}
-    options, kind, attention, args = arguments.parse(*types, description=__doc__, argv=argv, **defaults)
+    options, kind, attention, args = arguments.parse(
+        *types, description=__doc__, argv=argv, warmup_steps=0.1, **arguments.PER_EPOCH
+    )
     with args.main_process_first():
         pairs, others = load_pairs(options)
     tokenizer = load_tokenizer(kind, args, [*pairs["source"], *pairs["target"]], TRANSLATION)

@@ -51,8 +51,7 @@ from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Norm, Training, preprocessor_settings
 from recipes.common.data.images import Pictures
-from recipes.common.inputs import FRONT_MATTER, book_paths, deit, opened, photographs
-from recipes.common.retrieval import embed, ranks, tokenized, xquad
+from recipes.common.inputs import FRONT_MATTER, book_paths, deit, embed, opened, photographs, ranks, tokenized, xquad
 
 app = commands.new_app(no_args_is_help=True)
 

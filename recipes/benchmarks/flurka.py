@@ -3,11 +3,10 @@
     python -m recipes.benchmarks.flurka --check --rounds 3
     python -m recipes.benchmarks.flurka --shape bert,figure-3 --kernel linear
 
-Gupta et al. 2023 contract the hidden states to P vectors before they project them to keys and values, and attend to
-these with a kernel. The parents here are the method of the kernel (linear, performer, eva) and the linformer with the
-same P. The timed layer is the BertSelfAttention of a model with random weights that is made with `attn_implementation`;
-forward, batch size 1, float32. The paper's low-rank parent contracts before the projections, too. Ours is an attention
-function that gets keys and values of all N tokens, so that FLuRKA gains more on it.
+The parents are the method of the kernel (linear, performer, eva) and the linformer with the same P. The timed layer is
+the BertSelfAttention of a model with random weights that is made with `attn_implementation`; forward, batch size 1,
+float32. The paper's low-rank parent contracts before the projections, too. Ours is an attention function that gets keys
+and values of all N tokens, so that FLuRKA gains more on it.
 
 Duration: mostly that of exact attention, which `--no-exact` leaves out. Expected with `--check`: at the shapes of the
 figures, where a claim says faster at all, at least 1.3 times faster than the kernel parent and 1.8 times faster than

@@ -48,8 +48,20 @@ from recipes.common import commands
 from recipes.common.arguments import for_length
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, class_indices, load, pick
-from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs, picture_batches
-from recipes.common.retrieval import books, chunks, embed, long_minilm, ranks, similarities, xquad
+from recipes.common.inputs import (
+    MINILM_TOKENS,
+    book_tokens,
+    books,
+    chunks,
+    deit,
+    embed,
+    long_minilm,
+    photographs,
+    picture_batches,
+    ranks,
+    similarities,
+    xquad,
+)
 
 app = commands.new_app(no_args_is_help=True)
 

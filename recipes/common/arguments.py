@@ -172,6 +172,8 @@ class AttentionArguments:
         return config, self.default_layers if layers is None else layers
 
 
+# Evaluates and saves after every epoch.
+PER_EPOCH = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2}
 # The defaults of the recipes: the loss is logged at 50 to 100 steps, and nothing is reported to a service.
 _DEFAULTS = {"seed": 0, "report_to": "none", "logging_steps": 0.01, "logging_first_step": True, "disable_tqdm": None}
 

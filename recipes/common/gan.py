@@ -276,7 +276,7 @@ class FeatureNetwork:
         except (OSError, ValueError) as error:
             raise UnsupportedAttentionError(
                 f"--features {folder} must be the folder of an image classifier with its preprocessor, such as "
-                f"`python -m recipes.biggan_features` writes: {error}"
+                f"`python -m recipes.biggan_train features` writes: {error}"
             ) from error
         labels, layers = self.model.config.num_labels, self.model.modules()
         heads = [layer for layer in layers if isinstance(layer, nn.Linear) and layer.out_features == labels]

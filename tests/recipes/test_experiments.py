@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 import hf_efficient_attn as hea
 from recipes.common import arguments
 from recipes.experiments import __main__ as experiments
-from recipes.experiments import curves
 from tiny_models import tiny_config
 
 runner = CliRunner()
@@ -103,7 +102,7 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path):
         for seed in range(2):
             write_run(experiments.folder_of(runs, line, task, seed), stages, losses, seconds)
     picture = tmp_path / "books.png"
-    done = runner.invoke(curves.app, [str(runs), "--output", str(picture)])
+    done = runner.invoke(experiments.app, ["curves", str(runs), "--output", str(picture)])
     assert done.exit_code == 0, done.output
     assert picture.stat().st_size > 1000
     # 1.8 is halfway from 2.2 at step 20 to 1.8 at step 30: 10 steps of the base and 15 of the variant.
@@ -112,9 +111,9 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path):
     assert "-0.500 ± 0.000" in done.output and "0 of 2" in done.output
     (tmp_path / "other" / "flurka_books").mkdir(parents=True)
     for empty in (tmp_path / "other" / "flurka_books", tmp_path):
-        refused = runner.invoke(curves.app, [str(empty), "--output", str(tmp_path / "none.png")])
+        refused = runner.invoke(experiments.app, ["curves", str(empty), "--output", str(tmp_path / "none.png")])
         assert isinstance(refused.exception, hea.UnsupportedAttentionError), refused.output
-    costs = curves.Result(runs).cost
+    costs = experiments.Result(runs).cost
     assert set(costs) == {"exact", "linear", "flurka_linear"} and all(costs.values())
 
 

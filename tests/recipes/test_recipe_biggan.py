@@ -13,9 +13,8 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 from recipe_commands import read_csv
-from recipes import biggan, biggan_features, biggan_train
-from recipes.biggan_features import make_classifier, train_classifier
-from recipes.biggan_train import Discriminator, hinge_loss, sameness
+from recipes import biggan, biggan_train
+from recipes.biggan_train import Discriminator, hinge_loss, make_classifier, sameness, train_classifier
 from recipes.common import gan
 from recipes.common.gan import (
     Draw,
@@ -232,7 +231,7 @@ def messages(checkpoint, classifier, data, tmp_path):
         (["generate", checkpoint, "--output", tmp_path / "a.png", "--attention", "longformer"], "as many keys"),
         (["compare", checkpoint, "--output", tmp_path / "a.png", "--method", "kdeformr"], "kdeformer"),
         (["compare", checkpoint, "--output", tmp_path / "a.png", "--budget", 64], "64 keys"),
-        (["score", checkpoint, "--features", tmp_path, *mnist], "recipes.biggan_features"),
+        (["score", checkpoint, "--features", tmp_path, *mnist], "recipes.biggan_train features"),
         ([*score, "--reference", tmp_path / "none"], "no such folder"),
         ([*score, *mnist, "--count", 5], "--splits 10"),
         ([*score, "--reference", checkpoint / "config.json"], "--reference"),
@@ -274,7 +273,7 @@ def test_pictures_are_resized_and_normalised_like_the_preprocessor(classifier):
 def test_a_classifier_is_trained_and_saved(data, tmp_path, capsys):
     output = tmp_path / "features"
     torch.manual_seed(0)
-    assert run(biggan_features.app, "--data", data, "--output", output, "--steps", 6) == 0
+    assert run(biggan_train.app, "features", "--data", data, "--output", output, "--steps", 6) == 0
     assert "6 steps, accuracy" in capsys.readouterr().out
     settings = json.loads((output / "preprocessor_config.json").read_text())
     assert settings["size"] == {"height": 32, "width": 32}
@@ -329,7 +328,7 @@ def test_training_is_saved(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(biggan_train.gan, "as_input", lambda x: small(x[:, 2:10, 2:10], 8))
     options = ["--data", data, "--batch", 8, "--width", 4, "--statistics", 16, "--steps", 4]
     for name in ("one", "two"):
-        assert run(biggan_train.app, *options, "--output", tmp_path / name) == 0
+        assert run(biggan_train.app, "gan", *options, "--output", tmp_path / name) == 0
     assert "4 steps" in capsys.readouterr().out
     report = json.loads((tmp_path / "one" / "metrics.json").read_text())
     assert report["steps"] == 4 and report["gamma_at_start"] == 1.0 != report["gamma"]
@@ -360,7 +359,7 @@ def test_refusals_of_the_training(data, tmp_path, capsys):
         (["--data", data, "--output", tmp_path / "none", "--batch", 7], 2, "even"),
         (["--data", tmp_path, "--output", tmp_path / "none"], 1, "MNIST"),
     ):
-        assert run(biggan_train.app, *options) == status
+        assert run(biggan_train.app, "gan", *options) == status
         assert message in capsys.readouterr().err
 
 
