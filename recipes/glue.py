@@ -86,8 +86,9 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
         )
     head: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
     if task.labels:
-        head = {"id2label": dict(enumerate(task.names)), "problem_type": "single_label_classification"}
-        head["label2id"] = {name: number for number, name in enumerate(task.names)}
+        names = dict(enumerate(task.labels.values()))
+        head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+        head["problem_type"] = "single_label_classification"
     model = AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
     limit = max_positions(model)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:

@@ -85,9 +85,8 @@ class TaskArguments:
     listops_args: int = option("Largest number of arguments of an operator in generated ListOps.", 10)
 
     def __post_init__(self) -> None:
-        if self.task is None:
-            raise ValueError(f"--task is missing: give one of {', '.join(lra.TASKS)}")
-        lra.task_of(self.task)
+        if self.task not in lra.TASKS:
+            raise ValueError(f"--task {self.task or 'is missing'}: give one of {', '.join(lra.TASKS)}")
         if self.data is None and self.task != "listops":
             raise ValueError(f"--task {self.task} needs --data: a folder in the benchmark's layout")
         arguments.check_counts(
@@ -208,7 +207,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, encoder, attention, args = arguments.parse(
         TaskArguments, EncoderArguments, AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
     )
-    task = lra.task_of(options.task)
+    task = lra.TASKS[options.task]
     max_length = options.max_length or task.max_length
     is_first = encoder.pooling == "cls"
     reading = lra.Reading(max_length, options.max_train_samples, options.max_eval_samples, is_first)

@@ -183,19 +183,15 @@ def number_lists(count: int, held_out: int) -> tuple[Dataset, Dataset]:
 
 def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
     """The pairs to train on and to evaluate on, with the requested numbers of examples."""
-    other = None
     if options.generate:
-        held_out = max(1, round(options.generate * options.eval_share))
-        pairs, other = number_lists(options.generate, held_out)
+        pairs, other = number_lists(options.generate, max(1, round(options.generate * options.eval_share)))
     elif options.dataset:
         languages = options.source_language, options.target_language
-        pairs = pairs_of_hub(options.dataset, options.dataset_config, options.train_split, languages)
-        if options.eval_split:
-            other = pairs_of_hub(options.dataset, options.dataset_config, options.eval_split, languages)
+        splits = (options.train_split, options.eval_split)
+        pairs, other = (s and pairs_of_hub(options.dataset, options.dataset_config, s, languages) for s in splits)
     else:
-        pairs = pairs_of_files(options.source, options.target)
-        if options.eval_source:
-            other = pairs_of_files(options.eval_source, options.eval_target)
+        sides = (options.source, options.target), (options.eval_source, options.eval_target)
+        pairs, other = (pairs_of_files(*side) if all(side) else None for side in sides)
     if other is None:
         order = pairs.shuffle(seed=0)  # not by the seed of the training, so that all runs have the same examples
         count = round(len(pairs) * options.eval_share)

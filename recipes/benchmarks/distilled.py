@@ -69,7 +69,6 @@ class Task(NamedTuple):
     load: Callable[[], PreTrainedModel]  # returns the exact model
     batches: Callable[[], Sequence[Batch]]  # returns the training data
     evaluate: Callable[[Any], float]  # returns the figure of a model
-    note: str  # what is measured on what
 
 
 class Plan(NamedTuple):
@@ -152,7 +151,7 @@ def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedMo
 
 
 def images(data: pathlib.Path, plan: Plan) -> Task:
-    """DeiT-tiny, distilled on crops of Imagenette: top-1 of a thousand photographs of a thousand classes."""
+    """DeiT-tiny, distilled on crops of Imagenette in batches of 8: top-1 of a thousand photographs of all classes."""
     folder, count = deit(data), plan.steps + plan.finetune_steps
     pictures = opened(data, "imagenette160-val-1000.zip")
     norm, tests = Norm.of(preprocessor_settings(str(folder))), list(photographs(data, 224))
@@ -161,8 +160,6 @@ def images(data: pathlib.Path, plan: Plan) -> Task:
         lambda: ViTForImageClassification.from_pretrained(folder),
         lambda: Crops(pictures, norm, count, 0),
         lambda model: top_one(model, tests),
-        "DeiT-tiny, 1,000 photographs of 224 x 224 pixels; distilled on crops of 1,000 pictures of Imagenette in "
-        "batches of 8.",
     )
 
 
@@ -181,7 +178,7 @@ def text_batches(texts: Sequence[str], size: int, max_length: int) -> list[Batch
 
 
 def sentences(data: pathlib.Path, plan: Plan) -> Task:
-    """MiniLM, distilled on the training sentences of STS-B: Spearman correlation on its 1,500 pairs for development."""
+    """MiniLM, distilled on STS-B's sentences in batches of 32: Spearman correlation on its 1,500 pairs (dev)."""
     splits, count = glue.load("stsb", str(commands.existing(data / "glue", "GLUE"))), plan.steps + plan.finetune_steps
     texts = [text for name in ("sentence1", "sentence2") for text in splits["train"][name]]
     pairs, tokenizer = splits["validation"], AutoTokenizer.from_pretrained(minilm_folder())
@@ -196,13 +193,11 @@ def sentences(data: pathlib.Path, plan: Plan) -> Task:
         load_minilm,
         lambda: text_batches(texts, 32, 128)[:count],
         evaluate,
-        "MiniLM, cosine similarity of 1,500 pairs of STS-B (dev); distilled on sentences of its training set in "
-        "batches of 32.",
     )
 
 
 def search(data: pathlib.Path, plan: Plan) -> Task:
-    """MiniLM, distilled on WikiText-2: recall@1 of the paragraphs that answer the questions of XQuAD."""
+    """MiniLM, distilled on paragraphs (up to 256 tokens) and sentences of WikiText-2: recall@1 on XQuAD."""
     files = [data / "text" / "wikitext-2" / f"{name}.txt.gz" for name in ("valid", "test")]
     lines = [line.strip() for path in files for line in read_text(commands.existing(path, "WikiText")).splitlines()]
     paragraphs = [line for line in lines if len(line) > 200]
@@ -219,14 +214,7 @@ def search(data: pathlib.Path, plan: Plan) -> Task:
         pairs = zip(*(text_batches(texts, 8, 256) for texts in (paragraphs, shorts)), strict=True)
         return [batch for pair in pairs for batch in pair]
 
-    return Task(
-        "recall@1",
-        load_minilm,
-        batches,
-        evaluate,
-        f"MiniLM, {len(corpus.questions)} questions and {len(corpus.texts)} paragraphs of XQuAD; distilled on "
-        "paragraphs of WikiText-2 of up to 256 tokens and on their first sentences, in batches of 8.",
-    )
+    return Task("recall@1", load_minilm, batches, evaluate)
 
 
 def windows(text: str, folder: pathlib.Path, length: int) -> Tensor:
@@ -243,7 +231,7 @@ def split_batches(ids: Tensor, size: int) -> list[Batch]:
 
 
 def states(data: pathlib.Path, plan: Plan) -> Task:
-    """MiniLM, distilled on windows of eight novels: the error of its last hidden states on windows of another."""
+    """MiniLM, distilled on windows of eight novels: the error of its last hidden states on 16 windows of another."""
     texts = [read_text(path)[FRONT_MATTER:][:400_000] for path in reversed(book_paths(data))]
     parts = [windows(text, minilm_folder(), 512) for text in texts]
     train, test = torch.cat(parts[1:]), parts[0][:16]
@@ -254,14 +242,7 @@ def states(data: pathlib.Path, plan: Plan) -> Task:
     def evaluate(model: BertModel) -> float:
         return ((model(input_ids=test).last_hidden_state - wanted).norm() / wanted.norm()).item()
 
-    return Task(
-        "error of the last hidden states",
-        load_minilm,
-        lambda: split_batches(train, 2),
-        evaluate,
-        f"MiniLM, Frobenius norm, 16 windows of 512 tokens of a novel; distilled on {len(train)} windows of others in "
-        "batches of about 1,024 tokens.",
-    )
+    return Task("error of the last hidden states", load_minilm, lambda: split_batches(train, 2), evaluate)
 
 
 def language(data: pathlib.Path, plan: Plan) -> Task:
@@ -281,8 +262,6 @@ def language(data: pathlib.Path, plan: Plan) -> Task:
         lambda: GPT2LMHeadModel.from_pretrained(folder),
         lambda: split_batches(train, 1),
         evaluate,
-        f"GPT-2 of the books, {len(test)} windows of 2,048 tokens of the last 5 % of each book; distilled on single "
-        "windows of the rest.",
     )
 
 
@@ -319,7 +298,7 @@ def main(
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: f"{{{name}:.3f}}" for name in names} | {"attention": "{attention}"}
     stages = f"{steps} steps of distillation, {finetune_steps} of fine-tuning"
-    note = f"{what.figure}: {what.note} {stages} ({target}, learning rate {plan.learning_rate:g})."
+    note = f"{what.figure} of {task}: {stages} ({target}, learning rate {plan.learning_rate:g})."
     commands.report([names | row for row in rows], columns, note, csv=csv)
 
 

@@ -165,15 +165,14 @@ def half_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     return commands.compared(exact, "{method}, {dtype}: error / exact", "of", lambda row: HALF_GOAL, False)
 
 
-def by_method(rows: Sequence[commands.Row], mean: float) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells, with a line for each method and a column for each budget; * marks errors above `mean`."""
+def by_method(rows: Sequence[commands.Row], mean: float) -> str:
+    """A table with a line for each method and a column for each budget; * marks errors above `mean`."""
     cells: dict[str, list[str]] = {}
     for row in rows:
         spread = f" ± {row['deviation']:.3f}" if row["deviation"] else ""
-        cells.setdefault(row["method"], [row["method"]]).append(
-            f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
-        )
-    return ["attention", *dict.fromkeys(str(row["budget"]) for row in rows)], list(cells.values())
+        cell = f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
+        cells.setdefault(row["method"], [row["method"]]).append(cell)
+    return table(["attention", *dict.fromkeys(str(row["budget"]) for row in rows)], list(cells.values()))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --csv error.csv")
@@ -238,7 +237,7 @@ def error(
         commands.report(rows, HALF_COLUMNS, note, csv=csv, verdicts=half_verdicts if check else None)
         return
     commands.write(rows, csv)
-    typer.echo(table(*by_method(rows, mean)))
+    typer.echo(by_method(rows, mean))
     typer.echo(
         f"\n{title}. Relative operator norm, mean over heads, layers and inputs; "
         f"{'default hyperparameters' if defaults else 'budgets in columns'}; "

@@ -87,16 +87,12 @@ def compare(model: nn.Module, batch: Mapping[str, Any], rows: list[int], seeds: 
 
 def approximated_heads(model: nn.Module, batch: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
     """One row for each layer: number of heads, of approximated ones, and of those above the bound."""
-    return [
-        {
-            "layer": layer.name,
-            "heads": layer.estimate.numel(),
-            "approximated": int((layer.estimate > _SMALLEST).sum()),
-            "missed": int((layer.estimate > limit).sum()),
-            "error": layer.estimate.sum().item(),
-        }
-        for layer in hea.attention_error(model, batch, num_rows=None).layers
-    ]
+    rows = []
+    for layer in hea.attention_error(model, batch, num_rows=None).layers:
+        row = {"layer": layer.name, "heads": layer.estimate.numel(), "error": layer.estimate.sum().item()}
+        row["approximated"] = int((layer.estimate > _SMALLEST).sum())
+        rows.append(row | {"missed": int((layer.estimate > limit).sum())})
+    return rows
 
 
 def converted(

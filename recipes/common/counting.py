@@ -40,11 +40,6 @@ class Operations(NamedTuple):
     sorting: int
     gathers: int
 
-    @property
-    def total(self) -> int:
-        """The sum of all four kinds."""
-        return sum(self)
-
 
 def _pairs(first: int) -> Formula:
     """One for every query-key pair. Arguments `first` and `first` + 1 are query (..., Nq, D) and key (..., Nk, D)."""
@@ -150,8 +145,8 @@ def count(call: Callable[[], Any], *, multiply_adds_as_one: bool = False) -> Ope
     return found._replace(products=found.products // 2) if multiply_adds_as_one else found
 
 
-def compute(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> Tensor:
+def compute(config: MethodConfig | None, inputs: Sequence[Tensor], scale: float | None = None) -> Tensor:
     """Attention with a method, or exact if `config` is None: query, key, value (B, H, N, D) -> (B, H, Nq, Dv)."""
     if config is None:
-        return torch.nn.functional.scaled_dot_product_attention(*inputs)
-    return hea.attention(config, *inputs)
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, scale=scale)
+    return hea.attention(config, *inputs, scale=scale)

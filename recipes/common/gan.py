@@ -34,7 +34,7 @@ from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, class_index, truncated_noise
 from recipes.common.arguments import for_length
-from recipes.common.counting import count
+from recipes.common.counting import compute, count
 from recipes.common.data import images
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 
@@ -246,9 +246,7 @@ def layer_costs(
     *inputs, scale = recorded[0]
 
     def work(config: MethodConfig | None) -> Callable[[], Tensor]:
-        if config is None:
-            return lambda: torch.nn.functional.scaled_dot_product_attention(*inputs, scale=scale)
-        return lambda: hea.attention(config, *inputs, scale=scale)
+        return lambda: compute(config, inputs, scale)
 
     calls = {swap.label: work(swap.config) for swap in swaps if swap.config is not None}
     timed = paired(work(None), calls, rounds, bar)[1] if rounds and calls else {}

@@ -30,7 +30,7 @@ def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
         return ((output(model, inputs) - wanted).norm() / wanted.norm()).item()
 
     batches = [tiny_batch("bert", seed=seed) for seed in (2, 3, 4)]
-    task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate, "A tiny BERT.")
+    task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate)
     figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), PLAN)
     assert list(figures) == ["switched", "distilled", "fine-tuned", "without its window"]
     assert figures["distilled"] < figures["switched"] and figures["fine-tuned"] < figures["without its window"]

@@ -106,9 +106,9 @@ def test_all_nine_tasks_are_read_from_the_official_files(name, tmp_path):
 
 def test_label_indices_equal_those_of_the_hub():
     """Otherwise other models would be evaluated with swapped classes."""
-    assert glue.TASKS["mnli"].names == ["entailment", "neutral", "contradiction"]
-    assert glue.TASKS["rte"].names == glue.TASKS["qnli"].names == ["entailment", "not_entailment"]
-    assert glue.TASKS["wnli"].names == ["not_entailment", "entailment"]
+    assert list(glue.TASKS["mnli"].labels.values()) == ["entailment", "neutral", "contradiction"]
+    assert list(glue.TASKS["rte"].labels) == list(glue.TASKS["qnli"].labels) == ["entailment", "not_entailment"]
+    assert list(glue.TASKS["wnli"].labels.values()) == ["not_entailment", "entailment"]
     assert glue.task_of("SST-2") is glue.TASKS["sst2"]
     with pytest.raises(ValueError, match="Did you mean 'mrpc'"):
         glue.task_of("mrcp")
@@ -204,7 +204,7 @@ def hub_rows(texts, labels, kind) -> datasets.Dataset:
 )
 def test_data_from_the_hub_has_the_same_format(name, texts, monkeypatch):
     calls, task = [], glue.TASKS[name]
-    kind = datasets.ClassLabel(names=task.names) if task.labels else datasets.Value("float32")
+    kind = datasets.ClassLabel(names=list(task.labels.values())) if task.labels else datasets.Value("float32")
     parts = {split: hub_rows(texts, [0, 1, 1], kind) for split in [*task.splits, "test"]}
     monkeypatch.setattr(datasets, "load_dataset", lambda *given: calls.append(given) or datasets.DatasetDict(parts))
     rows = glue.load(name, "nyu-mll/glue")
@@ -229,7 +229,10 @@ def test_data_from_the_hub_is_checked(parts, message, monkeypatch):
     def load(*given):
         if isinstance(parts, Exception):
             raise parts
-        kind, texts = datasets.ClassLabel(names=glue.TASKS["rte"].names), parts.pop("text", ["sentence1", "sentence2"])
+        kind, texts = (
+            datasets.ClassLabel(names=list(glue.TASKS["rte"].labels)),
+            parts.pop("text", ["sentence1", "sentence2"]),
+        )
         return datasets.DatasetDict({split: hub_rows(texts, labels, kind) for split, labels in parts.items()})
 
     monkeypatch.setattr(datasets, "load_dataset", load)

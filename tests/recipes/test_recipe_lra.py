@@ -316,7 +316,7 @@ def test_batches():
 def small_model(task="text", pooling="mean", **changes):
     torch.manual_seed(0)
     encoder = lra.EncoderArguments(pooling=pooling, dropout=0.0, **changes)
-    return lra.make_model(data_of.task_of(task), encoder, 64).eval()
+    return lra.make_model(data_of.TASKS[task], encoder, 64).eval()
 
 
 @pytest.mark.parametrize("method", ["sdpa", "nystromformer", "linear"])

@@ -5,6 +5,7 @@ byte-order mark, QQP has broken rows, and MNLI has two development sets. Rows wi
 unknown label are counted and reported, never repaired.
 """
 
+import contextlib
 import math
 import pathlib
 import re
@@ -34,11 +35,6 @@ class Task:
     metrics: tuple[str, ...] = ("accuracy",)  # the official ones, that of the BERT paper first
     header: tuple[str, ...] | None = None  # of files without one
     dev: tuple[str, ...] = ("",)  # endings of the development sets
-
-    @property
-    def names(self) -> list[str]:
-        """Class names, in the order of the class indices."""
-        return list(self.labels.values())
 
     @property
     def splits(self) -> dict[str, str]:
@@ -121,7 +117,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
 
 def _dataset(task: Task, columns: Sequence[Sequence[Any]]) -> datasets.Dataset:
     """The data set of the columns of the texts and the label."""
-    label = datasets.Value("float32") if not task.labels else datasets.ClassLabel(names=task.names)
+    label = datasets.Value("float32") if not task.labels else datasets.ClassLabel(names=list(task.labels.values()))
     names = [f"sentence{number}" for number in range(1, len(task.texts) + 1)]
     features = datasets.Features({**dict.fromkeys(names, datasets.Value("string")), "label": label})
     return datasets.Dataset.from_dict(dict(zip(features, columns, strict=True)), features=features)
@@ -159,11 +155,9 @@ def _read(path: pathlib.Path, task: Task, skip_bad_rows: bool) -> datasets.Datas
 
 def _score(text: str) -> float | None:
     """The score, or None if it is not a number from 0 to 5."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 <= value <= 5 else None
+    with contextlib.suppress(ValueError):
+        return value if 0 <= (value := float(text)) <= 5 else None
+    return None
 
 
 def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dataset:

@@ -27,7 +27,6 @@ from datasets import Sequence as Many
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.io.json import read_json_lines
 from hf_efficient_attn.io.text import read_text
 from recipes.common.data import images, listops
@@ -286,10 +285,3 @@ def load_pathfinder(source: str, reading: Reading) -> dict[str, Dataset]:
         pictures = images.Pictures(f"{folder}, {split}", keys, labels, lambda key: (folder / key).read_bytes())
         splits[split] = _grey_rows(pictures, ("0", "1"), reading)
     return splits
-
-
-def task_of(name: str) -> Task:
-    """The task with this name. Raises ValueError if there is none."""
-    if name not in TASKS:
-        raise ValueError(unknown_name("task of the Long Range Arena", name, TASKS))
-    return TASKS[name]

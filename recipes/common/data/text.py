@@ -7,7 +7,7 @@ its batch or dropped.
 
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,24 +48,20 @@ def documents_of(path: pathlib.Path, *, column: str = "text", separator: str | N
     A line of a `.jsonl` or `.jsonl.gz` file is a document, with the text in the field `column`. Any other file is plain
     text: one document, or several with `separator` between them ("blank-line" for one or more empty lines).
     """
-    texts: Iterable[str]
     if path.name.lower().endswith(JSON_SUFFIXES):
-        texts = _json_texts(path, column)
+        texts = []
+        for number, row in read_json_lines(path):
+            if not isinstance(row.get(column), str):
+                names = ", ".join(row) or "none"
+                raise ValueError(
+                    f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
+                )
+            texts.append(row[column])
     elif separator == "blank-line":
         texts = re.split(r"\n[ \t\r]*\n\s*", read_text(path))
     else:
         texts = [read_text(path)] if separator is None else read_text(path).split(separator)
     yield from (text for text in texts if text.strip())
-
-
-def _json_texts(path: pathlib.Path, column: str) -> Iterator[str]:
-    for number, row in read_json_lines(path):
-        if not isinstance(row.get(column), str):
-            names = ", ".join(row) or "none"
-            raise ValueError(
-                f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
-            )
-        yield row[column]
 
 
 def documents_of_hub(name: str, subset: str | None, split: str, column: str) -> Iterator[str]:
