@@ -126,11 +126,8 @@ def _differences(made: Tensor, exact: Tensor) -> dict[str, float]:
     """Mean and greatest relative error over the pictures (N, 3, P, P), and the mean absolute difference."""
     difference = (made - exact).flatten(1)
     relative, absolute = difference.norm(dim=1) / exact.flatten(1).norm(dim=1), difference.abs().mean().item()
-    return {
-        "relative_error": relative.mean().item(),
-        "greatest": relative.max().item(),
-        "absolute_difference": absolute,
-    }
+    figures = {"relative_error": relative.mean().item(), "greatest": relative.max().item()}
+    return figures | {"absolute_difference": absolute}
 
 
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")

@@ -141,12 +141,10 @@ def classes_of(
             list(*orders) if own_order else names, known, class_list=class_list, own_order=own_order
         )
         return indices, None, how
-    labels = list(class_list or parts[0].class_names())
+    labels, where = list(class_list or parts[0].class_names()), "the class list" if class_list else "the training data"
     for part in parts:
-        unknown = images.sorted_classes(set(part.classes) - set(labels))
-        if unknown:
-            where = "the class list" if class_list else "the training data"
-            raise ValueError(f"{part.where}: unknown label {unknown[0]!r}, which is not a class of {where}")
+        for name in images.sorted_classes(set(part.classes) - set(labels)):
+            raise ValueError(f"{part.where}: unknown label {name!r}, which is not a class of {where}")
     if len(labels) < 2:
         raise ValueError(f"{parts[0].where} has only one class, {labels[0]!r}: a classifier needs two or more")
     return {name: i for i, name in enumerate(labels)}, labels, "a new head"

@@ -32,14 +32,11 @@ app = new_app()
 
 
 def command(*arguments: str) -> str:
-    """Run hf-efficient-attn in a child process and return its stdout. Raises OSError with its last line on stderr."""
+    """Run hf-efficient-attn in a child process and return its stdout. Raises OSError if it fails."""
     line = [sys.executable, "-m", "hf_efficient_attn", *arguments]
-    done = subprocess.run(
-        line, stdout=subprocess.PIPE, stderr=None if sys.stderr.isatty() else subprocess.PIPE, text=True
-    )
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        said = (done.stderr or "").strip().splitlines() or ["see above"]
-        raise OSError(f"hf-efficient-attn {' '.join(arguments)}: status {done.returncode}: {said[-1]}")
+        raise OSError(f"hf-efficient-attn {' '.join(arguments)}: status {done.returncode}, see above")
     return done.stdout
 
 

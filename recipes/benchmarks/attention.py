@@ -15,8 +15,6 @@ The table shows the median, minimum and maximum over the rounds. Memory is what 
 measures all settings that have a goal, or those that the other options select, and exits with status 1 if a goal is
 missed. Causal measurements omit methods without a causal form.
 
-`--short` measures 512 tokens with a budget of 64 columns (`with_budget`) and 1,024 tokens with 128, one row and eight.
-
 `--auto` measures whether `auto` is ever slower than exact attention, or without a bound of the error (max_error=0) than
 the faster of exact attention and `nearfar`. The inputs have 12 heads: normal random numbers, bidirectional (bert) and
 causal (gpt2), in which hardly any head is within the bound, and the inputs of every second layer of MiniLM for a novel

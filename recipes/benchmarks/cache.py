@@ -37,8 +37,7 @@ from recipes.common.inputs import book_paths
 
 app = commands.new_app()
 
-BUDGETS = [64, 128, 256, 512]
-_LENGTH, _PROMPT, _FROM = 2048, 64, 1024
+BUDGETS, _LENGTH, _PROMPT, _FROM = [64, 128, 256, 512], 2048, 64, 1024
 _PASSAGE, _START, _DISTANCE = 128, 700, 768
 _GENERATED, _SINKS = 64, 4
 COLUMNS = {
@@ -130,7 +129,7 @@ def cache(
     data: commands.Data = None,
     budgets: commands.numbers_option("Columns of the cache", "64,128,256,512", "--budget") = [],  # noqa: B006
     inputs: commands.option(int, "Number of books.", min=1) = 6,
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     csv: commands.Csv = None,
 ) -> None:
     """Compare decoding with `hea.NearFarCache` with exact decoding and with sliding windows."""

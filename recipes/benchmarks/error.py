@@ -187,7 +187,7 @@ def error(
     method: commands.methods_option("all, both near fields, the papers' sampling") = [],  # noqa: B006
     inputs: commands.option(int | None, "Number of books or photographs. [default: 3; with --half 1]", min=1) = None,
     seeds: commands.option(int, "Seeds of each method that draws at random.", min=1) = 5,
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     tokens: commands.option(
         int | None,
         "Tokens of all but deit; minilm concatenates windows of 512. [default: 512; with --half 1024]",

@@ -186,7 +186,7 @@ def error_bound(
     method: commands.methods_option("those that benchmark compares") = [],  # noqa: B006
     auto: commands.option(bool, "Heads of `auto` above its bound, and the cost of it.", "--auto") = False,
     seeds: commands.option(int, "Samples of queries.", min=1) = 2,
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     check: commands.Check = False,
     csv: commands.Csv = None,
 ) -> None:

@@ -97,8 +97,8 @@ def layer(method: str, shape: Shape, seed: int = 0) -> nn.Module:
 
 def method_config(method: str, shape: Shape) -> MethodConfig:
     """The config of a method with the sizes of the shape."""
-    known = hea.method_info(method).config_class.hyperparameters()
     sizes = {"projection_dim": shape.projection_dim, "max_length": shape.length, "num_features": shape.head_dim}
+    known = hea.method_info(method).config_class.hyperparameters()
     return make_config(method, **{name: size for name, size in sizes.items() if name in known})
 
 

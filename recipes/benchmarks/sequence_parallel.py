@@ -7,11 +7,10 @@ Duration: a quarter of a minute. Expected with 8 processes and 16 heads of dimen
 .8 MB for nystromformer, 1.2 MB for performer and 2.1 MB for linformer and longformer, which do not depend on the
 length. Methods that exchange tokens for heads send 8 MB at 8,192 tokens and 67 MB at 65,536.
 
-One process runs the calls of a model and exchanges nothing. The bytes are what it gives to the
-collectives, forward and backward. How much of that is on the wire depends on the library: all_reduce moves about twice
-as much, all_gather one copy for each other process, and all_to_all all but the process's own part. The same counter
-counts real calls in the tests. "tokens for heads" stands for every method without a form of its own, and for exact
-attention.
+One process runs the calls of a model and exchanges nothing. The bytes are what it gives to the collectives. How much of
+that is on the wire depends on the library: all_reduce moves about twice as much, all_gather one copy for each other
+process, and all_to_all all but the process's own part. "tokens for heads" stands for every method without a form of its
+own, and for exact attention.
 """
 
 import itertools

@@ -136,7 +136,7 @@ def search(
     chunk: commands.numbers_option(
         "Tokens of the chunks that texts are also divided into, for exact attention", "none", "--chunks"
     ) = [],  # noqa: B006
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     csv: commands.Csv = None,
 ) -> None:
     """Measure recall@1 and MRR of MiniLM: finding the text of each question among all, whole or in chunks."""

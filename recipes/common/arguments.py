@@ -33,10 +33,7 @@ STATE = "trainer_state.json"
 
 
 def option(help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
-    """A dataclass field that becomes an option of the command line; required without a default.
-
-    `metadata` are further arguments of `ArgumentParser.add_argument`.
-    """
+    """A dataclass field as an option; required without a default. `metadata` are arguments of `add_argument`."""
     given = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     return field(**given, metadata={"help": help, **metadata})
 
@@ -153,13 +150,11 @@ class AttentionArguments:
             schedule = hea.uptraining_preset(self.preset, **variant, **key_values("--set", self.set))
         else:
             return None
-        stages = []
-        for stage in schedule.stages:
+        stages = list(schedule.stages)
+        for i, stage in enumerate(stages):
             if stage.settings is not None and len(stage.settings.entries) == 1:
-                (entry,) = stage.settings.entries
-                config, layers = self._adapted(entry.config, entry.layers)
-                stage = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
-            stages.append(stage)
+                config, layers = self._adapted(stage.settings.entries[0].config, stage.settings.entries[0].layers)
+                stages[i] = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
         return hea.UptrainingSchedule(stages, schedule.total_steps if total_steps is None else total_steps)
 
     def _adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
@@ -323,10 +318,7 @@ def check_connected(processes: int) -> None:
 
 
 def main_of(run: Callable[[], Any]) -> None:
-    """Run a recipe and exit with status 0 (done), 2 (refused, with one line on stderr) or 130 (interrupted).
-
-    Errors other than ValueError and OSError are bugs and keep their traceback.
-    """
+    """Run a recipe and exit with status 0 (done), 2 (refused, with one line on stderr) or 130 (interrupted)."""
     status, message = 0, ""
     try:
         run()

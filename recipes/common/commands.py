@@ -49,10 +49,7 @@ Csv = Annotated[
 Data = Annotated[
     pathlib.Path | None, typer.Option(metavar="FOLDER", help="Data folder. [default: $HEA_DATA or ../shared/data]")
 ]
-Threads = Annotated[int, typer.Option(metavar="N", min=1, help="Number of PyTorch threads.")]
-AnyThreads = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Number of PyTorch threads. [default: PyTorch's own]")
-]
+Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of PyTorch threads.")]
 Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of paired measurements.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]

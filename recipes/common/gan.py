@@ -234,10 +234,8 @@ def layer_costs(
 ) -> list[dict[str, Any]]:
     """The cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
 
-    Returns:
-        for each method the GFLOP of the products for one picture with a multiply-add as one operation, how many times
-        fewer they are and how many times faster it is than exact attention (None without rounds of paired timings), and
-        whether the times are unsteady.
+    It is the GFLOP of the products for one picture with a multiply-add as one operation, how many times fewer they are
+    than those of exact attention, and how many times faster it is (None without rounds of paired timings).
     """
     recorded = []
     few = Draw(draw.noise[:8], draw.labels[:8], draw.truncation)

@@ -72,12 +72,11 @@ def load_model(options: ModelArguments, labels: Sequence[str] | None) -> PreTrai
         model = AutoModelForImageClassification.from_pretrained(
             options.model_name_or_path, **named, ignore_mismatched_sizes=labels is not None
         )
-    if same:
-        # The shapes match, so that the old head was loaded: reset it.
-        for module in model.children():
-            if isinstance(module, nn.Linear) and module.out_features == len(labels):
-                nn.init.normal_(module.weight, std=model.config.initializer_range)
-                nn.init.zeros_(module.bias)
+    # If the shapes match, the old head was loaded: reset it.
+    for module in model.children() if same else ():
+        if isinstance(module, nn.Linear) and module.out_features == len(labels):
+            nn.init.normal_(module.weight, std=model.config.initializer_range)
+            nn.init.zeros_(module.bias)
     return model
 
 

@@ -67,10 +67,7 @@ def run_once(config: MethodConfig | None, inputs: tuple[torch.Tensor, ...], case
 
 
 def extra_memory(config: MethodConfig | None, case: Case) -> float | None:
-    """Extra memory of one call, as a multiple of the bytes of its three inputs; None where it is not recorded.
-
-    It is the memory that PyTorch allocates during the call, the output included (`evaluation.timing.peak_of`).
-    """
+    """What PyTorch allocates in a call, as a multiple of the bytes of its three inputs; None if not recorded."""
     inputs = make_inputs(case)
     peak = peak_of(lambda: run_once(config, inputs, case), torch.device(case.device))
     return None if peak is None else peak / case.input_bytes

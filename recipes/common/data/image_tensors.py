@@ -23,11 +23,7 @@ from recipes.common.data.images import Pictures
 
 
 def preprocessor_settings(model: str) -> dict[str, Any]:
-    """The settings of a checkpoint's preprocessor, as in `preprocessor_config.json`, with the defaults of its class.
-
-    Raises:
-        OSError: the checkpoint has no preprocessor.
-    """
+    """The settings of a checkpoint's preprocessor, with the defaults of its class. Raises OSError if there is none."""
     return AutoImageProcessor.from_pretrained(model, backend="pil").to_dict()
 
 
@@ -128,10 +124,7 @@ class PictureDataset(torch.utils.data.Dataset):
 
     The random augmentation of a picture depends on the seed, the epoch and the index of the picture only. The global
     random state is not used, since prefetched batches would have advanced it when a checkpoint is written. So resumed
-    runs and any number of workers and processes get the same pictures.
-
-    `indices` has the model's output for every class name. `transform` converts a picture to a tensor, with a random
-    generator.
+    runs and any number of workers and processes get the same pictures. `indices` has the output for every class name.
     """
 
     def __init__(
