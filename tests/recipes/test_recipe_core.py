@@ -241,13 +241,6 @@ def test_every_script_names_the_extra():
         assert re.search(r"^    sys\.path\[0\] = .*\n    import recipes\b", text, re.M)
 
 
-def test_checks_of_data():
-    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
-    training.check_not_empty(len(rows), "here")
-    with pytest.raises(ValueError, match="here is empty"):
-        training.check_not_empty(0, "here")
-
-
 def test_samples_are_the_same_every_time():
     rows = datasets.Dataset.from_dict({"number": list(range(50))})
     chosen = training.take(rows, 10)["number"]
@@ -388,21 +381,17 @@ def test_report_is_valid_json_for_any_value(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learning_curve.png", "metrics.json"]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_loads_the_configs(path):
-    config = load_config_from_file(str(path))
-    # For MULTI_CPU, Accelerate silently starts a single process if mpirun is missing.
-    assert config.num_processes == 1 or config.distributed_type in ("MULTI_GPU", "FSDP")
-    launched = launch_command_parser().parse_args(["script.py"])
-    for key in yaml.safe_load(path.read_text()).get("fsdp_config", {}):
-        assert hasattr(launched, key), key
-
-
-def test_there_is_a_config_for_each_setting():
-    found = {path.stem: load_config_from_file(str(path)) for path in CONFIGS}
+def test_accelerate_loads_the_configs():
+    configs = {path.stem: load_config_from_file(str(path)) for path in CONFIGS}
     processes = {"one_gpu": 1, "eight_gpus": 8, "two_machines": 16, "fsdp": 8, "cpu": 2}
-    assert {name: config.num_processes for name, config in found.items()} == processes
-    assert found["fsdp"].fsdp_config["fsdp_version"] == 2
+    assert {name: config.num_processes for name, config in configs.items()} == processes
+    assert configs["fsdp"].fsdp_config["fsdp_version"] == 2
+    launched = launch_command_parser().parse_args(["script.py"])
+    for path in CONFIGS:
+        # For MULTI_CPU, Accelerate silently starts a single process if mpirun is missing.
+        assert configs[path.stem].num_processes == 1 or configs[path.stem].distributed_type in ("MULTI_GPU", "FSDP")
+        for key in yaml.safe_load(path.read_text()).get("fsdp_config", {}):
+            assert hasattr(launched, key), key
 
 
 def test_every_recipe_takes_the_model_by_both_names(tmp_path):
