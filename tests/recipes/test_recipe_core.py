@@ -109,10 +109,12 @@ def test_parse(tmp_path):
     assert (args.max_steps, args.save_strategy, args.seed, args.report_to) == (7, "no", 0, [])
     assert (tmp_path / "out").is_dir()
     numbers = torch.rand(3)
-    (attention, _) = parse(tmp_path)
-    assert attention.stages == []
+    attention, args = parse(tmp_path)
+    assert attention.stages == [] and args.eval_steps is None
     # `parse` seeds the generators.
     assert torch.equal(torch.rand(3), numbers)
+    # Evaluation does not follow the share of the log.
+    assert parse(tmp_path, "--eval_strategy", "steps")[1].eval_steps == 10
 
 
 @pytest.mark.parametrize("option", ["save", "eval", "logging"])
@@ -325,13 +327,6 @@ def test_learning_curves_have_points_enough(tmp_path, capsys):
     shutil.rmtree(tmp_path / "out" / "checkpoint-101")
     assert train_a_line(tmp_path, "--save_steps", "0.5", "--resume_from_checkpoint", "True") == steps
     assert "checkpoint-51" in capsys.readouterr().err
-
-
-def test_evaluation_does_not_follow_the_share_of_the_log(tmp_path):
-    _, args = parse(tmp_path, "--eval_strategy", "steps")
-    assert args.eval_steps == 10
-    _, args = parse(tmp_path)
-    assert args.eval_steps is None
 
 
 LOG = [

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 import hf_efficient_attn as hea
+from recipe_commands import losses
 from recipes import accelerate_loop
 from recipes import glue as recipe
 from recipes.common.data import glue
@@ -299,11 +300,6 @@ def command(encoder, tmp_path):
 
 TRAINER = ["--max_steps", "8", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "3",
            "--save_total_limit", "9", "--learning_rate", "1e-2"]  # fmt: skip
-
-
-def losses(folder: pathlib.Path) -> list:
-    state = json.loads((folder / "trainer_state.json").read_text())
-    return [(entry["step"], entry["loss"]) for entry in state["log_history"] if "loss" in entry]
 
 
 def same_weights(one: pathlib.Path, other: pathlib.Path) -> bool:
