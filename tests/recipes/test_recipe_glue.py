@@ -428,7 +428,13 @@ LOOP = ["--max_steps", "8", "--gradient_accumulation_steps", "2", "--learning_ra
     "stages",
     [
         ("linformer,projection_dim=4:3", "flurka_performer:end"),
-        ("linformer,projection_dim=4,distill=2:3", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+        pytest.param(
+            (
+                "linformer,projection_dim=4,distill=2:3",
+                "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end",
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["plain", "distilled"],
 )
