@@ -586,6 +586,7 @@ def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, tiny_t2
     assert again["metrics"]["eval_loss"] == pytest.approx(report["metrics"]["eval_loss"], abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_t2t_vit_trains_with_methods_in_its_stages_alone(tiny_t2t, colors, tmp_path):
     common = {"train_data": colors, **BASE, **BY_ORDER, "max_steps": 2}
     one = recipe(

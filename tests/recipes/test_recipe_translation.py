@@ -90,7 +90,7 @@ def test_scores():
 def options_of(out, *more) -> list[str]:
     return [
         *("--generate", "60", "--eval_share", "0.1", "--model_type", "marian", "--train_tokenizer", "300"),
-        *("--config_overrides", *TINY, "--max_source_length", "48", "--max_target_length", "40"),
+        *("--config_overrides", *TINY, "--max_source_length", "48", "--max_target_length", "12"),
         *("--max_steps", "4", "--per_device_train_batch_size", "4", "--use_cpu", "True", "--output_dir", str(out)),
         *("--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", *more),
     ]

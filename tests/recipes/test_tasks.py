@@ -153,6 +153,7 @@ def test_search_in_articles(tmp_path):
 def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, capsys):
     """Passages from the ends of documents, which the models that cut them do not read."""
     monkeypatch.setattr(real_inputs, "DOCUMENT_TOKENS", 330)
+    monkeypatch.setattr(real_inputs, "_PASSAGES", 2)
     (tmp_path / "text" / "books").mkdir(parents=True)
     with gzip.open(tmp_path / "text" / "books" / "one.txt.gz", "wt", encoding="utf-8") as file:
         # Of the 660 tokens after the front matter, the documents have 330 each.
@@ -160,7 +161,7 @@ def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
     corpus = real_inputs.books(tmp_path, tokenizer)
     assert [len(text) for text in corpus.texts] == [330] * 2 and {len(one) for one in corpus.questions} == {100}
-    assert corpus.own.tolist() == [0] * 8 + [1] * 8
+    assert corpus.own.tolist() == [0, 0, 1, 1]
     pieces, own = real_inputs.chunks(tokenizer, corpus.texts, 66)
     assert [len(piece) for piece in pieces] == ([64] * 5 + [10]) * 2 and own.tolist() == [0] * 6 + [1] * 6
     arguments = ["search", "--data", tmp_path, "--chunks", "66", "--tokens", "520", "--threads", "1"]
