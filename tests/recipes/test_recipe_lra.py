@@ -229,10 +229,13 @@ def test_pictures_as_grey_pixels(made):
 
 
 def test_splits_of_pictures_can_be_chosen(made):
-    found = data_of.load_image(made("image"), reading(16), "train", "test")
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 20, "test": 20}
+    source = made("image")
+    with zipfile.ZipFile(source, "a") as archive:
+        archive.writestr("test/a/2.png", picture(value=250))
+    found = data_of.load_image(source, reading(16), "train", "test")
+    assert len(found["train"]) == 21 and len(found["test"]) == 20 and 252 in found["train"]["input_ids"][:]
     with pytest.raises(ValueError, match="no split 'tests'"):
-        data_of.load_image(made("image"), reading(16), "train", "tests")
+        data_of.load_image(source, reading(16), "train", "tests")
 
 
 def test_pairs_in_the_official_layout(made):
