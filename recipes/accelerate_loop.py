@@ -5,8 +5,7 @@
     accelerate launch --config_file recipes/configs/cpu.yaml recipes/accelerate_loop.py ...
 
 Accelerate's config file sets the processes and the precision. The loop calls `schedule.step` before every optimizer
-step. A checkpoint holds the model, the optimizer, the learning rate and all random states; a run that continues with
---resume gives the same result as an uninterrupted one. OUT gets the model, metrics.json and learning_curve.png.
+step. OUT gets the model, metrics.json and learning_curve.png. Interrupted runs start anew; glue.py continues them.
 
 Duration: three minutes on one thread of a shared AMD EPYC for MiniLM on MRPC with --stages
 linformer,projection_dim=128:0.25 flurka_performer:1.0 --max_steps 80 --per_device_train_batch_size 16 --learning_rate
@@ -14,7 +13,6 @@ linformer,projection_dim=128:0.25 flurka_performer:1.0 --max_steps 80 --per_devi
 "equivalent": 1,280 examples only show that the loop works.
 """
 
-import json
 import math
 import pathlib
 import sys
@@ -34,7 +32,6 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmup
 
-from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.training.switch import log_entries, training_batches
 from recipes.common import arguments, reporting, training
 from recipes.common.arguments import option
@@ -48,27 +45,17 @@ class LoopArguments:
 
     _argument_group_name = "training"
 
-    output_dir: str = option("Folder for the model, its checkpoints and its figures.")
+    output_dir: str = option("Folder for the model and its figures.")
     overwrite: bool = option("Write into an output folder that is not empty.", False)
-    resume: bool = option("Continue from the last complete checkpoint in the output folder.", False)
     num_train_epochs: float = option("Epochs.", 3.0)
     max_steps: int | None = option("Optimizer steps, instead of epochs.", None)
     per_device_train_batch_size: int = option("Examples of a forward pass of one process.", 32)
     gradient_accumulation_steps: int = option("Forward passes for one optimizer step.", 1)
     learning_rate: float = option("Highest learning rate, after a tenth of the steps; then a linear decay to 0.", 5e-5)
-    save_steps: int = option("Steps between two checkpoints.", 500)
     seed: int = option("Seed of new weights, data order, dropout and random draws.", 0)
 
     def __post_init__(self) -> None:
-        arguments.check_counts(
-            self, "per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "max_steps"
-        )
-
-
-def last_checkpoint(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]] | None:
-    """The newest complete checkpoint and its `loop.json`, which is written last."""
-    found = [(path.parent, json.loads(path.read_text())) for path in folder.glob("checkpoint-*/loop.json")]
-    return max(found, key=lambda pair: pair[1]["step"], default=None)
+        arguments.check_counts(self, "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -81,7 +68,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     accelerate.utils.set_seed(args.seed)
-    arguments.prepare_output(args.output_dir, accelerator.state, args.resume, args.overwrite)
+    arguments.prepare_output(args.output_dir, accelerator.state, False, args.overwrite)
     folder, task = pathlib.Path(args.output_dir), glue.task_of(options.task)
     with accelerator.main_process_first():
         data = load_data(options)
@@ -100,27 +87,19 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # For stages with distill=N. They are read by index, so that the loader is not disturbed.
     processes = accelerator.process_index, accelerator.num_processes
     samples = training_batches(tokens["train"], collate, size, *processes)
-    found = last_checkpoint(folder) if args.resume else None
-    done = found[1] if found else {"step": 0, "epoch": 0, "batch": 0, "log": []}
     if schedule is not None:
-        # Start in the first stage, or in the stage of the checkpoint: a switch comes before its step.
-        schedule.step(model, None, max(0, done["step"] - 1))
+        schedule.step(model, None, 0)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     rate = get_linear_schedule_with_warmup(optimizer, round(0.1 * total), total)
     model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(rate)
-    if found:
-        accelerator.load_state(str(found[0]))
-        done["log"].append({"step": done["step"], "resumed_at": done["step"]})
 
-    step, epoch, log, losses, started = done["step"], done["epoch"], done["log"], [], time.perf_counter()
-    bar = tqdm(total=total, initial=step, disable=not (accelerator.is_main_process and sys.stderr.isatty()))
+    step, epoch, log, losses, started = 0, 0, list[dict[str, Any]](), [], time.perf_counter()
+    bar = tqdm(total=total, disable=not (accelerator.is_main_process and sys.stderr.isatty()))
     model.train()
     while step < total:
         loader.set_epoch(epoch)
-        skipped = done["batch"] if epoch == done["epoch"] else 0
-        for batch_number, batch in enumerate(accelerate.skip_first_batches(loader, skipped), start=skipped + 1):
+        for batch in loader:
             if schedule is not None and not losses and (switch := schedule.step(model, optimizer, step, samples)):
                 log.append({"step": step, **log_entries(switch)})
             with accelerator.accumulate(model):
@@ -139,13 +118,11 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
             losses = []
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}")
-            if step % args.save_steps == 0:
-                save(accelerator, folder, {"step": step, "epoch": epoch, "batch": batch_number, "log": log})
             if step == total:
                 break
         epoch += 1
     bar.close()
-    seconds = (time.perf_counter() - started) / max(1, step - done["step"])
+    seconds = (time.perf_counter() - started) / max(1, step)
 
     results = {}
     for split in tokens:
@@ -159,7 +136,6 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     report = {
         "metrics": results, "steps": step, "seconds_per_step": seconds, "seed": args.seed,
         "precision": accelerator.mixed_precision, "switches": reporting.switches_of(log),
-        "resumed_at": reporting.resumptions_of(log),
         **reporting.about_run(attention, unwrapped, accelerator.num_processes, accelerator.device),
     }  # fmt: skip
     if is_main:
@@ -177,16 +153,6 @@ def evaluate(
     outputs = [accelerator.gather_for_metrics((model(**batch).logits.float(), batch["labels"])) for batch in loader]
     logits, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs, strict=True))
     return glue.figures(task, logits, labels)
-
-
-def save(accelerator: accelerate.Accelerator, folder: pathlib.Path, done: dict[str, Any]) -> None:
-    """Write a checkpoint. It is complete once it has its `loop.json`."""
-    path = folder / f"checkpoint-{done['step']}"
-    accelerator.save_state(str(path))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        with replacing(path / "loop.json") as draft:
-            draft.write_text(json.dumps(done))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 `generate` writes a sheet of pictures. `compare` writes one line of pictures for each method and measures how far they
 are from those of exact attention: the relative error |a - e| / |e| of the pictures' values in [-1, 1], and the mean
 absolute difference. `score` computes FID and the inception score with an image classifier: `--features FOLDER` is any
-folder of AutoModelForImageClassification, such as `python -m recipes.biggan_features` writes. Scores of different
+folder of AutoModelForImageClassification, such as `python -m recipes.biggan_train features` writes. Scores of different
 networks cannot be compared. `compare` and `score` also print the cost of the attention layer for one picture (GFLOP of
 its products, with a multiply-add as one operation as in the paper; see `recipes.common.counting`) and how many times
 faster it is than exact attention in the same run. Nothing is trained. Methods without a rectangular form are refused,
@@ -37,12 +37,9 @@ from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import UNSTEADY, use_threads
 from hf_efficient_attn.io.writing import check_writable
-from recipes.common import commands
+from recipes.common import commands, gan
 from recipes.common.commands import Csv, Seed, Threads, option
-from recipes.common.gan import sampling
-from recipes.common.gan.pictures import grid, named_rows, save_png
-from recipes.common.gan.sampling import Draw, Swap, apply_swap, load_generator, pictures
-from recipes.common.gan.scores import FeatureNetwork, Gaussian, frechet_distance, inception_score, reference_statistics
+from recipes.common.gan import Draw, FeatureNetwork, Swap, apply_swap, grid, pictures, save_png
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -59,16 +56,17 @@ TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timi
 Figures = Callable[[Swap, Iterable[Tensor]], dict[str, float]]
 
 
-def _check_png(path: pathlib.Path) -> None:
+def _png(path: pathlib.Path) -> pathlib.Path:
     if path.suffix.lower() != ".png":
         raise UnsupportedAttentionError(f"--output {path}: the name must end in .png")
     check_writable(path)
+    return path
 
 
 def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: float, seed: int) -> tuple[Any, Draw, int]:
     """The generator, the inputs of the pictures, and the number of keys of its attention layer."""
-    model = load_generator(checkpoint)
-    chosen = sampling.parse_classes(split_list(classes), model.config)
+    model = gan.load_generator(checkpoint)
+    chosen = gan.parse_classes(split_list(classes), model.config)
     # The layer pools its picture by two for the keys.
     return model, Draw.of(model.config, chosen, number, truncation, seed), (model.config.attention_resolution // 2) ** 2
 
@@ -76,13 +74,10 @@ def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: floa
 def _run(
     model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures
 ) -> list[dict[str, Any]]:
-    """One row for each method, with the cost of the attention layer and the figures of its pictures.
-
-    `figures_of` takes a method and its pictures, batches (b, 3, P, P), and returns named figures.
-    """
+    """One row for each method, with the cost of the attention layer and the figures of its pictures (b, 3, P, P)."""
     rows = []
     with tqdm(total=(len(swaps) - 1) * rounds, unit="pair", desc="time", disable=None, leave=False) as bar:
-        costs = sampling.layer_costs(model, draw, swaps, rounds, bar)
+        costs = gan.layer_costs(model, draw, swaps, rounds, bar)
     with tqdm(total=len(draw.noise) * len(swaps), unit="picture", disable=None, leave=False) as bar:
         for swap, cost in zip(swaps, costs, strict=True):
             bar.set_description(swap.label)
@@ -105,7 +100,7 @@ def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathl
 @app.command(epilog="Example: python -m recipes.biggan generate gan --output digits.png --classes 3,8 --count 20")
 def generate(
     checkpoint: Checkpoint,
-    output: option(pathlib.Path, "File for the sheet.", metavar="FILE.png"),
+    output: option(pathlib.Path, "File for the sheet.", metavar="FILE.png", callback=_png),
     classes: Classes = [],  # noqa: B006 (typer copies it)
     number: option(int, "Number of pictures.", "--count", min=1) = 16,
     columns: option(int, "Columns of the sheet.", min=1) = 8,
@@ -117,11 +112,10 @@ def generate(
     threads: Threads = 1,
 ) -> None:
     """Write a sheet of pictures, generated with exact attention or another method."""
-    _check_png(output)
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
     if setting and attention is None:
         raise UnsupportedAttentionError("--set needs --attention METHOD")
-    swap = sampling.swaps_of([attention], setting, [], keys)[-1] if attention else sampling.EXACT_SWAP
+    swap = gan.swaps_of([attention], setting, [], keys)[-1] if attention else gan.EXACT_SWAP
     with use_threads(threads), tqdm(total=number, unit="picture", disable=None, leave=False) as bar:
         made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch, bar)))
     save_png(grid(made, min(columns, number)), output)
@@ -131,18 +125,15 @@ def generate(
 def _differences(made: Tensor, exact: Tensor) -> dict[str, float]:
     """Mean and greatest relative error over the pictures (N, 3, P, P), and the mean absolute difference."""
     difference = (made - exact).flatten(1)
-    relative = difference.norm(dim=1) / exact.flatten(1).norm(dim=1)
-    return {
-        "relative_error": relative.mean().item(),
-        "greatest": relative.max().item(),
-        "absolute_difference": difference.abs().mean().item(),
-    }
+    relative, absolute = difference.norm(dim=1) / exact.flatten(1).norm(dim=1), difference.abs().mean().item()
+    figures = {"relative_error": relative.mean().item(), "greatest": relative.max().item()}
+    return figures | {"absolute_difference": absolute}
 
 
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")
 def compare(
     checkpoint: Checkpoint,
-    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png"),
+    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=_png),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Number of pictures in a line.", "--count", min=1) = 10,
     truncation: Truncation = 0.4,
@@ -156,10 +147,8 @@ def compare(
     csv: Csv = None,
 ) -> None:
     """Compare the pictures of exact attention with those of other methods on the same noise."""
-    _check_png(output)
-    commands.check_outputs(csv, None)
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
-    swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
+    swaps = gan.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     sheets: dict[str, Tensor] = {}
 
     def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
@@ -168,7 +157,7 @@ def compare(
 
     with use_threads(threads):
         rows = _run(model, draw, swaps, rounds, batch, figures_of)
-    save_png(named_rows(sheets), output, colours=256)
+    save_png(gan.named_rows(sheets), output, colours=256)
     _show(rows, {"relative_error": ".3f", "greatest": ".3f", "absolute_difference": ".4f"}, csv)
     typer.echo(f"{output}: {number} pictures for each method, truncation {truncation:g}, seed {seed}")
 
@@ -177,11 +166,7 @@ def compare(
 def score(
     checkpoint: Checkpoint,
     features: option(pathlib.Path, "Folder of an image classifier.", metavar="FOLDER"),
-    reference: option(
-        pathlib.Path,
-        "Real pictures (folder or zip file), MNIST's folder, or .npz statistics.",
-        metavar="PATH",
-    ),
+    reference: option(pathlib.Path, "Real pictures (folder or zip file), or MNIST's folder.", metavar="PATH"),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Pictures for each method.", "--count", min=2) = 5000,
     truncation: Truncation = 1.0,
@@ -196,22 +181,20 @@ def score(
     csv: Csv = None,
 ) -> None:
     """Compute FID and the inception score of exact attention and of other methods on the same noise."""
-    commands.check_outputs(csv, None)
     if number < splits:
         raise UnsupportedAttentionError(f"--count {number}: give at least one picture for each of --splits {splits}")
     model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
     network = FeatureNetwork(features)
     # Shuffled, so that all parts of the inception score have about the same share of every class.
     draw = draw._replace(labels=draw.labels[torch.randperm(number, generator=torch.Generator().manual_seed(seed))])
-    swaps = sampling.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
+    swaps = gan.swaps_of(method, setting, parse_lengths(budget) or [32, 64, 128], keys)
     with use_threads(threads):
-        real = reference_statistics(reference, network, model.config.output_dim)
+        real = gan.reference_features(reference, network, model.config.output_dim)
 
         def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
-            values, guesses = map(torch.cat, zip(*map(network, made), strict=True))
-            mean, deviation = inception_score(guesses, splits)
-            distance = frechet_distance(Gaussian.of(values), real)
-            return {"fid": distance, "inception_score": mean, "deviation": deviation}
+            features, guesses = map(torch.cat, zip(*map(network, made), strict=True))
+            mean, deviation = gan.inception_score(guesses, splits)
+            return {"fid": gan.frechet_distance(features, real), "inception_score": mean, "deviation": deviation}
 
         rows = _run(model, draw, swaps, rounds, batch, figures_of)
     _show(rows, {"fid": ".2f", "inception_score": ".3f", "deviation": ".3f"}, csv)

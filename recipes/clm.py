@@ -84,15 +84,10 @@ def repeat_figures(prediction: EvalPrediction) -> dict[str, float]:
 def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, block_size: int) -> dict[int, Dataset]:
     """Insert a passage into windows a second time, at several distances from its first occurrence.
 
-    Each example is a full window of `rows`, (block_size,), with the passage inserted; the tokens that are pushed beyond
-    its end are dropped. The passages and their first positions are the same for all distances. Only the tokens of the
-    two occurrences have `labels`, except for the first token of each: nothing announces the second occurrence.
-
-    Args:
-        rows: the windows.
-        distances: numbers of tokens from the start of the first occurrence to the start of the second.
-        passage: number of tokens of a passage.
-        block_size: number of tokens of a full window.
+    Each example is a full window of `rows`, (block_size,), with a passage of `passage` tokens inserted `distance`
+    tokens after its start; the tokens that are pushed beyond the end are dropped. The passages and their first
+    positions are the same for all distances. Only the tokens of the two occurrences have `labels`, except for the first
+    token of each: nothing announces the second occurrence.
 
     Returns:
         The examples by distance. Those whose occurrences do not fit into a full window are refused.
@@ -137,13 +132,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
             sets[f"repeat_{distance}"], metrics[f"repeat_{distance}"] = rows, repeat_figures
     collate = functools.partial(text.collate, pad_token_id=given["processing_class"].pad_token_id or 0)
     trainer = language.LanguageTrainer(**given, data_collator=collate, metrics=metrics, causal=True)
-    return training.run_and_report(
-        trainer,
-        attention,
-        evaluate=sets if len(sets) > 1 else sets[""],
-        extra={**about, "evaluation": dataclasses.asdict(causal)},
-        train=not words.eval_only,
-    )
+    evaluate, extra = sets if len(sets) > 1 else sets[""], {**about, "evaluation": dataclasses.asdict(causal)}
+    return training.run_and_report(trainer, attention, evaluate=evaluate, extra=extra, train=not words.eval_only)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,8 @@ class GlueArguments:
 DEFAULTS = {
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 64,
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "save_total_limit": 2,
     "warmup_steps": 0.1,
+    **arguments.PER_EPOCH,
 }
 
 
@@ -79,9 +77,7 @@ def load_data(options: GlueArguments) -> DatasetDict:
 def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The pretrained model with a new head for the task, and its tokenizer.
 
-    Raises:
-        ValueError: the tokenizer has no padding token, or the model has a table of positions for fewer than `length`
-            tokens.
+    Refused are a tokenizer without a padding token, and a table of positions for fewer than `length` tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     if tokenizer.pad_token is None:
@@ -90,11 +86,9 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
         )
     head: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
     if task.labels:
-        head = {
-            "id2label": dict(enumerate(task.names)),
-            "label2id": {name: number for number, name in enumerate(task.names)},
-            "problem_type": "single_label_classification",
-        }
+        names = dict(enumerate(task.labels.values()))
+        head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+        head["problem_type"] = "single_label_classification"
     model = AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
     limit = max_positions(model)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
@@ -140,13 +134,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         callbacks=callbacks,
     )
     prefix = "eval_matched" if len(dev) > 1 else "eval"
-    return training.run_and_report(
-        trainer,
-        attention,
-        evaluate=evaluation,
-        metric=f"{prefix}_{task.metrics[0]}",
-        extra={"task": options.task, "rows": data.num_rows},
-    )
+    extra, metric = {"task": options.task, "rows": data.num_rows}, f"{prefix}_{task.metrics[0]}"
+    return training.run_and_report(trainer, attention, evaluate=evaluation, metric=metric, extra=extra)
 
 
 if __name__ == "__main__":

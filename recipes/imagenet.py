@@ -43,10 +43,9 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from recipes.common import training
-from recipes.common.arguments import AttentionArguments, check_counts, main_of, option, parse, samples
+from recipes.common.arguments import PER_EPOCH, AttentionArguments, check_counts, main_of, option, parse, samples
 from recipes.common.data import images
-from recipes.common.data.image_classes import class_indices, read_class_list
-from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training, trivial_augment
+from recipes.common.data.image_tensors import Evaluation, PictureDataset, Training
 from recipes.common.data.images import Pictures
 from recipes.common.image_models import ModelArguments, config_of, fit_resolution, load_model, norm_of, processor_of
 
@@ -57,20 +56,14 @@ DEFAULTS = {
     "weight_decay": 0.05,
     "lr_scheduler_type": "cosine",
     "label_smoothing_factor": 0.1,
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "save_total_limit": 2,
     "remove_unused_columns": False,
+    **PER_EPOCH,
 }
 
 
 @dataclass
 class DataArguments:
-    """The pictures and their classes.
-
-    Raises:
-        ValueError: options contradict each other or are out of range.
-    """
+    """The pictures and their classes."""
 
     _argument_group_name = "data"
 
@@ -86,17 +79,12 @@ class DataArguments:
     )
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
-    skip_bad_images: bool = option("Skip images that cannot be read.", False)
-    check_images: bool = option(
-        "Decode every image once before the first step, with --dataloader_num_workers threads.", True
-    )
     eval_only: bool = option("Evaluate without training.", False)
     crop_ratio: float = option("Side of the central square that is evaluated, as a share of the shorter side.", 0.875)
     augmentation: str = option(
-        "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip. trivial: "
-        "TrivialAugment as well, which needs torchvision.",
+        "Augmentation of training pictures. none: as in evaluation. crop: random crop and flip.",
         "crop",
-        choices=["none", "crop", "trivial"],
+        choices=["none", "crop"],
     )
     crop_scale: float = option("Smallest share of the area in a random crop.", 0.08)
     flip: float = option("Probability of a horizontal flip.", 0.5)
@@ -112,14 +100,19 @@ class DataArguments:
             if not low <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be between {low} and 1")
         check_counts(self, "max_train_samples", "max_eval_samples")
-        self.change = trivial_augment() if self.augmentation == "trivial" else None
 
 
 def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
     """The splits to train on (None with --eval_only) and to evaluate on. No picture is read yet."""
     train = evaluation = None
+    source = options.eval_data or options.train_data
+    splits = images.load(source)
+    if options.eval_share is None:
+        evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, source)
+        if evaluation is None and options.eval_data and len(splits) == 1:
+            (evaluation,) = splits.values()
     if options.train_data is not None:
-        splits = images.load(options.train_data)
+        splits = images.load(options.train_data) if options.eval_data else splits
         train = images.pick(splits, options.train_split, images.TRAIN_SPLITS, options.train_data) or splits.get("")
         if train is None:
             raise ValueError(
@@ -127,17 +120,10 @@ def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
             )
         if options.eval_share is not None:
             train, evaluation = images.divide(train, options.eval_share)
-        elif options.eval_data is None:
-            evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, options.train_data)
-    if options.eval_data is not None:
-        splits = images.load(options.eval_data)
-        evaluation = images.pick(splits, options.eval_split, images.EVAL_SPLITS, options.eval_data)
-        if evaluation is None and len(splits) == 1:
-            (evaluation,) = splits.values()
     if evaluation is None:
         raise ValueError(
-            f"{options.eval_data or options.train_data} has no split to evaluate on: give --eval_data, --eval_split, "
-            "or --eval_share 0.1 for a tenth of the training pictures"
+            f"{source} has no split to evaluate on: give --eval_data, --eval_split, or --eval_share 0.1 for a tenth of "
+            "the training pictures"
         )
     return None if options.eval_only else train, evaluation
 
@@ -151,16 +137,14 @@ def classes_of(
         own_order = len(orders) == 1 and None not in orders
         names = images.sorted_classes(name for part in parts for name in part.class_names())
         known = [str(config.id2label[i]) for i in range(config.num_labels)]
-        indices, how = class_indices(
+        indices, how = images.class_indices(
             list(*orders) if own_order else names, known, class_list=class_list, own_order=own_order
         )
         return indices, None, how
-    labels = list(class_list or parts[0].class_names())
+    labels, where = list(class_list or parts[0].class_names()), "the class list" if class_list else "the training data"
     for part in parts:
-        unknown = images.sorted_classes(set(part.classes) - set(labels))
-        if unknown:
-            where = "the class list" if class_list else "the training data"
-            raise ValueError(f"{part.where}: unknown label {unknown[0]!r}, which is not a class of {where}")
+        for name in images.sorted_classes(set(part.classes) - set(labels)):
+            raise ValueError(f"{part.where}: unknown label {name!r}, which is not a class of {where}")
     if len(labels) < 2:
         raise ValueError(f"{parts[0].where} has only one class, {labels[0]!r}: a classifier needs two or more")
     return {name: i for i, name in enumerate(labels)}, labels, "a new head"
@@ -218,27 +202,21 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         )
     with args.main_process_first():
         train, evaluation = read_pictures(data)
-    class_list = None if data.class_list is None else read_class_list(data.class_list)
+    class_list = None if data.class_list is None else images.read_class_list(data.class_list)
     parts = [part for part in (train, evaluation) if part is not None]
     indices, labels, how = classes_of(options, parts, class_list)
-    norm, bad = norm_of(options), []
-    for i, part in enumerate(parts):
-        part = images.at_most(part, data.max_eval_samples if part is evaluation else data.max_train_samples)
-        if data.check_images:
-            part, skipped = images.readable(part, skip=data.skip_bad_images, threads=args.dataloader_num_workers)
-            bad += skipped
-        parts[i] = part
+    norm = norm_of(options)
+    counts = (data.max_eval_samples if part is evaluation else data.max_train_samples for part in parts)
+    parts = [images.at_most(part, count) for part, count in zip(parts, counts, strict=True)]
     if args.process_index == 0:
-        left_out = f"; skipped, since they cannot be read: {', '.join(bad)}" if bad else ""
-        print(f"{len(indices)} classes, {how}{left_out}", file=sys.stderr, flush=True)
-
+        print(f"{len(indices)} classes, {how}", file=sys.stderr, flush=True)
     model = load_model(options, labels)
     pixels, attention.tokens, interpolate = fit_resolution(model, options.resolution)
     callbacks = training.prepare_attention(model, attention)
     plain = Evaluation(pixels, norm, data.crop_ratio)
     evaluated, trained = PictureDataset(parts[-1], indices, plain), None
     if train is not None:
-        random = Training(pixels, norm, (data.crop_scale, 1.0), data.flip, data.change)
+        random = Training(pixels, norm, (data.crop_scale, 1.0), data.flip)
         trained = PictureDataset(parts[0], indices, plain if data.augmentation == "none" else random, args.seed)
         callbacks.append(training.Epochs(trained.set_epoch))
     trainer = ImageTrainer(
@@ -247,16 +225,11 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         callbacks=callbacks, compute_metrics=accuracy, preprocess_logits_for_metrics=top_five,
     )  # fmt: skip
     extra = {
-        "model": options.model_name_or_path,
-        "resolution": pixels,
-        "tokens": attention.tokens,
-        "crop_ratio": data.crop_ratio,
-        "augmentation": data.augmentation,
+        "model": options.model_name_or_path, "resolution": pixels, "tokens": attention.tokens, "classes": how,
+        "crop_ratio": data.crop_ratio, "augmentation": data.augmentation,
         "train_data": None if train is None else {"from": train.where, "pictures": len(parts[0])},
         "eval_data": {"from": evaluation.where, "pictures": len(parts[-1])},
-        "classes": how,
-        "left_out": bad,
-    }
+    }  # fmt: skip
     return training.run_and_report(
         trainer, attention, evaluate=evaluated, extra=extra, metric="eval_top1", train=not data.eval_only
     )

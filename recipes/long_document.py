@@ -38,8 +38,8 @@ from hf_efficient_attn.io.writing import replacing
 from recipes.common.arguments import main_of
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options of the command."""
+def main(argv: list[str] | None = None) -> None:
+    """Embed one document: every process computes its part of the tokens."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--document", help="A text file in UTF-8. Default: Python's documentation.")
     parser.add_argument("--output", required=True, help="The JSON file to write.")
@@ -48,12 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="Hyperparameters of --attention.")
     parser.add_argument("--max_tokens", type=int, default=16_384, metavar="N", help="Tokens of the document to embed.")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Embed one document: every process computes its part of the tokens."""
-    options = parse(argv)
+    options = parser.parse_args(argv)
     if options.max_tokens < 1:
         raise ValueError(f"--max_tokens {options.max_tokens}: give 1 or more")
     ((_, config),) = parse_methods([options.attention], options.set).items()
@@ -82,15 +77,10 @@ def main(argv: list[str] | None = None) -> None:
     seconds = time.perf_counter() - start
     if state.is_main_process:
         found = {
-            "document": name or "Python's documentation",
-            "tokens": count,
-            "processes": processes,
-            "tokens_of_first_process": last - first,
-            "attention": config.to_dict(),
-            "positions": note,
-            "seconds": seconds,
-            "embedding": embedding.tolist(),
-        }
+            "document": name or "Python's documentation", "tokens": count, "processes": processes,
+            "tokens_of_first_process": last - first, "attention": config.to_dict(), "positions": note,
+            "seconds": seconds, "embedding": embedding.tolist(),
+        }  # fmt: skip
         with replacing(pathlib.Path(options.output)) as draft:
             write_json(draft, found)
         print(f"{count:,} tokens in {processes} processes: {seconds:.1f} s, {options.output}")

@@ -61,14 +61,9 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     given["callbacks"].append(training.Epochs(collator.set_epoch))
     metrics = {"": functools.partial(language.loss_figures, causal=False)}
     trainer = language.LanguageTrainer(**given, data_collator=collator, metrics=metrics, causal=False)
-    return training.run_and_report(
-        trainer,
-        attention,
-        evaluate=given["eval_dataset"],
-        extra={**about, "masking": vars(masking), "baselines": trivial},
-        metric="eval_accuracy",
-        train=not words.eval_only,
-    )
+    options = {"evaluate": given["eval_dataset"], "metric": "eval_accuracy", "train": not words.eval_only}
+    extra = {**about, "masking": vars(masking), "baselines": trivial}
+    return training.run_and_report(trainer, attention, extra=extra, **options)
 
 
 if __name__ == "__main__":

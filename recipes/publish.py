@@ -22,9 +22,8 @@ import typer
 import yaml
 
 from hf_efficient_attn.cli import main_of, split_list
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from recipes.common.commands import check_known, new_app, option
+from recipes.common.commands import check_known, existing, new_app, option
 from recipes.common.memory import ROOT
 
 CARDS: dict[str, dict[str, Any]] = yaml.safe_load(pathlib.Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -32,23 +31,12 @@ CARDS: dict[str, dict[str, Any]] = yaml.safe_load(pathlib.Path(__file__).with_su
 app = new_app()
 
 
-def original(card: dict[str, Any], data: pathlib.Path) -> pathlib.Path:
-    """The folder of the original."""
-    found = minilm_folder() if card["folder"] == "minilm" else data / card["folder"]
-    if not (found / "config.json").is_file():
-        raise UnsupportedAttentionError(f"no checkpoint in {found}: give the folder that holds models/ with --data")
-    return found
-
-
 def command(*arguments: str) -> str:
-    """Run hf-efficient-attn in a child process and return its stdout. Raises OSError with its last line on stderr."""
+    """Run hf-efficient-attn in a child process and return its stdout. Raises OSError if it fails."""
     line = [sys.executable, "-m", "hf_efficient_attn", *arguments]
-    done = subprocess.run(
-        line, stdout=subprocess.PIPE, stderr=None if sys.stderr.isatty() else subprocess.PIPE, text=True
-    )
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        said = (done.stderr or "").strip().splitlines() or ["see above"]
-        raise OSError(f"hf-efficient-attn {' '.join(arguments)}: status {done.returncode}: {said[-1]}")
+        raise OSError(f"hf-efficient-attn {' '.join(arguments)}: status {done.returncode}, see above")
     return done.stdout
 
 
@@ -58,7 +46,8 @@ def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.P
     source = work / "originals" / card["name"]
     shutil.rmtree(source, ignore_errors=True)
     # Copy the original under the name for the card, and add its origin.
-    shutil.copytree(original(card, data), source, copy_function=shutil.copyfile)
+    folder = minilm_folder() if card["folder"] == "minilm" else existing(data / card["folder"], "checkpoint")
+    shutil.copytree(folder, source, copy_function=shutil.copyfile)
     (source / "efficient_attention.json").write_text(json.dumps(card["origin"], indent=2) + "\n")
     command("convert", str(source), *card["convert"].split(), "-o", str(out), "--force")
     command("benchmark", str(out), "--lengths", card["lengths"], "--data", str(data / card["data"]), "--card")

@@ -19,8 +19,9 @@ to a minute of one core. Expected: the table of recipes/README.md, a BLEU of 69 
 
 import dataclasses
 import pathlib
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,23 +32,20 @@ if __package__ in (None, ""):
 import numpy as np
 import sacrebleu
 import transformers
-from datasets import Dataset
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
+from datasets import Dataset, load_dataset
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
-from recipes.common import arguments, language_models, training
+from hf_efficient_attn.io.text import read_text
+from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, samples, several
-from recipes.common.data import parallel
-from recipes.common.language_models import ModelArguments
+from recipes.common.data.text import text_files
+from recipes.common.language_models import TRANSLATION, ModelArguments, load_model, load_tokenizer
 
 
 @dataclass
 class TranslationArguments:
-    """The pairs of sentences, and how long they may be.
-
-    Raises:
-        ValueError: there is no source of pairs or more than one, or a number is out of range.
-    """
+    """The pairs of sentences, and how long they may be."""
 
     _argument_group_name = "translation"
 
@@ -104,21 +102,96 @@ class TranslationTrainingArguments(RecipeArguments, transformers.Seq2SeqTraining
     predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", True)
 
 
+_ENGLISH = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
+    "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
+_ENGLISH_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_GERMAN = [
+    "null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun",
+    "zehn", "elf", "zwölf", "dreizehn", "vierzehn", "fünfzehn", "sechzehn", "siebzehn", "achtzehn", "neunzehn",
+]  # fmt: skip
+_GERMAN_TENS = ["zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig", "neunzig"]
+
+
+def _pairs(found: Iterable[Sequence[str | None]]) -> Dataset:
+    """The pairs without surrounding spaces. Those with an empty side are left out."""
+    kept = [(a.strip(), b.strip()) for a, b in found if a and b and a.strip() and b.strip()]
+    return Dataset.from_dict({"source": [a for a, _ in kept], "target": [b for _, b in kept]})
+
+
+def pairs_of_files(source: Sequence[str], target: Sequence[str]) -> Dataset:
+    """The lines of text files (.txt, also gzipped) and those of their translations, which must be as many."""
+    sides = [
+        [line for path in text_files(files) for line in read_text(path).removesuffix("\n").split("\n")]
+        for files in (source, target)
+    ]
+    if len(sides[0]) != len(sides[1]):
+        raise ValueError(
+            f"{', '.join(source)} has {len(sides[0])} lines and {', '.join(target)} has {len(sides[1])}: line i of one "
+            "must be the translation of line i of the other"
+        )
+    return _pairs(zip(*sides, strict=True))
+
+
+def pairs_of_hub(name: str, subset: str | None, split: str, languages: tuple[str, str]) -> Dataset:
+    """The pairs of a hub data set, whose rows have a "translation" with both languages, or a column for each."""
+    rows = load_dataset(name, subset, split=split)
+    found = rows["translation"] if "translation" in rows.column_names else rows
+    known = sorted(found[0]) if len(found) else []
+    if not set(languages) <= set(known):
+        raise ValueError(
+            f"{name}, split {split}: no {' and '.join(languages)} (there are {', '.join(known) or 'no rows'}); give "
+            "--source_language and --target_language"
+        )
+    return _pairs([row[language] for language in languages] for row in found)
+
+
+def english(number: int) -> str:
+    """The words of a number below 100: "forty five"."""
+    tens, ones = divmod(number, 10)
+    return _ENGLISH[number] if tens < 2 else _ENGLISH_TENS[tens - 2] + (f" {_ENGLISH[ones]}" if ones else "")
+
+
+def german(number: int) -> str:
+    """The words of a number below 100, with spaces between them: "fünf und vierzig"."""
+    tens, ones = divmod(number, 10)
+    if tens < 2:
+        return _GERMAN[number]
+    return (f"{'ein' if ones == 1 else _GERMAN[ones]} und " if ones else "") + _GERMAN_TENS[tens - 2]
+
+
+def number_lists(count: int, held_out: int) -> tuple[Dataset, Dataset]:
+    """Generated pairs: lists of two to five English number words, and the German ones in the same or in reverse order.
+
+    The first word of the source says which order. German puts the ones before the tens, so that a translation needs
+    the words around each word and, in reverse, those at the other end of the list.
+
+    Returns:
+        `count` pairs to train on and `held_out` others to evaluate on, without a common source.
+    """
+    generator = random.Random(0)
+    found: dict[str, str] = {}
+    while len(found) < count + held_out:
+        order = generator.choice(("forward", "backward"))
+        numbers = [generator.randrange(100) for _ in range(generator.randint(2, 5))]
+        target = numbers if order == "forward" else numbers[::-1]
+        found[f"{order} {' , '.join(map(english, numbers))}"] = " , ".join(map(german, target))
+    pairs = _pairs(found.items())
+    return pairs.select(range(held_out, count + held_out)), pairs.select(range(held_out))
+
+
 def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
     """The pairs to train on and to evaluate on, with the requested numbers of examples."""
-    other = None
     if options.generate:
-        held_out = max(1, round(options.generate * options.eval_share))
-        pairs, other = parallel.number_lists(options.generate, held_out)
+        pairs, other = number_lists(options.generate, max(1, round(options.generate * options.eval_share)))
     elif options.dataset:
         languages = options.source_language, options.target_language
-        pairs = parallel.pairs_of_hub(options.dataset, options.dataset_config, options.train_split, languages)
-        if options.eval_split:
-            other = parallel.pairs_of_hub(options.dataset, options.dataset_config, options.eval_split, languages)
+        splits = (options.train_split, options.eval_split)
+        pairs, other = (s and pairs_of_hub(options.dataset, options.dataset_config, s, languages) for s in splits)
     else:
-        pairs = parallel.pairs_of_files(options.source, options.target)
-        if options.eval_source:
-            other = parallel.pairs_of_files(options.eval_source, options.eval_target)
+        sides = (options.source, options.target), (options.eval_source, options.eval_target)
+        pairs, other = (pairs_of_files(*side) if all(side) else None for side in sides)
     if other is None:
         order = pairs.shuffle(seed=0)  # not by the seed of the training, so that all runs have the same examples
         count = round(len(pairs) * options.eval_share)
@@ -126,15 +199,6 @@ def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
     for one in (pairs, other):
         training.check_not_empty(len(one), "the set of pairs")
     return training.take(pairs, options.max_train_samples), training.take(other, options.max_eval_samples)
-
-
-def check_lengths(options: TranslationArguments, model: PreTrainedModel) -> None:
-    """Raise ValueError if the model has fewer positions than a source or target may have tokens."""
-    positions = max_positions(model)
-    for name in ("max_source_length", "max_target_length"):
-        length = getattr(options, name)
-        if positions is not None and length > positions:
-            raise ValueError(f"--{name} {length} exceeds the model's {positions} positions: give at most {positions}")
 
 
 def tokenize(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, options: TranslationArguments) -> Dataset:
@@ -158,26 +222,21 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = TranslationArguments, ModelArguments, EncoderAttentionArguments, TranslationTrainingArguments
     options, kind, attention, args = arguments.parse(
-        *types,
-        description=__doc__,
-        argv=argv,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        save_total_limit=2,
-        warmup_steps=0.1,
+        *types, description=__doc__, argv=argv, warmup_steps=0.1, **arguments.PER_EPOCH
     )
     with args.main_process_first():
         pairs, others = load_pairs(options)
-    tokenizer = language_models.load_tokenizer(
-        kind, args, [*pairs["source"], *pairs["target"]], language_models.TRANSLATION
-    )
+    tokenizer = load_tokenizer(kind, args, [*pairs["source"], *pairs["target"]], TRANSLATION)
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no padding token, which batches need: use one that has one")
-    model = language_models.load_model(kind, tokenizer, language_models.TRANSLATION)
-    check_lengths(options, model)
+    model = load_model(kind, tokenizer, TRANSLATION)
+    positions = max_positions(model)
+    for name in ("max_source_length", "max_target_length"):
+        if positions is not None and getattr(options, name) > positions:
+            raise ValueError(f"--{name} {getattr(options, name)} exceeds the model's {positions} positions")
     args.generation_max_length = args.generation_max_length or options.max_target_length
     callbacks = training.prepare_attention(model, attention)
-    train, evaluation = (tokenize(one, tokenizer, options) for one in (pairs, others))
+    examples, evaluation = (tokenize(one, tokenizer, options) for one in (pairs, others))
     references = [text.strip() for text in others["target"]]
     trivial = {f"copy_{name}": value for name, value in scores(others["source"], references).items()}
     training.show_baselines(trivial, args)
@@ -189,7 +248,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     trainer = transformers.Seq2SeqTrainer(
         model=model,
         args=args,
-        train_dataset=train,
+        train_dataset=examples,
         eval_dataset=evaluation,
         processing_class=tokenizer,
         data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model=model),
@@ -199,18 +258,13 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     extra = {
         "translation": dataclasses.asdict(options),
         "model": dataclasses.asdict(kind),
-        "rows": {"train": len(train), "eval": len(evaluation)},
+        "rows": {"train": len(examples), "eval": len(evaluation)},
         "source_tokens": float(np.mean([len(ids) for ids in evaluation["input_ids"]])),
         "baselines": trivial,
     }
-    return training.run_and_report(
-        trainer,
-        attention,
-        evaluate=evaluation,
-        extra=extra,
-        metric="eval_bleu" if args.predict_with_generate else "eval_loss",
-        train=not options.eval_only,
-    )
+    metric = "eval_bleu" if args.predict_with_generate else "eval_loss"
+    train = not options.eval_only
+    return training.run_and_report(trainer, attention, evaluate=evaluation, extra=extra, metric=metric, train=train)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Running the command of a measuring recipe in this process, and reading its CSV file."""
 
 import csv
+import json
+from pathlib import Path
 
 from hf_efficient_attn import cli
 
@@ -13,3 +15,9 @@ def run(recipe, *arguments):
 def read_csv(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def losses(folder):
+    """The logged losses of a training."""
+    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]

@@ -15,8 +15,6 @@ The table shows the median, minimum and maximum over the rounds. Memory is what 
 measures all settings that have a goal, or those that the other options select, and exits with status 1 if a goal is
 missed. Causal measurements omit methods without a causal form.
 
-`--short` measures 512 tokens with a budget of 64 columns (`with_budget`) and 1,024 tokens with 128, one row and eight.
-
 `--auto` measures whether `auto` is ever slower than exact attention, or without a bound of the error (max_error=0) than
 the faster of exact attention and `nearfar`. The inputs have 12 heads: normal random numbers, bidirectional (bert) and
 causal (gpt2), in which hardly any head is within the bound, and the inputs of every second layer of MiniLM for a novel
@@ -167,12 +165,11 @@ def verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
 def auto_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     """The time of auto relative to exact attention, and without a bound to the faster of exact and nearfar."""
     times = {(row["source"], row["length"], row["method"]): row["relative"] for row in rows}
-    found = []
-    for (source, length, method), time in times.items():
-        if method in ("auto", UNBOUNDED):
-            bound = 1.0 if method == "auto" else min(1.0, times.get((source, length, "nearfar"), 1.0))
-            found.append(commands.Verdict(f"{source}, {length} tokens: {method}", time / bound, AUTO_GOAL, False))
-    return found
+    relative = {key: time for key, time in times.items() if key[2] == "auto"}
+    for key, time in times.items():
+        if key[2] == UNBOUNDED:
+            relative[key] = time / min(1.0, times.get((*key[:2], "nearfar"), 1.0))
+    return [commands.Verdict(f"{s}, {n} tokens: {m}", t, AUTO_GOAL, False) for (s, n, m), t in relative.items()]
 
 
 def compiled_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:

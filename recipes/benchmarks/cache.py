@@ -37,8 +37,7 @@ from recipes.common.inputs import book_paths
 
 app = commands.new_app()
 
-BUDGETS = [64, 128, 256, 512]
-_LENGTH, _PROMPT, _FROM = 2048, 64, 1024
+BUDGETS, _LENGTH, _PROMPT, _FROM = [64, 128, 256, 512], 2048, 64, 1024
 _PASSAGE, _START, _DISTANCE = 128, 700, 768
 _GENERATED, _SINKS = 64, 4
 COLUMNS = {
@@ -79,10 +78,7 @@ def nats(scores: Tensor, ids: Tensor, first: int, last: int) -> float:
 def measure(
     model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
-    """One row of the table, with `columns` in a `NearFarCache` or without one.
-
-    Its "tensors" are given as `exact` with those of exact decoding, with which they are compared.
-    """
+    """One row of the table, with `columns` in a `NearFarCache` or without one; `exact` are the "tensors" of exact."""
 
     def cache() -> hea.NearFarCache | None:
         return None if columns is None else hea.NearFarCache(model.config, columns)
@@ -133,7 +129,7 @@ def cache(
     data: commands.Data = None,
     budgets: commands.numbers_option("Columns of the cache", "64,128,256,512", "--budget") = [],  # noqa: B006
     inputs: commands.option(int, "Number of books.", min=1) = 6,
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     csv: commands.Csv = None,
 ) -> None:
     """Compare decoding with `hea.NearFarCache` with exact decoding and with sliding windows."""

@@ -49,9 +49,8 @@ from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Norm, Training, preprocessor_settings
-from recipes.common.data.images import load
-from recipes.common.inputs import FRONT_MATTER, book_paths, deit, photographs
-from recipes.common.retrieval import embed, ranks, tokenized, xquad
+from recipes.common.data.images import Pictures
+from recipes.common.inputs import FRONT_MATTER, book_paths, deit, embed, opened, photographs, ranks, tokenized, xquad
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -69,7 +68,6 @@ class Task(NamedTuple):
     load: Callable[[], PreTrainedModel]  # returns the exact model
     batches: Callable[[], Sequence[Batch]]  # returns the training data
     evaluate: Callable[[Any], float]  # returns the figure of a model
-    note: str  # what is measured on what
 
 
 class Plan(NamedTuple):
@@ -82,17 +80,15 @@ class Plan(NamedTuple):
 
 
 class Crops(Sequence[Batch]):
-    """Random crops of pictures in batches of 8: batch i is the same in every run with the same seed.
+    """Random crops of pictures in `count` batches of 8: batch i is the same in every run with the same seed.
 
-    `chosen` are the indices of the pictures to use, None for all. The batches have labels if `classes` are given.
+    The batches have labels if `classes` are given.
     """
 
     def __init__(
-        self, path: pathlib.Path, norm: Norm, count: int, seed: int,
-        chosen: Sequence[int] | None = None, classes: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
-        self._pictures, self._transform = load(str(path))[""], Training(224, norm, scale=(0.35, 1.0))
-        self._chosen = range(len(self._pictures)) if chosen is None else chosen
+        self, pictures: Pictures, norm: Norm, count: int, seed: int, classes: Mapping[str, int] | None = None
+    ) -> None:
+        self._pictures, self._transform = pictures, Training(224, norm, scale=(0.35, 1.0))
         self._count, self._seed, self._classes = count, seed, classes
 
     def __len__(self) -> int:
@@ -100,7 +96,7 @@ class Crops(Sequence[Batch]):
 
     def __getitem__(self, index: Any) -> Any:
         generator = torch.Generator().manual_seed(self._seed * self._count + index)
-        chosen = [self._chosen[i] for i in torch.randint(len(self._chosen), (8,), generator=generator).tolist()]
+        chosen = torch.randint(len(self._pictures), (8,), generator=generator).tolist()
         batch = {"pixel_values": torch.stack([self._transform(self._pictures.open(i), generator) for i in chosen])}
         if self._classes is not None:
             batch["labels"] = torch.tensor([self._classes[self._pictures.classes[i]] for i in chosen])
@@ -147,27 +143,28 @@ def distilled_figures(task: Task, config: MethodConfig, plan: Plan) -> dict[str,
 @torch.no_grad()
 def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedModel:
     """A copy of a model in which the features attend to all keys. It shows whether they learned anything."""
-    copied = copy.deepcopy(model)
-    kept = {name: p.clone() for name, p in learned_parameters(copied).items()}
-    hea.convert(copied, make_config(config, window_size=0))
+    kept, copied = learned_parameters(model), hea.convert(copy.deepcopy(model), make_config(config, window_size=0))
     for name, p in learned_parameters(copied).items():
         p.copy_(kept[name])
     return copied
 
 
 def images(data: pathlib.Path, plan: Plan) -> Task:
-    """DeiT-tiny, distilled on crops of Imagenette: top-1 of a thousand photographs of a thousand classes."""
+    """DeiT-tiny, distilled on crops of Imagenette in batches of 8: top-1 of a thousand photographs of all classes."""
     folder, count = deit(data), plan.steps + plan.finetune_steps
-    path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
+    pictures = opened(data, "imagenette160-val-1000.zip")
     norm, tests = Norm.of(preprocessor_settings(str(folder))), list(photographs(data, 224))
     return Task(
         "top-1",
         lambda: ViTForImageClassification.from_pretrained(folder),
-        lambda: Crops(path, norm, count, 0),
+        lambda: Crops(pictures, norm, count, 0),
         lambda model: top_one(model, tests),
-        "DeiT-tiny, 1,000 photographs of 224 x 224 pixels; distilled on crops of 1,000 pictures of Imagenette in "
-        "batches of 8.",
     )
+
+
+def load_minilm() -> PreTrainedModel:
+    """The exact model of three tasks."""
+    return BertModel.from_pretrained(minilm_folder())
 
 
 def text_batches(texts: Sequence[str], size: int, max_length: int) -> list[Batch]:
@@ -179,13 +176,8 @@ def text_batches(texts: Sequence[str], size: int, max_length: int) -> list[Batch
     return [dict(tokenizer(part, **options)) for part in parts]
 
 
-def minilm() -> PreTrainedModel:
-    """The exact model of three tasks."""
-    return BertModel.from_pretrained(minilm_folder())
-
-
 def sentences(data: pathlib.Path, plan: Plan) -> Task:
-    """MiniLM, distilled on the training sentences of STS-B: Spearman correlation on its 1,500 pairs for development."""
+    """MiniLM, distilled on STS-B's sentences in batches of 32: Spearman correlation on its 1,500 pairs (dev)."""
     splits, count = glue.load("stsb", str(commands.existing(data / "glue", "GLUE"))), plan.steps + plan.finetune_steps
     texts = [text for name in ("sentence1", "sentence2") for text in splits["train"][name]]
     pairs, tokenizer = splits["validation"], AutoTokenizer.from_pretrained(minilm_folder())
@@ -197,16 +189,14 @@ def sentences(data: pathlib.Path, plan: Plan) -> Task:
 
     return Task(
         "Spearman correlation",
-        minilm,
+        load_minilm,
         lambda: text_batches(texts, 32, 128)[:count],
         evaluate,
-        "MiniLM, cosine similarity of 1,500 pairs of STS-B (dev); distilled on sentences of its training set in "
-        "batches of 32.",
     )
 
 
 def search(data: pathlib.Path, plan: Plan) -> Task:
-    """MiniLM, distilled on WikiText-2: recall@1 of the paragraphs that answer the questions of XQuAD."""
+    """MiniLM, distilled on paragraphs (up to 256 tokens) and sentences of WikiText-2: recall@1 on XQuAD."""
     files = [data / "text" / "wikitext-2" / f"{name}.txt.gz" for name in ("valid", "test")]
     lines = [line.strip() for path in files for line in read_text(commands.existing(path, "WikiText")).splitlines()]
     paragraphs = [line for line in lines if len(line) > 200]
@@ -223,14 +213,7 @@ def search(data: pathlib.Path, plan: Plan) -> Task:
         pairs = zip(*(text_batches(texts, 8, 256) for texts in (paragraphs, shorts)), strict=True)
         return [batch for pair in pairs for batch in pair]
 
-    return Task(
-        "recall@1",
-        minilm,
-        batches,
-        evaluate,
-        f"MiniLM, {len(corpus.questions)} questions and {len(corpus.texts)} paragraphs of XQuAD; distilled on "
-        "paragraphs of WikiText-2 of up to 256 tokens and on their first sentences, in batches of 8.",
-    )
+    return Task("recall@1", load_minilm, batches, evaluate)
 
 
 def windows(text: str, folder: pathlib.Path, length: int) -> Tensor:
@@ -247,26 +230,18 @@ def split_batches(ids: Tensor, size: int) -> list[Batch]:
 
 
 def states(data: pathlib.Path, plan: Plan) -> Task:
-    """MiniLM, distilled on windows of eight novels: the error of its last hidden states on windows of another."""
+    """MiniLM, distilled on windows of eight novels: the error of its last hidden states on 16 windows of another."""
     texts = [read_text(path)[FRONT_MATTER:][:400_000] for path in reversed(book_paths(data))]
     parts = [windows(text, minilm_folder(), 512) for text in texts]
     train, test = torch.cat(parts[1:]), parts[0][:16]
     with torch.no_grad(), no_progress_bar():
-        wanted = minilm().eval()(input_ids=test).last_hidden_state
+        wanted = load_minilm().eval()(input_ids=test).last_hidden_state
 
     @torch.no_grad()
     def evaluate(model: BertModel) -> float:
-        found = model(input_ids=test).last_hidden_state
-        return ((found - wanted).norm() / wanted.norm()).item()
+        return ((model(input_ids=test).last_hidden_state - wanted).norm() / wanted.norm()).item()
 
-    return Task(
-        "error of the last hidden states",
-        minilm,
-        lambda: split_batches(train, 2),
-        evaluate,
-        f"MiniLM, Frobenius norm, 16 windows of 512 tokens of a novel; distilled on {len(train)} windows of others in "
-        "batches of about 1,024 tokens.",
-    )
+    return Task("error of the last hidden states", load_minilm, lambda: split_batches(train, 2), evaluate)
 
 
 def language(data: pathlib.Path, plan: Plan) -> Task:
@@ -286,8 +261,6 @@ def language(data: pathlib.Path, plan: Plan) -> Task:
         lambda: GPT2LMHeadModel.from_pretrained(folder),
         lambda: split_batches(train, 1),
         evaluate,
-        f"GPT-2 of the books, {len(test)} windows of 2,048 tokens of the last 5 % of each book; distilled on single "
-        "windows of the rest.",
     )
 
 
@@ -321,14 +294,11 @@ def main(
     for label, config in configs.items():
         rows.append({"attention": label, "exact": exact, **distilled_figures(what, config, plan)})
         tqdm.write(str(rows[-1]))
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    rows = [dict.fromkeys(names) | row for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: f"{{{name}:.3f}}" for name in names} | {"attention": "{attention}"}
-    note = (
-        f"{what.figure}: {what.note} {plan.steps} steps of distillation, {plan.finetune_steps} of fine-tuning "
-        f"({plan.target}, learning rate {plan.learning_rate:g})."
-    )
-    commands.report(rows, columns, note, csv=csv)
+    stages = f"{steps} steps of distillation, {finetune_steps} of fine-tuning"
+    note = f"{what.figure} of {task}: {stages} ({target}, learning rate {plan.learning_rate:g})."
+    commands.report([names | row for row in rows], columns, note, csv=csv)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
     python -m recipes.benchmarks.error --data DATA --tokens 4096 --causal  (concatenated windows of 512 tokens)
     python -m recipes.benchmarks.error --data DATA --model deit            (DeiT-tiny, 512 pixels: 1,025 tokens)
     python -m recipes.benchmarks.error --data DATA --tokens 8192 --defaults     (as recipes.benchmarks.attention)
-    python -m recipes.benchmarks.error --data DATA --model glove --tokens 8192 --budget 512     (Fig. 4 of KDEformer)
     python -m recipes.benchmarks.error --half bfloat16 --check
 
 The error is |A - E|_op / |E|_op for every layer and head, averaged, where E is the output of exact attention (N x Dv)
@@ -24,13 +23,8 @@ at its budget      difference between the method's output in the dtype and in fl
 approximation      error of the method at that budget in float64, against exact attention in float64
 in all             error of the method at that budget in the dtype, against exact attention in float64
 
-`--model glove` has one head of word vectors, whose keys are the queries. With scores divided by sqrt(d), as in the
-paper's formulas, attention is so uniform that the mean of the values has an error of .055; nearfar has .006 with 512
-columns and 8,192 tokens. With `--scale 1` each word attends to itself, and the mean has .78. There nearfar has .43: its
-groups of 32 queries share too few keys (`--method nearfar:num_groups=2048` leaves .06, at the cost of exact attention).
-
-DATA holds `text/books/*.txt.gz` for MiniLM, `models/deit-tiny-imagenet` and
-`images/imagenet1k-sample-original-100.zip` for DeiT, or `wordvectors`. The default is $HEA_DATA or ../shared/data.
+DATA holds `text/books/*.txt.gz` for MiniLM, or `models/deit-tiny-imagenet` and
+`images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
 
 Duration: 2 minutes for the first command. Expected: the tables of docs/results.md. With `--half`, a minute: within its
 budget, no method has more than 3 times the error of exact attention in the same dtype, which `--check` compares with.
@@ -59,7 +53,6 @@ from recipes.common.inputs import (
     Activation,
     deit_activations,
     exact_outputs,
-    glove_activations,
     mean_error,
     minilm_activations,
 )
@@ -67,7 +60,7 @@ from recipes.common.inputs import (
 app = commands.new_app()
 
 METHODS = commands.METHODS
-MODELS = ("minilm", "deit", "random", "glove")
+MODELS = ("minilm", "deit", "random")
 # Of --half: without "auto", which is one of the others or exact; and the largest error within the budget, as a multiple
 # of that of exact attention in the same dtype.
 HALF_METHODS, HALF_GOAL = [name for name in hea.available_methods() if name != "auto"], 3.0
@@ -77,10 +70,8 @@ HALF_COLUMNS = {
 }  # fmt: skip
 
 
-def read(model: str, data: pathlib.Path, count: int, length: int, scale: float | None = None) -> list[Activation]:
+def read(model: str, data: pathlib.Path, count: int, length: int) -> list[Activation]:
     """The activations of a model on `count` inputs, or standard normal query, key and value (1, 8, length, 64)."""
-    if model == "glove":
-        return glove_activations(data, count, length, scale)
     if model == "deit":
         return deit_activations(data, count)
     if model == "minilm":
@@ -174,22 +165,21 @@ def half_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     return commands.compared(exact, "{method}, {dtype}: error / exact", "of", lambda row: HALF_GOAL, False)
 
 
-def by_method(rows: Sequence[commands.Row], mean: float) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells, with a line for each method and a column for each budget; * marks errors above `mean`."""
+def by_method(rows: Sequence[commands.Row], mean: float) -> str:
+    """A table with a line for each method and a column for each budget; * marks errors above `mean`."""
     cells: dict[str, list[str]] = {}
     for row in rows:
         spread = f" ± {row['deviation']:.3f}" if row["deviation"] else ""
-        cells.setdefault(row["method"], [row["method"]]).append(
-            f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
-        )
-    return ["attention", *dict.fromkeys(str(row["budget"]) for row in rows)], list(cells.values())
+        cell = f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
+        cells.setdefault(row["method"], [row["method"]]).append(cell)
+    return table(["attention", *dict.fromkeys(str(row["budget"]) for row in rows)], list(cells.values()))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --csv error.csv")
 def error(
     model: commands.option(
         str | None,
-        "minilm, deit (1,025 tokens), random or glove. [default: minilm; with --half random]",
+        "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]",
         metavar="MODEL",
     ) = None,
     data: commands.Data = None,
@@ -197,14 +187,11 @@ def error(
     method: commands.methods_option("all, both near fields, the papers' sampling") = [],  # noqa: B006
     inputs: commands.option(int | None, "Number of books or photographs. [default: 3; with --half 1]", min=1) = None,
     seeds: commands.option(int, "Seeds of each method that draws at random.", min=1) = 5,
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     tokens: commands.option(
         int | None,
         "Tokens of all but deit; minilm concatenates windows of 512. [default: 512; with --half 1024]",
         min=2,
-    ) = None,
-    scale: commands.option(
-        float | None, "Factor of the scores of glove. [default: 1 / sqrt(dimension)]", metavar="X"
     ) = None,
     defaults: commands.option(
         bool, "The hyperparameters of each method as they are, without a budget.", "--defaults"
@@ -223,8 +210,6 @@ def error(
     commands.check_known("--model", [model], MODELS)
     if check and not half:
         raise UnsupportedAttentionError("--check: the goals are those of half precision; give --half bfloat16")
-    if scale is not None and model != "glove":
-        raise UnsupportedAttentionError(f"--scale: {model} has a scale of its own; give --model glove")
     # Causal forms always have a window as near field, whatever `near_field` is.
     usual = HALF_METHODS if half else [name for name in METHODS if not (causal and "near_field" in name)]
     named = parse_methods(method or usual)
@@ -236,7 +221,7 @@ def error(
         if columns is not None:  # refuse budgets that a method cannot have before the work
             config.with_budget(columns)
     with use_threads(threads):
-        activations = read(model, commands.data_folder(data), inputs or (1 if half else 3), length, scale)
+        activations = read(model, commands.data_folder(data), inputs or (1 if half else 3), length)
         if half:
             rows = measure_half(configs, activations, dtypes, budgets[0], causal)
         else:
@@ -252,7 +237,7 @@ def error(
         commands.report(rows, HALF_COLUMNS, note, csv=csv, verdicts=half_verdicts if check else None)
         return
     commands.write(rows, csv)
-    typer.echo(table(*by_method(rows, mean)))
+    typer.echo(by_method(rows, mean))
     typer.echo(
         f"\n{title}. Relative operator norm, mean over heads, layers and inputs; "
         f"{'default hyperparameters' if defaults else 'budgets in columns'}; "

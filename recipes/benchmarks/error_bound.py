@@ -24,6 +24,7 @@ with 96 and 1.25 with 128. With --auto at most 1 % of heads missed; at most 5 % 
 tokens, and 3 % with 8,192.
 """
 
+import itertools
 import pathlib
 import statistics
 import time
@@ -57,12 +58,24 @@ GOAL = 0.01
 # Tokens -> largest share of exact attention's time that auto's decisions may cost.
 COSTS = {4096: 0.05, 8192: 0.03}
 _RUNS, _HEADS = 5, 8
+BOUND_COLUMNS = {
+    "source": "{source}", "tokens": "{tokens}", "rows": "{rows}", "layers": "{layers}", "missed": "{missed:.2f} %",
+    "heads missed": "{heads:.2f} %", "bound / error": "{ratio:.2f}",
+}  # fmt: skip
+HEAD_COLUMNS = {
+    "source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{percent:.0f} %",
+    "missed": "{missed}", "share of the approximated": "{percent_missed:.2f} %", "mean error": "{mean:.3f}",
+}  # fmt: skip
+COST_COLUMNS = {
+    "tokens": "{n}", "head_dim": "{dim}", "copies": "{copies:.1f} %", "exact rows": "{rows:.1f} %",
+    "together": "{all:.1f} %",
+}  # fmt: skip
 
 
 def compare(model: nn.Module, batch: Mapping[str, Any], rows: list[int], seeds: int) -> list[dict[str, Any]]:
     """One row for each number of queries, seed and layer: whether its bound and those of its heads fail."""
     exact, found = hea.attention_error(model, batch, num_rows=None).layers, []
-    for count, seed in ((count, seed) for count in rows for seed in range(seeds)):
+    for count, seed in itertools.product(rows, range(seeds)):
         sampled = hea.attention_error(model, batch, num_rows=count, seed=seed).layers
         for some, every in zip(sampled, exact, strict=True):
             if every.mean >= _SMALLEST:
@@ -74,16 +87,12 @@ def compare(model: nn.Module, batch: Mapping[str, Any], rows: list[int], seeds: 
 
 def approximated_heads(model: nn.Module, batch: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
     """One row for each layer: number of heads, of approximated ones, and of those above the bound."""
-    return [
-        {
-            "layer": layer.name,
-            "heads": layer.estimate.numel(),
-            "approximated": int((layer.estimate > _SMALLEST).sum()),
-            "missed": int((layer.estimate > limit).sum()),
-            "error": layer.estimate.sum().item(),
-        }
-        for layer in hea.attention_error(model, batch, num_rows=None).layers
-    ]
+    rows = []
+    for layer in hea.attention_error(model, batch, num_rows=None).layers:
+        row = {"layer": layer.name, "heads": layer.estimate.numel(), "error": layer.estimate.sum().item()}
+        row["approximated"] = int((layer.estimate > _SMALLEST).sum())
+        rows.append(row | {"missed": int((layer.estimate > limit).sum())})
+    return rows
 
 
 def converted(
@@ -117,12 +126,12 @@ def cost_of(tokens: int, head_dim: int) -> tuple[float, float]:
     return copies / exact, rows / exact
 
 
-def summary(rows: list[dict[str, Any]]) -> tuple[int, float, float, float]:
-    """Number of layers, share of them that are missed, share of the heads, and the median of bound / error."""
-    heads = sum(row["heads"] for row in rows)
-    missed = statistics.fmean(row["missed"] for row in rows)
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Number of layers, share and percent of missed ones, percent of missed heads, and median of bound / error."""
+    missed, heads = statistics.fmean(row["missed"] for row in rows), sum(row["heads"] for row in rows)
+    percent = 100 * sum(row["heads_missed"] for row in rows) / heads
     ratio = statistics.median(row["ratio"] for row in rows)
-    return len(rows), missed, sum(row["heads_missed"] for row in rows) / heads, ratio
+    return {"layers": len(rows), "share": missed, "missed": 100 * missed, "heads": percent, "ratio": ratio}
 
 
 def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str, Any]]]:
@@ -136,37 +145,31 @@ def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str,
 
 def show_bounds(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
     """Print the table of the bound of `hea.attention_error`, and return what is compared with the goal."""
-    cells = []
-    for (source, tokens, count), part in groups(rows, "rows").items():
-        layers, missed, heads, ratio = summary(part)
-        sizes = {"source": source, "tokens": tokens, "rows": count, "layers": layers, "ratio": ratio}
-        cells.append({**sizes, "share": missed, "missed": 100 * missed, "heads": 100 * heads})
-    columns = {name: f"{{{name}}}" for name in ("source", "tokens", "rows", "layers")}
-    columns |= {"missed": "{missed:.2f} %", "heads missed": "{heads:.2f} %", "bound / error": "{ratio:.2f}"}
-    commands.show(cells, columns)
+    cells = [
+        {"source": source, "tokens": tokens, "rows": count, **summary(part)}
+        for (source, tokens, count), part in groups(rows, "rows").items()
+    ]
+    commands.show(cells, BOUND_COLUMNS)
     together = [row for row in cells if row["source"] == "all"]
     return commands.compared(together, "{rows} rows", "share", lambda row: GOAL, at_least=False)
 
 
 def show_auto(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
     """Print the tables of auto's heads and of its costs, and return what is compared with the goals."""
-    cells = []
+    cells, costs = [], []
     for (source, tokens), part in groups(rows).items():
         sums = {key: sum(row[key] for row in part) for key in ("heads", "approximated", "missed", "error")}
         share = sums["missed"] / max(1, sums["approximated"])
-        cells.append({"source": source, "tokens": tokens, **sums, "share": share, "percent_missed": 100 * share})
-        cells[-1] |= {"percent": 100 * sums["approximated"] / sums["heads"], "mean": sums["error"] / sums["heads"]}
-    columns = {"source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{percent:.0f} %"}
-    columns |= {"missed": "{missed}", "share of the approximated": "{percent_missed:.2f} %"}
-    commands.show(cells, columns | {"mean error": "{mean:.3f}"})
-    costs = []
-    for n, dim in ((n, dim) for n in COSTS for dim in (32, 64)):
+        row = {"source": source, "tokens": tokens, **sums, "share": share, "percent_missed": 100 * share}
+        row |= {"percent": 100 * sums["approximated"] / sums["heads"], "mean": sums["error"] / sums["heads"]}
+        cells.append(row)
+    commands.show(cells, HEAD_COLUMNS)
+    for n, dim in itertools.product(COSTS, (32, 64)):
         copies, exact = cost_of(n, dim)
         costs.append({"n": n, "dim": dim, "copies": 100 * copies, "rows": 100 * exact, "cost": copies + exact})
-        costs[-1] |= {"all": 100 * costs[-1]["cost"]}
+        costs[-1]["all"] = 100 * costs[-1]["cost"]
     print()
-    columns = {"tokens": "{n}", "head_dim": "{dim}", "copies": "{copies:.1f} %", "exact rows": "{rows:.1f} %"}
-    commands.show(costs, columns | {"together": "{all:.1f} %"})
+    commands.show(costs, COST_COLUMNS)
     return [
         commands.Verdict("heads missed", cells[-1]["share"], GOAL, at_least=False),
         *commands.compared(costs, "cost, {n} tokens, head_dim {dim}", "cost", lambda row: COSTS[row["n"]], False),
@@ -183,7 +186,7 @@ def error_bound(
     method: commands.methods_option("those that benchmark compares") = [],  # noqa: B006
     auto: commands.option(bool, "Heads of `auto` above its bound, and the cost of it.", "--auto") = False,
     seeds: commands.option(int, "Samples of queries.", min=1) = 2,
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     check: commands.Check = False,
     csv: commands.Csv = None,
 ) -> None:

@@ -57,30 +57,25 @@ def measure(length: int) -> dict[str, Any]:
     queries, keys, x = clustered(length)
     start = time.perf_counter()
     y, report = hea.kernel.approx_kernel_matvec(queries, keys, x, bandwidth=1.0, eps=EPS, delta=DELTA, seed=0)
-    seconds = time.perf_counter() - start
-    step = max(1, length // CHECKED)
+    seconds, step = time.perf_counter() - start, max(1, length // CHECKED)
     exact = hea.kernel.kernel_matvec(queries[::step], keys, x, bandwidth=1.0)
     scale = math.sqrt(length / len(exact)) / x.norm().item()
+    counts = {"evaluations": report.evaluations / length, "projections": report.projections / length}
+    total = sum(counts.values())
     return {
-        "length": length,
-        "error": (y[::step] - exact).norm().item() * scale,
-        "norm": exact.norm().item() * scale,
-        "exact": report.exact,
-        "heavy_coordinates": report.heavy_coordinates,
-        "heavy_keys": report.heavy_keys.double().mean().item(),
-        "light_samples": report.light_samples / length,
-        "evaluations": report.evaluations / length,
-        "projections": report.projections / length,
-        "seconds": seconds,
-    }
+        "length": length, "error": (y[::step] - exact).norm().item() * scale, "norm": exact.norm().item() * scale,
+        "exact": report.exact, "heavy_coordinates": report.heavy_coordinates,
+        "heavy_keys": report.heavy_keys.double().mean().item(), "light_samples": report.light_samples / length,
+        **counts, "total": total, "of_n": total / length, "seconds": seconds,
+    }  # fmt: skip
 
 
 def exponent(lengths: list[int], costs: list[float]) -> float | None:
     """Slope of log(length * cost) against log(length) by least squares; None for fewer than two lengths."""
     if len(set(lengths)) < 2:
         return None
-    logs = [math.log(n) for n in lengths]
-    return statistics.linear_regression(logs, [math.log(n * c) for n, c in zip(lengths, costs, strict=True)]).slope
+    logs = [(math.log(n), math.log(n * cost)) for n, cost in zip(lengths, costs, strict=True)]
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope
 
 
 COLUMNS = {
@@ -99,11 +94,7 @@ def kernel(
     lengths = sorted(set(parse_lengths(length))) or LENGTHS
     if lengths[0] < CLUSTER:
         raise UnsupportedAttentionError(f"--length {lengths[0]}: give at least one cluster of {CLUSTER} points")
-    rows: list[dict[str, Any]] = []
-    for n in tqdm([n // CLUSTER * CLUSTER for n in lengths], disable=None, leave=False):
-        row = measure(n)
-        total = row["evaluations"] + row["projections"]
-        rows.append(row | {"total": total, "of_n": total / n})
+    rows = [measure(n // CLUSTER * CLUSTER) for n in tqdm(lengths, disable=None, leave=False)]
     write(rows, csv)
     exact = {"off": "exact", "heavy_coordinates": None, "heavy_keys": None}
     show([{**row, "off": f"{row['error']:.3f}"} | (exact if row["exact"] else {}) for row in rows], COLUMNS)
@@ -111,8 +102,7 @@ def kernel(
         f"\nerror and norm in units of |x|; S_i to projections per entry of y, `of n`: sum of the last two over n; "
         f"eps {EPS}, delta {DELTA}, width {WIDTH}, random signs"
     )
-    own = [row for row in rows if not row["exact"]]
-    for what, some in (("all lengths", rows), ("those not computed exactly", own)):
+    for what, some in (("all lengths", rows), ("those not computed exactly", [r for r in rows if not r["exact"]])):
         for key, name in (("evaluations", "evaluations"), ("total", "evaluations and projections")):
             slope = exponent([row["length"] for row in some], [row[key] for row in some])
             typer.echo(f"exponent of {name}, {what}: {'too few lengths' if slope is None else f'{slope:.2f}'}")

@@ -115,15 +115,15 @@ def measure(layer: Layer, configs: dict[str, MethodConfig], budgets: list[int], 
     for name, how, config in wanted:
         counts = count(lambda c=config: compute(c, inputs), multiply_adds_as_one=True)
         found = {part: layer.batch * number for part, number in counts._asdict().items()}
-        found["total"] = layer.batch * counts.total
+        found |= {"total": sum(found.values()), **{f"giga_{part}": number / 1e9 for part, number in found.items()}}
         exact, paper, time = (rows or [found])[0], layer.paper.get(name), timed.get((name, how))
-        rows.append(
-            {"layer": layer.title, "method": name, "setting": how, **found}
-            | {"fewer_products": exact["products"] / max(found["products"], 1)}
-            | {"fewer": exact["total"] / max(found["total"], 1)}
-            | {"paper_gflop": paper, "paper_fewer": paper and layer.paper["sdpa"] / paper}
-            | {"times_faster": time and time.ratio, "unsteady": bool(time and time.unsteady)}
-        )
+        rows.append({
+            "layer": layer.title, "method": name, "setting": how, **found,
+            "fewer_products": exact["products"] / max(found["products"], 1),
+            "fewer": exact["total"] / max(found["total"], 1), "paper_gflop": paper,
+            "paper_fewer": paper and layer.paper["sdpa"] / paper, "times_faster": time and time.ratio,
+            "unsteady": bool(time and time.unsteady),
+        })  # fmt: skip
     return rows
 
 
@@ -140,21 +140,16 @@ def operations_table(
     """Count and time the attention layers of the paper's two models, by method."""
     commands.check_known("--layer", layer, LAYERS)
     configs, budgets = parse_methods(method or METHODS), parse_lengths(budget) or [128]
-    chosen, rows = [LAYERS[name] for name in layer or LAYERS], list[dict[str, Any]]()
-    with use_threads(threads):
-        for one in chosen:
-            rows += measure(one, configs, budgets, rounds=rounds if time else 0)
-    commands.write(rows, csv)
-    columns = COLUMNS if time else dict([*COLUMNS.items()][:-1])
-    for one in chosen:
+    columns, rows = COLUMNS if time else dict([*COLUMNS.items()][:-1]), list[dict[str, Any]]()
+    for one in (LAYERS[name] for name in layer or LAYERS):
+        with use_threads(threads):
+            rows += (found := measure(one, configs, budgets, rounds=rounds if time else 0))
         typer.echo(f"\n{one.title}: {one.queries} x 64 queries, {one.keys} keys, values of {one.value_dim}\n")
-        own = [row for row in rows if row["layer"] == one.title]
         names = [k for k, c in configs.items() if one.queries != one.keys and not method_info(c.method).rectangular]
         note = f"Omitted, since they have no rectangular form: {', '.join(names)}.\n" if names else ""
         note += f"In 10^9, at the paper's batch size of {one.batch}; a multiply-add counts as one operation."
-        commands.report(
-            [{**row, **{f"giga_{k}": row[k] / 1e9 for k in Operations._fields}} for row in own], columns, note
-        )
+        commands.report(found, columns, note)
+    commands.write(rows, csv)
 
 
 if __name__ == "__main__":

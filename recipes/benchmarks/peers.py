@@ -56,10 +56,6 @@ COLUMNS = {
 }  # fmt: skip
 
 
-# Adapters: each takes the config of our method and the inputs, and returns the call to time, whose result is
-# (B, H, N, D).
-
-
 class Inputs(NamedTuple):
     """Query, key and value (B, H, N, D), causality, and learned parameters of both sides (tables of projections)."""
 
@@ -68,6 +64,9 @@ class Inputs(NamedTuple):
     value: Tensor
     causal: bool
     learned: Mapping[str, Tensor]
+
+
+# Adapters: each takes the config of our method and the inputs, and returns the call to time, with result (B, H, N, D).
 
 
 class _Precomputed(nn.Module):
@@ -302,11 +301,10 @@ def measure(peers: Sequence[Peer], case: Case, rounds: int) -> list[dict[str, An
             calls[(name, peer.title)] = call
     timed = paired(lambda: run_once(None, tensors, case), calls, rounds)[1]
     for row in rows:
-        own, theirs = timed[row["method"]], timed.get((row["method"], row["peer"]))
-        row |= {"peer_ratio": theirs and theirs.ratio, "our_ratio": own.ratio}
-        row |= {"ours_over_peer": theirs and own.ratio / theirs.ratio}
-        row |= {"peer_seconds": theirs and theirs.seconds, "our_seconds": own.seconds}
-        row |= {"unsteady": own.unsteady or bool(theirs and theirs.unsteady)}
+        us, them = timed[row["method"]], timed.get((row["method"], row["peer"]))
+        row |= {"peer_ratio": them and them.ratio, "our_ratio": us.ratio, "our_seconds": us.seconds}
+        row |= {"ours_over_peer": them and us.ratio / them.ratio, "peer_seconds": them and them.seconds}
+        row["unsteady"] = us.unsteady or bool(them and them.unsteady)
     return rows
 
 

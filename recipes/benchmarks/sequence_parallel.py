@@ -7,11 +7,10 @@ Duration: a quarter of a minute. Expected with 8 processes and 16 heads of dimen
 .8 MB for nystromformer, 1.2 MB for performer and 2.1 MB for linformer and longformer, which do not depend on the
 length. Methods that exchange tokens for heads send 8 MB at 8,192 tokens and 67 MB at 65,536.
 
-One process runs the calls of a model and exchanges nothing. The bytes are what it gives to the
-collectives, forward and backward. How much of that is on the wire depends on the library: all_reduce moves about twice
-as much, all_gather one copy for each other process, and all_to_all all but the process's own part. The same counter
-counts real calls in the tests. "tokens for heads" stands for every method without a form of its own, and for exact
-attention.
+One process runs the calls of a model and exchanges nothing. The bytes are what it gives to the collectives. How much of
+that is on the wire depends on the library: all_reduce moves about twice as much, all_gather one copy for each other
+process, and all_to_all all but the process's own part. "tokens for heads" stands for every method without a form of its
+own, and for exact attention.
 """
 
 import itertools
@@ -115,16 +114,8 @@ def row(label: str, config: MethodConfig | None, length: int, how: Setting) -> d
     return {
         "method": label, "length": length, "processes": how.processes, "causal": how.is_causal,
         "bytes": forward, "backward_bytes": backward, "collectives": ", ".join(found.forward),
-        "forward": in_words(forward), "backward": in_words(backward),
+        "forward": f"{forward / 1e6:.3g} MB", "backward": f"{backward / 1e6:.3g} MB",
     }  # fmt: skip
-
-
-def in_words(count: int) -> str:
-    """Bytes with a unit: 266 KB, 1.07 GB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.sequence_parallel --length 65536 --processes 16")

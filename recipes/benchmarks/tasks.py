@@ -27,8 +27,8 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -45,12 +45,23 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.data.image_classes import class_indices
+from recipes.common.arguments import for_length
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
-from recipes.common.data.images import EVAL_SPLITS, load, pick
-from recipes.common.image_models import for_length
-from recipes.common.inputs import MINILM_TOKENS, book_tokens, deit, photographs, picture_batches
-from recipes.common.retrieval import books, chunks, embed, long_minilm, ranks, similarities, xquad
+from recipes.common.data.images import EVAL_SPLITS, class_indices, load, pick
+from recipes.common.inputs import (
+    MINILM_TOKENS,
+    book_tokens,
+    books,
+    chunks,
+    deit,
+    embed,
+    long_minilm,
+    photographs,
+    picture_batches,
+    ranks,
+    similarities,
+    xquad,
+)
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -75,38 +86,27 @@ def top_one(model: PreTrainedModel, batches: Batches) -> float:
     return (guesses(model, batches, interpolate_pos_encoding=True) == classes).double().mean().item()
 
 
-class Setting(NamedTuple):
-    """A method at a budget. The config is None and the budget "all" for exact attention."""
-
-    name: str
-    budget: int | str
-    config: MethodConfig | None
-
-
-def settings_of(method: list[str], budget: list[str]) -> list[Setting]:
-    """Every method at every budget, checked before any work."""
-    budgets = parse_lengths(budget) or [64, 128, 256]
-    configs = parse_methods(method or METHODS)
-    return [
-        Setting(name, columns, config.with_budget(columns)) for name, config in configs.items() for columns in budgets
-    ]
+def settings_of(method: list[str], budget: list[str]) -> dict[tuple[str, int], MethodConfig]:
+    """The config of every method at every budget, checked before any work."""
+    budgets, configs = parse_lengths(budget) or [64, 128, 256], parse_methods(method or METHODS)
+    return {(name, n): config.with_budget(n) for name, config in configs.items() for n in budgets}
 
 
 def run(
     load: Callable[[], PreTrainedModel],
-    settings: Sequence[Setting],
+    settings: Mapping[tuple[str, int], MethodConfig],
     evaluate: Callable[[Any], dict[str, float]],
     layers: Sequence[int | str] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate a model with exact attention and with every setting in some layers or all; one row for each."""
-    settings = [Setting("sdpa", "all", None), *settings]
     # A method without a budget has the same config for all of them and runs once.
-    figures: dict[MethodConfig | None, dict[str, float]] = dict.fromkeys(config for _, _, config in settings)
+    figures: dict[MethodConfig | None, dict[str, float]] = dict.fromkeys([None, *settings.values()])
     for config in tqdm(figures, disable=None, leave=False):
         with no_progress_bar():
             model = load().eval()
         figures[config] = evaluate(model if config is None else hea.convert(model, config, layers=layers))
-    return [{"attention": name, "budget": columns, **figures[config]} for name, columns, config in settings]
+    rows = [{"attention": name, "budget": n, **figures[config]} for (name, n), config in settings.items()]
+    return [{"attention": "sdpa", "budget": "all", **figures[None]}, *rows]
 
 
 def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> None:
@@ -136,7 +136,7 @@ def search(
     chunk: commands.numbers_option(
         "Tokens of the chunks that texts are also divided into, for exact attention", "none", "--chunks"
     ) = [],  # noqa: B006
-    threads: commands.AnyThreads = None,
+    threads: commands.Threads = None,
     csv: commands.Csv = None,
 ) -> None:
     """Measure recall@1 and MRR of MiniLM: finding the text of each question among all, whole or in chunks."""
@@ -217,7 +217,7 @@ def images(
 ) -> None:
     """Measure top-1 of DeiT-tiny on photographs."""
     tokens, data = (pixels // 16) ** 2 + 1, commands.data_folder(data)
-    wanted = [one._replace(config=for_length(one.config, tokens)) for one in settings_of(method, budget)]
+    wanted = {key: for_length(config, tokens) for key, config in settings_of(method, budget).items()}
     folder, batches = deit(data), list(photographs(data, pixels))
     count = sum(len(classes) for _, classes in batches)
     load = functools.partial(AutoModelForImageClassification.from_pretrained, folder)
@@ -227,25 +227,18 @@ def images(
 
 
 def own_pictures(
-    source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any], count: int | None
+    source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say.
-
-    Without a split it is a usual one for evaluation. `count` pictures are chosen at random. Raises ValueError if the
-    split does not exist, or if its classes are not the model's.
-    """
+    """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say."""
     splits = load(source)
-    found = splits.get("") or pick(splits, split, EVAL_SPLITS, source)
-    if found is None:
+    pictures = splits.get("") or pick(splits, split, EVAL_SPLITS, source)
+    if pictures is None:
         raise ValueError(f"{source} has no split to evaluate on: give one of {', '.join(splits)} with --split")
     names = [str(model.config.id2label[i]) for i in range(model.config.num_labels)]
-    indices, _ = class_indices(found.class_names(), names, own_order=found.order is not None)
-    chosen: Sequence[int] = range(len(found))
-    if count is not None and count < len(found):
-        chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    indices, _ = class_indices(pictures.class_names(), names, own_order=pictures.order is not None)
     pixels, edge = model.config.image_size, (settings.get("size") or {}).get("shortest_edge")
     transform = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0)
-    return list(picture_batches(found, chosen, indices, transform))
+    return list(picture_batches(pictures, range(len(pictures)), indices, transform))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks classify t2t cifar10.zip --layers t2t.0 --budget 64")
@@ -256,7 +249,6 @@ def classify(
     ],
     split: commands.option(str | None, "Split of the pictures. [default: validation, test]", metavar="NAME") = None,
     layers: commands.option(str | None, "Layers to convert, such as t2t.0,0-5. [default: all]", metavar="LIST") = None,
-    count: commands.option(int | None, "Number of pictures, chosen at random. [default: all]", min=1) = None,
     budget: Budget = [],  # noqa: B006
     method: Method = [],  # noqa: B006
     csv: commands.Csv = None,
@@ -264,20 +256,14 @@ def classify(
     """Measure top-1 of an image classifier at its own resolution, with other attention methods."""
     wanted, chosen = settings_of(method, budget), None if layers is None else parse_layers(layers)
 
-    def load_exact() -> PreTrainedModel:
-        # Exact attention even for a converted checkpoint, since all other settings are compared with it.
-        return AutoModelForImageClassification.from_pretrained(model, attn_implementation="sdpa")
-
+    # Exact attention even for a converted checkpoint, since all other settings are compared with it.
+    load_exact = functools.partial(AutoModelForImageClassification.from_pretrained, model, attn_implementation="sdpa")
     try:
         with no_progress_bar():
             first = load_exact()
-        settings = preprocessor_settings(model)
+        batches = own_pictures(pictures, split, first, preprocessor_settings(model))
     except (OSError, ValueError) as reason:
-        raise UnsupportedAttentionError(f"{model} is not an image classifier with a preprocessor: {reason}") from reason
-    try:
-        batches = own_pictures(pictures, split, first, settings, count)
-    except ValueError as reason:
-        raise UnsupportedAttentionError(str(reason)) from reason
+        raise UnsupportedAttentionError(f"{model} does not classify {pictures}: {reason}") from reason
     truth = torch.cat([classes for _, classes in batches])
     exact: list[tuple[Tensor, float]] = []
 

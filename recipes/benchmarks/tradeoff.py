@@ -1,7 +1,6 @@
 """Draw the error of the methods against their speed at several budgets, on a long text of a real model.
 
     python -m recipes.benchmarks.tradeoff --data DATA --output docs/pictures/tradeoff.png
-    python -m recipes.benchmarks.tradeoff --output docs/pictures/tradeoff.png --redraw      (from tradeoff.json)
 
 The inputs are those of MiniLM on a novel (DATA/text/books; windows of 512 tokens are concatenated, as in
 `recipes.benchmarks.error`), and a head of every layer becomes a head of one call. The error is |A - E|_op / |E|_op, the
@@ -24,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import typer
 from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from tqdm import tqdm
@@ -32,9 +30,7 @@ from tqdm import tqdm
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import Timing, describe, paired, processor_name, use_threads
-from hf_efficient_attn.io.json import read_json_object, write_json
-from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.evaluation.timing import describe, paired, processor_name, use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.inputs import Activation, minilm_activations
@@ -59,6 +55,12 @@ _COLORS = {
 }  # fmt: skip
 # Queries of exact attention in bfloat16 that are computed at a time: their scores stay in the cache.
 _CHUNK_QUERIES = 256
+
+
+COLUMNS = {
+    "attention": "{method}", "columns or bound": "{setting}", "times faster": "{ratio:.2g}",
+    "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{off}", "on the frontier": "{best}",
+}  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -87,9 +89,7 @@ def read_inputs(data: pathlib.Path, tokens: int) -> Activation:
     found = minilm_activations(data, 1, tokens)
     _, _, length, dim = found[0].query.shape
     if length < tokens:
-        raise UnsupportedAttentionError(
-            f"the first book in {data} has fewer than {tokens} tokens: give a shorter length"
-        )
+        raise UnsupportedAttentionError(f"the first book in {data} has {length} tokens: give a shorter length")
     return Activation(0, *(torch.cat([one[i][:, :1] for one in found], 1) for i in (1, 2, 3)), dim**-0.5)
 
 
@@ -128,7 +128,8 @@ def measure(wanted: Sequence[Point], inputs: Activation, rounds: int) -> list[di
     for point in tqdm(wanted, disable=None, leave=False):
         error = hea.analysis.relative_error(call(point, inputs), truth).operator.mean().item()
         timing = paired(exact, {"": functools.partial(call, point, wide)}, rounds)[1][""]
-        rows.append({"method": point.method, "setting": point.setting, "error": error, **timing._asdict()})
+        row = {"method": point.method, "setting": point.setting, "error": error}
+        rows.append(row | timing._asdict() | {"unsteady": timing.unsteady})
     return rows
 
 
@@ -141,50 +142,28 @@ def frontier(rows: Sequence[commands.Row]) -> list[commands.Row]:
     return found
 
 
-def draw(result: Mapping[str, Any]) -> "Figure":
+def draw(rows: Sequence[commands.Row], about: str, tokens: int) -> "Figure":
     """Error against speed, both logarithmic, with a line for each method and a thick grey line for the frontier."""
     from matplotlib.figure import Figure
 
-    about, lines = result["about"], {"frontier": frontier(result["rows"])}
-    for row in result["rows"]:
+    lines: dict[str, list[commands.Row]] = {"frontier": frontier(rows)}
+    for row in rows:
         lines.setdefault(row["method"], []).append(row)
     figure = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for (label, own), marker in zip(lines.items(), itertools.cycle("osD^vP*X<>d"), strict=False):
+    for (label, points), marker in zip(lines.items(), itertools.cycle("osD^vP*X<>d"), strict=False):
         style = {"color": _COLORS.get(label, "0.55"), "marker": marker, "markersize": 5}
         if label == "frontier":
             style = {"color": "0.85", "linewidth": 9, "solid_capstyle": "round"}
-        axes.plot([row["ratio"] for row in own], [row["error"] for row in own], label=label, **style)
+        axes.plot([row["ratio"] for row in points], [row["error"] for row in points], label=label, **style)
     axes.set(xscale="log", yscale="log", xlabel="times faster than exact attention", ylabel="relative error")
-    axes.set_title(f"Attention on {about['tokens']:,} tokens: to the right and down is better", fontsize=11, loc="left")
+    axes.set_title(f"Attention on {tokens:,} tokens: to the right and down is better", fontsize=11, loc="left")
     axes.grid(alpha=0.25, which="both")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     figure.legend(loc="outside right upper", fontsize=7.5, frameon=False)
-    figure.supxlabel(f"MiniLM (BERT) on a novel, no training. {_machine(about)}.", fontsize=7.5, color="0.35")
+    figure.supxlabel(f"MiniLM (BERT) on a novel, no training. {about}.", fontsize=7.5, color="0.35")
     return figure
-
-
-def _machine(about: Mapping[str, Any]) -> str:
-    return f"{describe({'device': 'cpu', 'dtype': 'float32', **about})}, torch {about['torch']}"
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """Print the table in Markdown: the methods in their order, each from the smallest budget to the largest."""
-    about, best, rows = result["about"], frontier(result["rows"]), []
-    for row in result["rows"]:
-        off = f"{row['error']:.2g}" if row["error"] < 0.01 else f"{row['error']:.3f}"
-        unsteady = Timing(*(row[name] for name in Timing._fields)).unsteady
-        rows.append({**row, "best": "yes" if row in best else "", "off": off, "unsteady": unsteady})
-    columns = {
-        "attention": "{method}", "columns or bound": "{setting}", "times faster": "{ratio:.2g}",
-        "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{off}", "on the frontier": "{best}",
-    }  # fmt: skip
-    commands.report(
-        rows, columns,
-        f"{about['tokens']:,} tokens, a head of each layer, times with a head dimension of {_WIDTH}, median of rounds: "
-        f"{about['rounds']}. {_machine(about)}.",
-    )  # fmt: skip
 
 
 @app.command(
@@ -198,24 +177,20 @@ def tradeoff(
     method: commands.methods_option("all, both near fields of kdeformer and hyperattention") = [],  # noqa: B006
     threads: commands.Threads = 2,
     rounds: commands.Rounds = 3,
-    redraw: commands.Redraw = False,
+    csv: commands.Csv = None,
 ) -> None:
     """Measure and draw the error of the methods against their speed on a long text, at several budgets."""
-    path = commands.measurements_of(output)
-    if redraw:
-        result = read_json_object(path)
-    else:
-        wanted = points(parse_methods(method or METHODS), parse_lengths(budget) or BUDGETS)
-        about = {"tokens": tokens, "threads": threads, "rounds": rounds, "cpu": processor_name()}
-        with use_threads(threads):
-            rows = measure(wanted, read_inputs(commands.data_folder(data), tokens), rounds)
-        result = {"about": {**about, "torch": torch.__version__}, "rows": rows}
-        with replacing(path) as draft:
-            write_json(draft, result)
-    with replacing(output) as draft:
-        draw(result).savefig(draft, dpi=200)
-    show(result)
-    typer.echo(f"\nWritten: {output}, {path}")
+    wanted = points(parse_methods(method or METHODS), parse_lengths(budget) or BUDGETS)
+    with use_threads(threads):
+        rows = measure(wanted, read_inputs(commands.data_folder(data), tokens), rounds)
+    machine = {"cpu": processor_name(), "threads": threads, "device": "cpu", "dtype": "float32"}
+    about, best = f"{describe(machine)}, torch {torch.__version__}", frontier(rows)
+    shown = [{**row, "best": "yes" if row in best else "", "off": f"{row['error']:.3g}"} for row in rows]
+    note = (
+        f"{tokens:,} tokens, a head of each layer, times with a head dimension of {_WIDTH}, median of rounds: {rounds}"
+    )
+    commands.report(shown, COLUMNS, f"{note}. {about}.", csv=csv)
+    commands.save(draw(rows, about, tokens), output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import datasets
 import torch
 import transformers
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
@@ -34,10 +33,7 @@ STATE = "trainer_state.json"
 
 
 def option(help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
-    """A dataclass field that becomes an option of the command line; required without a default.
-
-    `metadata` are further arguments of `ArgumentParser.add_argument`.
-    """
+    """A dataclass field as an option; required without a default. `metadata` are arguments of `add_argument`."""
     given = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     return field(**given, metadata={"help": help, **metadata})
 
@@ -77,11 +73,6 @@ class AttentionArguments:
 
     Image recipes set `tokens` once the model is loaded. Methods with learned tables get tables for this number of
     tokens, which the config of a model does not show at another resolution than the model's own.
-
-    Raises:
-        ValueError: more than one of --attention, --stages and --preset is given, or an option without the option that
-            it belongs to.
-        UnsupportedAttentionError: a method, hyperparameter or preset does not exist, or the shares do not end at 1.
     """
 
     _argument_group_name = "attention"
@@ -143,15 +134,14 @@ class AttentionArguments:
             )
         if self.set or layers:
             raise ValueError(
-                f"--attention {self.attention} is exact attention in all layers: leave out --set and --layers"
+                f"--attention {self.attention} is exact attention everywhere: leave out --set and --layers"
             )
         return self.attention, None
 
     def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
         """The up-training schedule of --stages or --preset; None without them.
 
-        Args:
-            total_steps: optimizer steps of the whole training. Training loops without Trainer need it.
+        Training loops without Trainer need `total_steps`, the optimizer steps of the whole training.
         """
         if self.stages:
             schedule = hea.UptrainingSchedule.parse(self.stages)
@@ -160,13 +150,11 @@ class AttentionArguments:
             schedule = hea.uptraining_preset(self.preset, **variant, **key_values("--set", self.set))
         else:
             return None
-        stages = []
-        for stage in schedule.stages:
+        stages = list(schedule.stages)
+        for i, stage in enumerate(stages):
             if stage.settings is not None and len(stage.settings.entries) == 1:
-                (entry,) = stage.settings.entries
-                config, layers = self._adapted(entry.config, entry.layers)
-                stage = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
-            stages.append(stage)
+                config, layers = self._adapted(stage.settings.entries[0].config, stage.settings.entries[0].layers)
+                stages[i] = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
         return hea.UptrainingSchedule(stages, schedule.total_steps if total_steps is None else total_steps)
 
     def _adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:
@@ -179,17 +167,15 @@ class AttentionArguments:
         return config, self.default_layers if layers is None else layers
 
 
+# Evaluates and saves after every epoch.
+PER_EPOCH = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2}
 # The defaults of the recipes: the loss is logged at 50 to 100 steps, and nothing is reported to a service.
 _DEFAULTS = {"seed": 0, "report_to": "none", "logging_steps": 0.01, "logging_first_step": True, "disable_tqdm": None}
 
 
 @dataclass
 class RecipeArguments(TrainingArguments):
-    """TrainingArguments with an output folder that is protected, and bars only on a terminal.
-
-    Raises:
-        ValueError: there is no output folder, or the checkpoint to resume from is not a checkpoint.
-    """
+    """TrainingArguments with an output folder that is protected, and bars only on a terminal."""
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
@@ -214,11 +200,6 @@ class RecipeArguments(TrainingArguments):
         # Without an accelerator PyTorch warns about pinned memory.
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()
         super().__post_init__()
-        missing = [name for name in self.report_to if name not in get_available_reporting_integrations()]
-        if missing:
-            raise ValueError(
-                f"--report_to {missing[0]} is unknown or not installed: 'pip install {missing[0]}', or give none"
-            )
 
 
 def check_counts(options: Any, *names: str) -> None:
@@ -248,10 +229,6 @@ def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = No
     The types are those of the options; RecipeArguments is appended, unless a subclass of it is given. Instances of
     them are returned in their order. --save_steps, --eval_steps and --logging_steps imply the strategy "steps", without
     which Trainer would ignore them.
-
-    Raises:
-        ValueError: an option does not exist, the dataclasses refuse the options, or the output folder is not empty and
-            neither --resume_from_checkpoint nor --overwrite is given.
     """
     types = [*dataclasses_]
     if not any(issubclass(kind, RecipeArguments) for kind in types):
@@ -277,9 +254,7 @@ def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = No
 
 def parse_only(*dataclasses_: type, description: str, argv: Sequence[str] | None = None, **defaults: Any) -> tuple:
     """Parse the command line only, without seeding and without an output folder, for loops without Trainer."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
-        # Accelerate connects processes on the CPU only if told to; otherwise each of them would train its own model.
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    use_cpu_if_needed()
     if not sys.stderr.isatty():  # `disable_tqdm` disables the progress bar of Trainer
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -299,15 +274,19 @@ def parse_only(*dataclasses_: type, description: str, argv: Sequence[str] | None
     return tuple(parsed)
 
 
+def use_cpu_if_needed() -> None:
+    """Let Accelerate connect processes on the CPU, which it does only if told to."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
 def prepare_output(
     output_dir: str | os.PathLike, state: accelerate.PartialState, resume: bool, overwrite: bool
 ) -> None:
     """Create the output folder, and delete its checkpoints with --overwrite.
 
-    Raises:
-        ValueError: the folder is a file, or is not empty and the run neither resumes nor overwrites it, or processes
-            that were started together are not connected.
-        UnsupportedAttentionError: matplotlib is missing.
+    Refused are a file, a folder that is not empty unless the run resumes or overwrites it, processes that were started
+    together and are not connected, and a missing matplotlib.
     """
     check_connected(state.num_processes)
     folder = pathlib.Path(output_dir)
@@ -339,23 +318,18 @@ def check_connected(processes: int) -> None:
 
 
 def main_of(run: Callable[[], Any]) -> None:
-    """Run a recipe and exit with status 0 (done), 2 (refused, with one line on stderr) or 130 (interrupted).
-
-    Errors other than ValueError and OSError are bugs and keep their traceback.
-    """
+    """Run a recipe and exit with status 0 (done), 2 (refused, with one line on stderr) or 130 (interrupted)."""
+    status, message = 0, ""
     try:
         run()
     except KeyboardInterrupt:
-        _exit_with("interrupted", 130)
+        status, message = 130, "interrupted"
     except (ValueError, OSError) as error:
-        _exit_with(str(error), 2)
+        status, message = 2, " ".join(str(error).split())
+    if status:
+        rank = int(os.environ.get("RANK", 0))
+        print(f"error{f' in process {rank}' if rank else ''}: {message}", file=sys.stderr, flush=True)
+        sys.exit(status)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(0)
-
-
-def _exit_with(message: str, status: int) -> NoReturn:
-    rank = int(os.environ.get("RANK", 0))
-    where = f" in process {rank}" if rank else ""
-    print(f"error{where}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    sys.exit(status)

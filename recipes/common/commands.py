@@ -5,7 +5,7 @@ import os
 import pathlib
 import string
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -23,6 +23,9 @@ METHODS = (
     "flurka_linear", "flurka_performer", "flurka_eva",
 )  # fmt: skip
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _PARSER = string.Formatter()
 Row = Mapping[str, Any]  # one line of a table or CSV file
 
@@ -30,6 +33,11 @@ Row = Mapping[str, Any]  # one line of a table or CSV file
 def _writable(path: pathlib.Path | None) -> pathlib.Path | None:
     if path is not None:
         check_writable(path)
+    return path
+
+
+def _drawable(path: pathlib.Path) -> pathlib.Path:
+    check_picture(path)
     return path
 
 
@@ -41,10 +49,7 @@ Csv = Annotated[
 Data = Annotated[
     pathlib.Path | None, typer.Option(metavar="FOLDER", help="Data folder. [default: $HEA_DATA or ../shared/data]")
 ]
-Threads = Annotated[int, typer.Option(metavar="N", min=1, help="Number of PyTorch threads.")]
-AnyThreads = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Number of PyTorch threads. [default: PyTorch's own]")
-]
+Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of PyTorch threads.")]
 Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of paired measurements.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
@@ -62,8 +67,7 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
 
 
-Picture = option(pathlib.Path, "The picture; the measurements go to a .json file beside it.", metavar="FILE")
-Redraw = option(bool, "Draw the measurements of an earlier run again.", "--redraw")
+Picture = option(pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=_drawable)
 
 
 def methods_option(default: str, *names: str) -> Any:
@@ -114,14 +118,6 @@ class Verdict(NamedTuple):
         return self.figure >= self.goal if self.at_least else self.figure <= self.goal
 
 
-def measurements_of(picture: pathlib.Path) -> pathlib.Path:
-    """The .json file beside a picture. Both are checked to be writable."""
-    check_picture(picture)
-    if picture.suffix == ".json":
-        raise UnsupportedAttentionError("--output names the picture, such as picture.png")
-    return picture.with_suffix(".json")
-
-
 def compared(
     rows: Iterable[Row], what: str, figure: str, goal_of: Callable[[Row], float | None], at_least: bool = True
 ) -> list[Verdict]:
@@ -130,18 +126,20 @@ def compared(
     return [Verdict(what.format_map(row), row[figure], goal, at_least) for row, goal in goals if goal is not None]
 
 
-def check_outputs(csv_path: pathlib.Path | None, plot: pathlib.Path | None) -> None:
-    """Refuse output files that cannot be written, before the measurement starts."""
-    if plot is not None:
-        check_picture(plot)
-    if csv_path is not None:
-        check_writable(csv_path)
+def write(rows: Sequence[Row], path: pathlib.Path | None) -> None:
+    """Write rows with the same keys as CSV if a file is requested."""
+    if path is not None:
+        with replacing(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
 
 
-def write(rows: Sequence[Row], csv_path: pathlib.Path | None) -> None:
-    """Write the rows as CSV if a file is requested."""
-    if csv_path is not None:
-        write_csv(csv_path, rows)
+def save(figure: "Figure", path: pathlib.Path) -> None:
+    """Write a picture."""
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=200)
+    typer.echo(f"Written: {path}")
 
 
 def show(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
@@ -156,14 +154,6 @@ def show(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
         for row in rows
     ]
     typer.echo(table(list(columns), cells))
-
-
-def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Write rows with the same keys as CSV."""
-    with replacing(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def conclude(verdicts: Sequence[Verdict]) -> None:
@@ -193,8 +183,7 @@ def report(
     templates, as for `show`; "ms" in place of "seconds" in a key stands for the time in
     milliseconds. `verdicts` returns the figures that have goals.
     """
-    if csv is not None:
-        write_csv(csv, rows)
+    write(rows, csv)
     times = [{k.replace("seconds", "ms"): 1000 * v for k, v in row.items() if "seconds" in k and v} for row in rows]
     show([{**row, **time} for row, time in zip(rows, times, strict=True)], columns)
     if note:

@@ -40,11 +40,6 @@ class Operations(NamedTuple):
     sorting: int
     gathers: int
 
-    @property
-    def total(self) -> int:
-        """The sum of all four kinds."""
-        return sum(self)
-
 
 def _pairs(first: int) -> Formula:
     """One for every query-key pair. Arguments `first` and `first` + 1 are query (..., Nq, D) and key (..., Nk, D)."""
@@ -133,12 +128,7 @@ FORMULAS_BY_PART: dict[str, dict[Any, Formula]] = {
 
 
 def count(call: Callable[[], Any], *, multiply_adds_as_one: bool = False) -> Operations:
-    """Count the operations of a call, which runs once.
-
-    Args:
-        call: a function without arguments.
-        multiply_adds_as_one: count a multiplication and the addition of its result as one operation instead of two.
-    """
+    """Count the operations of a call, which runs once; `multiply_adds_as_one` halves the products."""
     # One counter for each kind, since an operator may have a formula in several of them.
     counters = {part: FlopCounterMode(display=False, custom_mapping=found) for part, found in FORMULAS_BY_PART.items()}
     with contextlib.ExitStack() as stack:
@@ -155,8 +145,8 @@ def count(call: Callable[[], Any], *, multiply_adds_as_one: bool = False) -> Ope
     return found._replace(products=found.products // 2) if multiply_adds_as_one else found
 
 
-def compute(config: MethodConfig | None, inputs: tuple[Tensor, ...]) -> Tensor:
+def compute(config: MethodConfig | None, inputs: Sequence[Tensor], scale: float | None = None) -> Tensor:
     """Attention with a method, or exact if `config` is None: query, key, value (B, H, N, D) -> (B, H, Nq, Dv)."""
     if config is None:
-        return torch.nn.functional.scaled_dot_product_attention(*inputs)
-    return hea.attention(config, *inputs)
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, scale=scale)
+    return hea.attention(config, *inputs, scale=scale)

@@ -18,7 +18,6 @@ from transformers import (
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
-from recipes.common.arguments import for_length as for_length
 from recipes.common.arguments import option
 from recipes.common.data.image_tensors import Norm, preprocessor_settings
 
@@ -42,11 +41,7 @@ class ModelArguments:
 
     @property
     def is_architecture(self) -> bool:
-        """Whether the model is the name of an architecture without weights. A folder of that name takes precedence.
-
-        Raises:
-            ValueError: it is, and --from_scratch is not given.
-        """
+        """Whether the model is the name of an architecture without weights. A folder of that name takes precedence."""
         name = self.model_name_or_path
         if name not in T2TViTConfig.names() or os.path.isdir(name):
             return False
@@ -77,21 +72,16 @@ def load_model(options: ModelArguments, labels: Sequence[str] | None) -> PreTrai
         model = AutoModelForImageClassification.from_pretrained(
             options.model_name_or_path, **named, ignore_mismatched_sizes=labels is not None
         )
-    if same:
-        # The shapes match, so that the old head was loaded: reset it.
-        for module in model.children():
-            if isinstance(module, nn.Linear) and module.out_features == len(labels):
-                nn.init.normal_(module.weight, std=model.config.initializer_range)
-                nn.init.zeros_(module.bias)
+    # If the shapes match, the old head was loaded: reset it.
+    for module in model.children() if same else ():
+        if isinstance(module, nn.Linear) and module.out_features == len(labels):
+            nn.init.normal_(module.weight, std=model.config.initializer_range)
+            nn.init.zeros_(module.bias)
     return model
 
 
 def norm_of(options: ModelArguments) -> Norm:
-    """How the pictures are resized and normalised.
-
-    Raises:
-        ValueError: the pretrained checkpoint does not define it.
-    """
+    """How the pictures are resized and normalised. A pretrained checkpoint must define it."""
     if options.is_architecture:
         return Norm.of(image_processor(config_of(options)).to_dict())
     try:
@@ -115,24 +105,18 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
 
 
 def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
-    """Set the resolution of a model.
-
-    T2T-ViT is changed to the new resolution, and needs no interpolation afterwards. None keeps the model's own.
+    """Set the resolution of a model. None keeps the model's own. T2T-ViT is changed and needs no interpolation.
 
     Returns:
         The side of the pictures, the number of tokens of a picture (None if it differs between layers or is unknown),
         and whether positions are interpolated.
-
-    Raises:
-        ValueError: the model does not support this resolution.
     """
-    own, patch = (getattr(model.config, name, None) for name in ("image_size", "patch_size"))
-    own, patch = (size[0] if isinstance(size, (list, tuple)) and len(set(size)) == 1 else size for size in (own, patch))
-    pixels = own if pixels is None else pixels
-    kind = type(model).__name__
-    if not isinstance(pixels, int):
+    sizes = [getattr(model.config, name, None) for name in ("image_size", "patch_size")]
+    sizes = [size[0] if isinstance(size, (list, tuple)) and len(set(size)) == 1 else size for size in sizes]
+    own, patch = (size if isinstance(size, int) else None for size in sizes)
+    pixels, kind = own if pixels is None else pixels, type(model).__name__
+    if pixels is None:
         raise ValueError(f"the config of {kind} has no image_size: give --resolution")
-    patch = patch if isinstance(patch, int) else None
     if pixels < 1 or (patch and pixels % patch):
         raise ValueError(f"--resolution {pixels} is not a multiple of the {patch} pixels of a patch of {kind}")
     if getattr(model.config, "num_channels", 3) != 3:
@@ -146,7 +130,7 @@ def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | Non
         sizes = {module.max_tokens for module in model.modules() if hasattr(module, "max_tokens")}
         return pixels, sizes.pop() if len(sizes) == 1 else None, False
     tables = [p for name, p in model.named_parameters() if name.endswith("position_embeddings") and p.ndim == 3]
-    if not patch or not isinstance(own, int) or len(tables) != 1:
+    if not patch or not own or len(tables) != 1:
         return pixels, None, pixels != own
     # The table also holds the class token, and DeiT's distillation token.
     return pixels, (pixels // patch) ** 2 + tables[0].shape[1] - (own // patch) ** 2, pixels != own

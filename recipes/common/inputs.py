@@ -1,4 +1,4 @@
-"""Real inputs of the benchmarks and analyses: activations of pretrained models, word vectors, questions and texts."""
+"""Real inputs of the benchmarks and analyses: activations of pretrained models, and texts to search by embeddings."""
 
 import gzip
 import json
@@ -7,16 +7,24 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
+from torch.nn.functional import normalize
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    BertModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.io.reading import special_tokens
 from hf_efficient_attn.io.text import read_text
 from recipes.common.commands import existing
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
@@ -27,7 +35,12 @@ MINILM_TOKENS = 512  # the sequence length that MiniLM was trained with
 FRONT_MATTER = 9000
 SOURCES = ("books", "xquad", "photographs", "gpt2")
 _INPUTS, _PATCH = 6, 16
-_ORIGINALS = "imagenet1k-sample-original-100.zip"
+_SMALL, _ORIGINALS = "imagenet1k-sample-256px.zip", "imagenet1k-sample-original-100.zip"
+
+# Of books: the tokens of a document, the documents of a book, and the passages of a document and their tokens.
+DOCUMENT_TOKENS, _DOCUMENTS, _PASSAGES, _PASSAGE_TOKENS = 8000, 2, 8, 100
+# More than a token has on average.
+_CHARACTERS_PER_TOKEN = 10
 
 # The batches of a source with a number of tokens.
 Load = Callable[[int], Iterator[Mapping[str, Any]]]
@@ -91,6 +104,11 @@ def deit(data: pathlib.Path) -> pathlib.Path:
     return existing(data / "models" / "deit-tiny-imagenet", "DeiT-tiny")
 
 
+def opened(data: pathlib.Path, name: str) -> Pictures:
+    """The pictures of a zip file without splits."""
+    return load(str(existing(data / "images" / name, "photographs")))[""]
+
+
 def photographs(
     data: pathlib.Path, pixels: int, batch: int = 20, crop: float = 224 / 256
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,17 +117,14 @@ def photographs(
     The central square with `crop` of the shorter side is resized. As in the evaluation of DeiT, the shorter side is by
     default 8/7 of `pixels` (256 for 224).
     """
-    name = "imagenet1k-sample-256px.zip" if pixels == 224 else _ORIGINALS
-    folder, path = deit(data), existing(data / "images" / name, "photographs")
-    pictures, numbers = load(str(path))[""], imagenet_classes(data)
-    transform = Evaluation(pixels, Norm.of(preprocessor_settings(str(folder))), crop)
-    yield from picture_batches(pictures, range(len(pictures)), numbers, transform, batch)
+    pictures = opened(data, _SMALL if pixels == 224 else _ORIGINALS)
+    transform = Evaluation(pixels, Norm.of(preprocessor_settings(str(deit(data)))), crop)
+    yield from picture_batches(pictures, range(len(pictures)), imagenet_classes(data), transform, batch)
 
 
 def imagenet_classes(data: pathlib.Path) -> dict[str, int]:
     """The classes of WordNet numbers, with which file names begin: their ranks among the thousand of ImageNet."""
-    path = existing(data / "images" / "imagenet1k-sample-256px.zip", "photographs")
-    return {name: index for index, name in enumerate(load(str(path))[""].class_names())}
+    return {name: index for index, name in enumerate(opened(data, _SMALL).class_names())}
 
 
 def picture_batches(
@@ -124,14 +139,13 @@ def picture_batches(
 
 def deit_activations(data: pathlib.Path, count: int, pixels: int = 512) -> list[Activation]:
     """Activations of DeiT-tiny on `count` photographs of `pixels` x `pixels`, which have (pixels / 16)^2 + 1 tokens."""
-    folder, path = deit(data), existing(data / "images" / _ORIGINALS, "photographs")
-    pictures, norm = load(str(path))[""], Norm.of(preprocessor_settings(str(folder)))
+    pictures, norm = opened(data, _ORIGINALS), Norm.of(preprocessor_settings(str(deit(data))))
     with no_progress_bar():
-        model, found = AutoModelForImageClassification.from_pretrained(folder).eval(), []
+        model, activations = AutoModelForImageClassification.from_pretrained(deit(data)).eval(), list[Activation]()
     for i in range(0, len(pictures), max(1, len(pictures) // count))[:count]:
         batch = Evaluation(pixels, norm, 1.0)(pictures.open(i))[None]
-        found += capture(model, {"pixel_values": batch, "interpolate_pos_encoding": True})
-    return found
+        activations += capture(model, {"pixel_values": batch, "interpolate_pos_encoding": True})
+    return activations
 
 
 def open_source(source: str, data: pathlib.Path, longest: int) -> tuple[nn.Module, Load]:
@@ -199,18 +213,96 @@ def xquad_articles(data: pathlib.Path) -> list[list[dict[str, Any]]]:
         return [article["paragraphs"] for article in json.load(file)["data"]]
 
 
-def glove_activations(data: pathlib.Path, count: int, length: int, scale: float | None) -> list[Activation]:
-    """Word vectors as in KDEformer's Fig. 4: query and value are random words (1, 1, N, 100), the key is the query.
+class Corpus(NamedTuple):
+    """Texts and questions as tokens without special ones, and the index of the text of each question (Q,)."""
 
-    Raises:
-        UnsupportedAttentionError: the file is missing or holds fewer words.
-    """
-    path = existing(data / "wordvectors" / "glove100d_top32768_fp16.npy", "word vectors")
-    words, draw = torch.from_numpy(np.load(path)).float(), torch.Generator().manual_seed(0)
-    if length > len(words):
-        raise UnsupportedAttentionError(f"{path} holds {len(words)} words, not {length}; ask for fewer --tokens")
-    found = []
-    for _ in range(count):
-        query, value = (words[torch.randperm(len(words), generator=draw)[:length]][None, None] for _ in "qv")
-        found.append(Activation(0, query, query, value, scale))
+    texts: list[list[int]]
+    questions: list[list[int]]
+    own: Tensor
+
+
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each text without special ones."""
+    found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return found
+
+
+def xquad(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase, unit: str = "paragraph") -> Corpus:
+    """XQuAD (English): its questions, and as texts each "paragraph" or each "article"."""
+    articles = xquad_articles(data)
+    texts = articles if unit == "article" else [[paragraph] for article in articles for paragraph in article]
+    questions = [
+        (qa["question"], i) for i, paragraphs in enumerate(texts) for paragraph in paragraphs for qa in paragraph["qas"]
+    ]
+    joined = [" ".join(paragraph["context"] for paragraph in paragraphs) for paragraphs in texts]
+    asked = tokenized(tokenizer, [question for question, _ in questions])
+    return Corpus(tokenized(tokenizer, joined), asked, torch.tensor([i for _, i in questions]))
+
+
+def books(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """Two documents of 8,000 tokens from each book, and as questions eight passages of 100 tokens from each of them."""
+    texts: list[list[int]] = []
+    for path in book_paths(data):
+        text = read_text(path)[FRONT_MATTER:][: _CHARACTERS_PER_TOKEN * _DOCUMENTS * DOCUMENT_TOKENS]
+        ids = tokenized(tokenizer, [text])[0]
+        if len(ids) < _DOCUMENTS * DOCUMENT_TOKENS:
+            raise UnsupportedAttentionError(f"{path} has fewer than {_DOCUMENTS * DOCUMENT_TOKENS:,} tokens of text")
+        texts += [ids[start * DOCUMENT_TOKENS : (start + 1) * DOCUMENT_TOKENS] for start in range(_DOCUMENTS)]
+    draw = torch.Generator().manual_seed(0)
+    starts = torch.randint(DOCUMENT_TOKENS - _PASSAGE_TOKENS, (len(texts), _PASSAGES), generator=draw).tolist()
+    questions = [
+        text[start : start + _PASSAGE_TOKENS] for text, own in zip(texts, starts, strict=True) for start in own
+    ]
+    return Corpus(texts, questions, torch.arange(len(texts)).repeat_interleave(_PASSAGES))
+
+
+def long_minilm(tokens: int) -> PreTrainedModel:
+    """MiniLM, its position table repeated for more than 512 tokens."""
+    return hea.extend_positions(BertModel.from_pretrained(minilm_folder()), max(tokens, MINILM_TOKENS))
+
+
+@torch.inference_mode()
+def embed(
+    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS
+) -> Tensor:
+    """Normalised mean-pooled embeddings (texts, hidden size) of up to `tokens` tokens of each text."""
+    before, after = special_tokens(tokenizer)
+    room = tokens - len(before) - len(after)
+    # Batches of texts of similar length, smaller ones for long texts.
+    batch = max(1, 16 * MINILM_TOKENS // max(tokens, MINILM_TOKENS))
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    for start in range(0, len(order), batch):
+        part = order[start : start + batch]
+        inputs = tokenizer.pad({"input_ids": [[*before, *texts[i][:room], *after] for i in part]}, return_tensors="pt")
+        states, mask = model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
+        pooled = normalize((states * mask).sum(1) / mask.sum(1), dim=1)
+        for i, embedding in zip(part, pooled, strict=True):
+            found[i] = embedding
+    return torch.stack(found)
+
+
+def chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], size: int) -> tuple[list[list[int]], Tensor]:
+    """The pieces of all texts with at most `size` tokens, special ones included, and the index of the text of each."""
+    room = size - sum(map(len, special_tokens(tokenizer)))
+    pieces = [(text[start : start + room], i) for i, text in enumerate(texts) for start in range(0, len(text), room)]
+    return [piece for piece, _ in pieces], torch.tensor([i for _, i in pieces])
+
+
+def similarities(questions: Tensor, pieces: Tensor, own: Tensor, count: int) -> dict[str, Tensor]:
+    """How similar questions (Q, D) are to texts that consist of pieces (C, D): "mean of" and "best of" -> (Q, `count`).
+
+    `own` (C,) has the index of the text of each piece.
+    """
+    mean = normalize(pieces.new_zeros(count, pieces.shape[1]).index_add(0, own, pieces), dim=1)
+    similar = questions @ pieces.t()
+    best = similar.new_full((len(questions), count), -1.0)
+    return {
+        "mean of": questions @ mean.t(),
+        "best of": best.scatter_reduce(1, own.expand_as(similar), similar, "amax"),
+    }
+
+
+def ranks(similar: Tensor, own: Tensor) -> Tensor:
+    """The rank (Q,) of each question's own text among all, from 1, by their similarities (Q, P); `own` (Q,)."""
+    return 1 + (similar > similar.gather(1, own[:, None])).sum(1)

@@ -27,11 +27,7 @@ DEFAULT_BLOCK = 1024  # the default --block_size of a model that takes more toke
 
 @dataclass
 class TextArguments:
-    """The source of the text, and how it is cut into windows.
-
-    Raises:
-        ValueError: there is no source or more than one, or a number is out of range.
-    """
+    """The source of the text, and how it is cut into windows."""
 
     _argument_group_name = "text"
 
@@ -48,12 +44,7 @@ class TextArguments:
     document_separator: str | None = option(
         "Separates the documents of a plain text file; 'blank-line' for empty lines.", None
     )
-    eval_share: float = option("Share of the text that is held out for evaluation.", 0.05)
-    eval_from: str = option(
-        "Where --eval_share comes from: the end of every document, or whole documents.",
-        "tails",
-        choices=["tails", "documents"],
-    )
+    eval_share: float = option("Share of every document, at its end, that is held out for evaluation.", 0.05)
     block_size: int | None = option(
         f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", None
     )
@@ -73,21 +64,17 @@ class TextArguments:
                 raise ValueError("--document_separator is empty")
 
     def documents(self, *, evaluation: bool) -> list[str] | None:
-        """The documents to train on, or to evaluate on; None if there is no source of the latter.
-
-        Raises:
-            ValueError: a source is empty or cannot be read.
-        """
+        """The documents to train on, or to evaluate on; None if there is no source of the latter."""
         split, sources = (self.eval_split, self.eval_text) if evaluation else (self.train_split, self.text)
         if not (split if self.dataset else sources):
             return None
         if self.dataset:
-            found = list(text.documents_of_hub(self.dataset, self.dataset_config, split, self.text_column))
+            texts = list(text.documents_of_hub(self.dataset, self.dataset_config, split, self.text_column))
         else:
             options = {"column": self.text_column, "separator": self.document_separator}
-            found = [one for path in text.text_files(sources) for one in text.documents_of(path, **options)]
-        training.check_not_empty(len(found), f"{self.dataset}, split {split}" if self.dataset else ", ".join(sources))
-        return found
+            texts = [one for path in text.text_files(sources) for one in text.documents_of(path, **options)]
+        training.check_not_empty(len(texts), f"{self.dataset}, split {split}" if self.dataset else ", ".join(sources))
+        return texts
 
     def size_for(self, model: PreTrainedModel) -> int:
         """The number of tokens of a window. Refuses more than the model has positions for."""
@@ -111,9 +98,6 @@ def prepare(
 
     Returns:
         The arguments of a Trainer except for the collator and the metrics, and the part of the report about them.
-
-    Raises:
-        ValueError: an option is impossible, or there are no windows to train or to evaluate on.
     """
     # The main process first, so that the others find the files of a hub in the cache.
     with args.main_process_first(desc="reading the text"):
@@ -122,12 +106,9 @@ def prepare(
     model = load_model(which, tokenizer, kind)
     size, special = words.size_for(model), special_tokens(tokenizer)
     callbacks = training.prepare_attention(model, attention)
-    kept = text.tokenize(texts, tokenizer)
-    if others is not None:
-        held = text.tokenize(others, tokenizer)
-    else:
-        split = text.split_documents if words.eval_from == "documents" else text.split_tails
-        kept, held = split(kept, words.eval_share)
+    kept, held = text.tokenize(texts, tokenizer), None if others is None else text.tokenize(others, tokenizer)
+    if held is None:
+        kept, held = text.split_tails(kept, words.eval_share)
     train, evaluation = (
         text.windows(ids, size, special, drop_short=words.drop_short, where=f"the text to {purpose} on")
         for ids, purpose in ((kept, "train"), (held, "evaluate"))
@@ -143,15 +124,10 @@ def prepare(
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """The loss of every token, and whether it has the largest logit. Trainer collects these instead of the logits.
+    """The loss of every token in nats, and whether it has the largest logit: (B, N), float32; 0 without a label.
 
-    Args:
-        logits: (B, N, V). Those of a causal model predict the next token.
-        labels: (B, N), -100 for tokens without label.
-        causal: whether the model is causal.
-
-    Returns:
-        Losses in nats (B, N) and correctness (B, N), float32; 0 for tokens without label.
+    Trainer collects these instead of the logits (B, N, V), which predict the next token if causal. Labels (B, N) are
+    -100 for tokens without label.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     nats = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
@@ -195,8 +171,7 @@ def loss_figures(prediction: EvalPrediction, *, causal: bool) -> dict[str, float
 def masked_loss(outputs: ModelOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Mean loss over the masked tokens of a whole step, that is of all processes and accumulated batches.
 
-    The models' own loss is the mean over one batch of one process. It gives masked tokens more weight in batches with
-    fewer of them, so that two processes would not train like one.
+    The models' own loss, a mean over one batch of one process, has larger weights for batches with fewer masked tokens.
     """
     return ForMaskedLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
 

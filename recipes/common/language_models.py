@@ -17,11 +17,7 @@ from recipes.common.arguments import RecipeArguments, key_values, option, severa
 
 @dataclass
 class ModelArguments:
-    """The model and the tokenizer, pretrained or from scratch.
-
-    Raises:
-        ValueError: options are missing or contradict each other.
-    """
+    """The model and the tokenizer, pretrained or from scratch."""
 
     _argument_group_name = "model"
 
@@ -100,11 +96,7 @@ def load_tokenizer(
 
 
 def train_tokenizer(texts: Iterable[str], size: int, kind: Kind) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with the special tokens of a kind of model.
-
-    Raises:
-        ValueError: `size` is too small for the bytes and the special tokens.
-    """
+    """Train a byte-level BPE tokenizer with the special tokens of a kind of model."""
     special = list(dict.fromkeys(kind.special.values()))
     if size < 256 + len(special):
         raise ValueError(
@@ -126,12 +118,8 @@ def train_tokenizer(texts: Iterable[str], size: int, kind: Kind) -> PreTrainedTo
 def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> PreTrainedModel:
     """Load the pretrained model or make a new one, and extend its positions if requested.
 
-    The tokenizer's `model_max_length` is set to the new number of positions.
-
-    Raises:
-        ValueError: the type or a config entry is unknown, the model is of the wrong kind, or the tokenizer has more
-            tokens than the model.
-        UnsupportedAttentionError: the positions cannot be extended.
+    The tokenizer's `model_max_length` is set to the new number of positions. Refused are unknown types and config
+    entries, models of the wrong kind, and a tokenizer with more tokens than the model.
     """
     changes = key_values("--config_overrides", arguments.config_overrides)
     if arguments.model:

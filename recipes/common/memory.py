@@ -53,29 +53,21 @@ def make_inputs(case: Case) -> tuple[torch.Tensor, ...]:
 
 def run_once(config: MethodConfig | None, inputs: tuple[torch.Tensor, ...], case: Case) -> None:
     """One forward pass, and a backward pass if the case says so, with a method or with torch's exact attention."""
-    if config is None:
-        with _kernel(case):
-            out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case.causal)
-    else:
+    if config is not None:
         out = hea.attention(config, *inputs, is_causal=case.causal)
+    else:
+        # On CUDA, flash attention in half precision: PyTorch's choice depends on its version and on the GPU.
+        is_flash = case.device.startswith("cuda") and case.dtype != "float32"
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else contextlib.nullcontext():
+            out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=case.causal)
     if case.backward:
         for x in inputs:
             x.grad = None
         out.backward(torch.ones_like(out))
 
 
-def _kernel(case: Case) -> contextlib.AbstractContextManager[None]:
-    """On CUDA, flash attention in half precision: PyTorch's choice depends on its version and on the GPU."""
-    if case.device.startswith("cuda") and case.dtype != "float32":
-        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    return contextlib.nullcontext()
-
-
 def extra_memory(config: MethodConfig | None, case: Case) -> float | None:
-    """Extra memory of one call, as a multiple of the bytes of its three inputs; None where it is not recorded.
-
-    It is the memory that PyTorch allocates during the call, the output included (`evaluation.timing.peak_of`).
-    """
+    """What PyTorch allocates in a call, as a multiple of the bytes of its three inputs; None if not recorded."""
     inputs = make_inputs(case)
     peak = peak_of(lambda: run_once(config, inputs, case), torch.device(case.device))
     return None if peak is None else peak / case.input_bytes

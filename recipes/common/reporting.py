@@ -99,11 +99,6 @@ def mean_and_range(values: Sequence[float], digits: int = 3) -> str:
     return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
-def resumptions_of(log_history: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The steps at which the training was resumed, in order."""
-    return sorted({entry["resumed_at"] for entry in log_history if "resumed_at" in entry})
-
-
 def smoothed(values: Sequence[float]) -> list[float]:
     """Means over a centered window of about a tenth of the values; narrower at the ends, so that it stays centered."""
     half = max(1, len(values) // 20)
@@ -114,10 +109,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
 def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
     """Plot training loss, as logged and smoothed, and an evaluation metric against the step.
 
-    The stages of an up-training are shaded and named in the legend, and resumptions are marked by dotted lines.
-
-    `log_history` has the entries {"step", "loss"}, {"step", metric}, {"step", "uptraining_from", "uptraining_stage"},
-    as Trainer logs them, and {"step", "resumed_at"}. If no entry has the metric, only the loss is plotted.
+    The stages of an up-training are shaded and named in the legend. `log_history` has the entries {"step", "loss"},
+    {"step", metric} and {"step", "uptraining_from", "uptraining_stage"}, as Trainer logs them. If no entry has the
+    metric, only the loss is plotted.
     """
     from matplotlib.figure import Figure
 
@@ -146,9 +140,6 @@ def learning_curve(log_history: Sequence[Mapping[str, Any]], metric: str) -> "Fi
         lines.append(axes.axvspan(first, last, color=f"C{number + 2}", alpha=0.1, linewidth=0, label=str(name)))
         if number:
             axes.axvline(first, color="0.3", linestyle="--", linewidth=1)
-    for number, step in enumerate(resumptions_of(log_history)):
-        label = None if number else "resumed"
-        lines.append(axes.axvline(step, color="C3", linestyle=":", linewidth=1.5, label=label))
     if lines:
-        axes.legend(handles=[line for line in lines if not str(line.get_label()).startswith("_")], fontsize="small")
+        axes.legend(handles=lines, fontsize="small")
     return figure

@@ -3,7 +3,6 @@
 Everything that is not possible raises ValueError before the first step.
 """
 
-import math
 import pathlib
 import sys
 import time
@@ -20,7 +19,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.evaluation.timing import peak_bytes
 from hf_efficient_attn.training.callback import is_complete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
-from recipes.common.reporting import about_run, resumptions_of, switches_of, write_report
+from recipes.common.reporting import about_run, switches_of, write_report
 
 
 def prepare_attention(model: nn.Module, attention: AttentionArguments) -> list[TrainerCallback]:
@@ -44,11 +43,7 @@ def show_baselines(found: Mapping[str, float], args: RecipeArguments) -> None:
 
 
 def take(dataset: Dataset, count: int | None) -> Dataset:
-    """Choose `count` examples at random, or all. The choice is the same for every seed of the training.
-
-    Raises:
-        ValueError: `count` is below 1.
-    """
+    """Choose `count` examples at random, or all. The choice is the same for every seed of the training."""
     if count is not None and count < 1:
         raise ValueError(f"{count} samples: give 1 or more, or leave the option out for all")
     return dataset if count is None or count >= len(dataset) else dataset.shuffle(seed=0).select(range(count))
@@ -159,8 +154,7 @@ def run_and_report(
         train: False to evaluate the model as it is.
 
     Returns:
-        The contents of `metrics.json`: metrics, seconds_per_step, cpu_seconds_per_step, peak_memory_mib, steps, seed,
-        attention, switches, versions, processes and more.
+        The contents of `metrics.json`.
     """
     args, clock = trainer.args, _Clock()
     if not getattr(trainer, "counts_items", False):
@@ -182,14 +176,14 @@ def run_and_report(
         report = {
             "steps": trainer.state.global_step,
             "epochs": trainer.state.epoch,
-            "seconds_per_step": clock.seconds / clock.steps if clock.steps > 0 else None,
-            "cpu_seconds_per_step": clock.cpu_seconds / clock.steps if clock.steps > 0 else None,
+            "seconds_per_step": clock.seconds / clock.steps if clock.steps else None,
+            "cpu_seconds_per_step": clock.cpu_seconds / clock.steps if clock.steps else None,
             "peak_memory_mib": round(peak / 2**20, 1),
             "peak_memory_of": "allocations on the device" if cuda else "the whole process",
             "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "learning_rate": args.learning_rate,
             "precision": trainer.accelerator.mixed_precision,
-            "resumed_at": resumptions_of(trainer.state.log_history),
+            "resumed_at": sorted({x["resumed_at"] for x in trainer.state.log_history if "resumed_at" in x}),
         }
     else:
         figures = trainer.evaluate(evaluate)
@@ -213,20 +207,15 @@ def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
         return {}
     if data is trainer.eval_dataset and not trainer.args.load_best_model_at_end:
         last = [entry for entry in trainer.state.log_history if entry.get("step") == trainer.state.global_step]
-        found = {key: value for entry in last for key, value in entry.items() if key.startswith("eval_")}
-        if found:
-            return found
+        if logged := {key: value for entry in last for key, value in entry.items() if key.startswith("eval_")}:
+            return logged
     return trainer.evaluate(data)
 
 
 def _checkpoint(args: RecipeArguments) -> str | None:
     """The checkpoint to resume from; None to start anew.
 
-    Options that are shares of all steps become the steps of the checkpoint, if it was made with the same shares.
-    Otherwise Trainer would warn that the two differ.
-
-    Raises:
-        ValueError: the checkpoint has done --max_steps already. Trainer would do one more step.
+    Refused is one that has done --max_steps already, after which Trainer would do one more step.
     """
     found = args.resume_from_checkpoint or None
     if found is True:
@@ -242,8 +231,4 @@ def _checkpoint(args: RecipeArguments) -> str | None:
             f"the run in {found} is finished: it has done {state.global_step} steps and --max_steps is "
             f"{args.max_steps}; give a larger --max_steps to continue"
         )
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        share = getattr(args, name)
-        if share is not None and share < 1 and math.ceil(state.max_steps * share) == getattr(state, name):
-            setattr(args, name, getattr(state, name))
     return str(found)

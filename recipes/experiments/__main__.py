@@ -2,14 +2,22 @@
 
     python -m recipes.experiments run glue --data DATA --output RUNS --workers 2
     python -m recipes.experiments show RUNS/glue                                 (prints the table again)
+    python -m recipes.experiments curves RUNS/flurka_images --output recipes/pictures/flurka_images.png
 
-The other groups are imagenet, lm, lra, translation, flurka_images and flurka_books. `recipes.experiments.curves` draws
-the runs of the last two, and prints what equal loss costs.
+The other groups are imagenet, lm, lra, translation, flurka_images and flurka_books; groups.yaml has their recipes and
+options.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
 interrupted experiments continue. Runs with --extra options need another folder. DATA is a folder with glue/, images/,
 imdb/, models/ and text/books. The default is $HEA_DATA or ../shared/data. Steps, subsets and seeds are small, the same
 for every line of a table, and stated with it.
+
+`curves` compares up-training with its reference runs. The claim of Gupta et al. 2023, section 4.2: a model that is
+trained with a base for a share of the steps, and then with a FLuRKA variant, ends better than one that has the variant
+from the start, the reference. "Reached at" is the step at which the evaluation loss of a run, linear between two
+evaluations, first is the mean final loss of the reference. The cost up to this step is given in CPU seconds of training
+steps, and in multiply-adds of the attention modules in the forward pass of one example, with their projections; steps
+before the switch cost as much as those of the base.
 
 Duration: that of the recipe, for every line, task and seed of a table. Expected: the tables of recipes/README.md.
 """
@@ -19,22 +27,88 @@ import json
 import os
 import pathlib
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import torch
 import typer
+import yaml
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForMaskedLM
 
+import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, table
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from recipes.common.commands import Data, data_folder, new_app, option
+from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.io.json import read_json_object
+from recipes.common.commands import Data, Picture, data_folder, new_app, option, save
+from recipes.common.counting import FORMULAS_BY_PART
 from recipes.common.memory import ROOT
-from recipes.common.reporting import METRICS, mean_and_range
-from recipes.experiments.groups import GROUPS, Group, folder_of, group_of
+from recipes.common.reporting import METRICS, mean_and_range, smoothed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 app = new_app(no_args_is_help=True)
+EXACT = "exact"
+GROUPS: dict[str, Any] = yaml.safe_load(pathlib.Path(__file__).with_name("groups.yaml").read_text(encoding="utf-8"))
+
+
+class Group(NamedTuple):
+    """A table with a line for each attention and a column for each figure."""
+
+    tasks: Mapping[str, Sequence[str]]  # recipe and arguments of each task. Each task runs once for every line
+    attention: Mapping[str, Sequence[str]]  # arguments of each line
+    figures: Mapping[str, tuple[str, str]]  # task of each column, and its key in metrics.json
+    note: str  # description of the figures, with steps and subsets
+    untrained: Sequence[str] = ()  # tasks without training, which cannot be up-trained
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Line and task of all runs."""
+        for task in self.tasks:
+            for line, arguments in self.attention.items():
+                if not (task in self.untrained and "--stages" in arguments):
+                    yield line, task
+
+
+def group_of(name: str, data: pathlib.Path) -> Group:
+    """The group with this name. `data` replaces $DATA in its arguments. An unknown name is refused."""
+    if name not in GROUPS:
+        raise UnsupportedAttentionError(unknown_name("group of experiments", name, GROUPS))
+    given = dict(GROUPS[name])
+    common = given.pop("common", "")
+    minilm = str(minilm_folder()) if "$MINILM" in common else ""
+
+    def words(text: str) -> list[str]:
+        return [word.replace("$DATA", str(data)).replace("$MINILM", minilm) for word in shlex.split(text)]
+
+    def attention(text: str) -> list[str]:
+        method, *hyperparameters = words(text)
+        if method.startswith("--"):
+            return [method, *hyperparameters]
+        return ["--attention", method, *(["--set", *hyperparameters] if hyperparameters else [])]
+
+    tasks = {task: words(f"{text} {common}") for task, text in given.pop("tasks").items()}
+    return Group(tasks, {line: attention(text) for line, text in given.pop("attention").items()}, **given)
+
+
+def folder_of(output: pathlib.Path, line: str, task: str, seed: int) -> pathlib.Path:
+    """The folder of a run."""
+    slugs = ["-".join("".join(c if c.isalnum() else " " for c in text.lower()).split()) for text in (task, line)]
+    return output / slugs[0] / f"{slugs[1]}-{seed}"
+
+
+def reports_of(folder: pathlib.Path, line: str, task: str) -> dict[int, dict[str, Any]]:
+    """The reports of the finished runs by seed."""
+    paths = {seed: folder_of(folder, line, task, seed) / METRICS for seed in range(100)}
+    return {seed: json.loads(path.read_text(encoding="utf-8")) for seed, path in paths.items() if path.is_file()}
 
 
 def run_one(module: Sequence[str], folder: pathlib.Path, threads: int) -> str | None:
@@ -51,8 +125,7 @@ def run_one(module: Sequence[str], folder: pathlib.Path, threads: int) -> str | 
         for path in (*folder.glob("*.safetensors"), *folder.glob("*.bin")):
             path.unlink()
         return None
-    lines = (folder / "run.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
+    return (folder / "run.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
 
 
 @app.command(epilog="Example: python -m recipes.experiments run glue --output runs --workers 2 --seeds 2")
@@ -72,10 +145,10 @@ def run(
     chosen = {name: group_of(name, data_folder(data)) for name in groups}
     waiting = []
     for name, group in chosen.items():
-        for seed, (row, task) in ((seed, pair) for seed in range(seeds) for pair in group.pairs()):
-            folder = folder_of(output / name, row, task, seed)
-            if only.lower() in f"{row} {task}".lower() and not (folder / METRICS).is_file():
-                module = [*group.tasks[task], *group.attention[row], "--seed", str(seed), *shlex.split(extra)]
+        for seed, (line, task) in ((seed, pair) for seed in range(seeds) for pair in group.pairs()):
+            folder = folder_of(output / name, line, task, seed)
+            if only.lower() in f"{line} {task}".lower() and not (folder / METRICS).is_file():
+                module = [*group.tasks[task], *group.attention[line], "--seed", str(seed), *shlex.split(extra)]
                 waiting.append((module, folder))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool, tqdm(total=len(waiting), disable=None) as bar:
         started = {pool.submit(run_one, module, folder, threads): folder for module, folder in waiting}
@@ -97,18 +170,11 @@ def show(
     show_group(folder.name, group_of(folder.name, data_folder(None)), folder)
 
 
-def reports_of(folder: pathlib.Path, line: str, task: str) -> list[dict[str, Any]]:
-    """The reports of all seeds."""
-    runs = folder_of(folder, line, task, "[0-9]*")
-    found = [path for path in sorted(runs.parent.glob(runs.name)) if path.name.rpartition("-")[2].isdecimal()]
-    return [json.loads((path / METRICS).read_text(encoding="utf-8")) for path in found if (path / METRICS).is_file()]
-
-
 def show_group(name: str, group: Group, folder: pathlib.Path) -> None:
     """Print a table with a line for each attention that has run, and a column for each figure."""
     lines, seeds = [], 1
     for line in group.attention:
-        reports = {task: reports_of(folder, line, task) for task in group.tasks}
+        reports = {task: reports_of(folder, line, task).values() for task in group.tasks}
         if not any(reports.values()):
             continue
         cells = []
@@ -121,6 +187,183 @@ def show_group(name: str, group: Group, folder: pathlib.Path) -> None:
     typer.echo(table((name, *group.figures), lines))
     several = f"With ±: the mean and half the range of {seeds} seeds; otherwise one seed."
     typer.echo(f"\n{group.note} " + (several if seeds > 1 else "One seed."))
+
+
+class Curve(NamedTuple):
+    """One run."""
+
+    seed: int
+    steps: int  # number of training steps
+    stages: list[str]  # lines that have the attention of its stages; one, or two if there is a switch
+    switch: int  # number of steps before the switch; 0 without one
+    seconds: float  # CPU seconds per step
+    loss: list[tuple[float, float]]  # training loss, as (step, loss)
+    evaluation: list[tuple[float, float]]  # evaluation loss, as (step, loss)
+
+    @property
+    def final(self) -> float:
+        """The evaluation loss after the last step."""
+        return self.evaluation[-1][1]
+
+    def reached_at(self, loss: float) -> float | None:
+        """The step at which the evaluation loss, linear between two evaluations, first is `loss`; None for never."""
+        before = self.evaluation[0]
+        for step, value in self.evaluation:
+            if value <= loss:
+                share = (before[1] - loss) / (before[1] - value) if value < before[1] else 0.0
+                return before[0] + (step - before[0]) * share
+            before = (step, value)
+        return None
+
+
+class Result:
+    """The finished runs of a group by line, and the multiply-adds of the attention of an example by line.
+
+    A folder without an up-trained variant and the same variant from the start is refused.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        known = [name for name in GROUPS if name.startswith("flurka_")]
+        if folder.name not in known or not folder.is_dir():
+            raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(known)}")
+        group = group_of(folder.name, pathlib.Path("DATA"))
+        (task,) = group.tasks
+        self.note, self.runs, self.cost = group.note, dict[str, list[Curve]](), dict[str, int]()
+        for line in group.attention:
+            for seed, report in reports_of(folder, line, task).items():
+                path = folder_of(folder, line, task, seed)
+                self.runs.setdefault(line, []).append(read_curve(path, seed, report))
+                if line not in self.cost and not report["switches"]:
+                    self.cost[line] = attention_cost(path, report.get("block_size"))
+        # The variant from the start of every up-trained line.
+        variants = {line: line.partition(",")[0] for line in self.runs if "," in line}
+        self.variants = {line: variant for line, variant in variants.items() if variant in self.runs}
+        if not self.variants:
+            raise UnsupportedAttentionError(
+                f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
+            )
+
+    def up_to(self, curve: Curve, step: float) -> tuple[float, float]:
+        """Seconds, and attention cost of an example in each step, of a run up to a step."""
+        before = min(step, curve.switch)
+        parts = [(stage, n) for stage, n in ((curve.stages[0], before), (curve.stages[-1], step - before)) if n]
+        seconds = sum(n * statistics.fmean(one.seconds for one in self.runs[stage]) for stage, n in parts)
+        return seconds, sum(self.cost[stage] * n for stage, n in parts)
+
+
+def read_curve(folder: pathlib.Path, seed: int, report: dict[str, Any]) -> Curve:
+    """Read trainer_state.json of a run with its report."""
+    log, switches = read_json_object(folder / "trainer_state.json")["log_history"], report["switches"]
+    loss, evaluation = ([(one["step"], one[key]) for one in log if key in one] for key in ("loss", "eval_loss"))
+    stages = [switches[0]["from"], switches[0]["to"]] if switches else [report["attention"]["attention"]]
+    stages = [EXACT if stage in (None, "sdpa", "eager") else stage for stage in stages]
+    switch = switches[0]["step"] if switches else 0
+    return Curve(seed, report["steps"], stages, switch, report["cpu_seconds_per_step"], loss, evaluation)
+
+
+def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
+    """The multiply-adds of the attention modules of a run's model for one example, of `block_size` tokens if a text."""
+    config = AutoConfig.from_pretrained(folder)
+    settings, config.efficient_attention = getattr(config, "efficient_attention", None), None
+    if block_size is None:
+        model: nn.Module = AutoModelForImageClassification.from_config(config, attn_implementation="sdpa")
+        inputs = {"pixel_values": torch.zeros(1, 3, *config.image_shape)}
+    else:
+        model = AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
+        inputs = {"input_ids": torch.full((1, block_size), 7), "attention_mask": torch.ones(1, block_size).long()}
+    if settings:
+        hea.convert(model, hea.EfficientAttentionConfig.from_dict(settings))
+    modules = [entry.module for entry in attention_modules(model)]
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FORMULAS_BY_PART["products"]) as counter:
+        model.eval()(**inputs)
+    counts, total = counter.get_flop_counts(), 0
+    for name, module in model.named_modules():
+        # Some models wrap the attention in a module that adds the output projection and a residual.
+        if module in modules and not any(inner in modules for inner in list(module.modules())[1:]):
+            total += sum(counts[f"{type(model).__name__}.{name}"].values())
+    return total // 2
+
+
+def verdict_table(result: Result) -> str:
+    """Compare the final loss of each up-trained line with the variant and with the base, seed by seed."""
+    rows = []
+    for line, variant in result.variants.items():
+        runs, cells = {run.seed: run for run in result.runs[line]}, []
+        for other in (variant, result.runs[line][0].stages[0]):
+            pairs = [(runs[run.seed], run) for run in result.runs.get(other, ()) if run.seed in runs]
+            differences = [run.final - reference.final for run, reference in pairs]
+            cells += [mean_and_range(differences), f"{sum(d < 0 for d in differences)} of {len(differences)}"]
+        rows.append((line, *cells))
+    headers = ("attention", "loss minus the variant's", "lower in", "loss minus the base's", "lower in")
+    return table(headers, rows)
+
+
+def equal_loss_table(result: Result) -> str:
+    """Where each up-trained line and base reaches the final loss of the variant from the start, and at what cost."""
+    rows: list[tuple[Any, ...]] = []
+    for variant in dict.fromkeys(result.variants.values()):
+        references = result.runs[variant]
+        loss = statistics.fmean(run.final for run in references)
+        full = zip(*(result.up_to(run, run.steps) for run in references), strict=True)
+        seconds, cost = map(statistics.fmean, full)
+        for line, runs in result.runs.items():
+            if line == variant:
+                rows.append((line, f"{loss:.3f}", "", references[0].steps, f"{seconds:.0f}", "1.00", "1.00"))
+            elif result.variants.get(line, variant) == variant:
+                steps = [(run, run.reached_at(loss)) for run in runs]
+                reached = [(step, *result.up_to(run, step)) for run, step in steps if step is not None]
+                at, taken, spent = list(zip(*reached, strict=True)) or [(), (), ()]
+                relative = ([value / seconds for value in taken], [value / cost for value in spent])
+                cells = (mean_and_range(at, 0), mean_and_range(taken, 0), *(mean_and_range(v, 2) for v in relative))
+                rows.append((line, f"{loss:.3f}", f"{len(reached)} of {len(steps)}", *cells))
+    headers = ("attention", "loss", "reached by", "step", "CPU s", "time, relative", "attention cost, relative")
+    return table(headers, rows)
+
+
+def draw(result: Result) -> "Figure":
+    """Plot mean and range over the seeds: training loss above, evaluation loss below, one column for each base."""
+    from matplotlib.figure import Figure
+
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for line, variant in result.variants.items():
+        pairs.setdefault((variant, result.runs[line][0].stages[0]), []).append(line)
+    figure = Figure(figsize=(5.2 * len(pairs), 8), layout="constrained", facecolor="white")
+    columns = figure.subplots(2, len(pairs), squeeze=False, sharex=True, sharey="row").T
+    for ((variant, base), lines), (above, below) in zip(pairs.items(), columns, strict=True):
+        for number, line in enumerate(line for line in (EXACT, base, variant, *lines) if line in result.runs):
+            color, runs = "0.4" if line == EXACT else f"C{number - 1}", result.runs[line]
+            label = line.removeprefix(f"{variant}, ").replace(f" from {base}", "")
+            _band(above, [run.loss for run in runs], label, color)
+            _band(below, [run.evaluation for run in runs], label, color)
+            for axes in (above, below) if runs[0].switch else ():
+                axes.axvline(runs[0].switch, color=color, linestyle="--", linewidth=1)
+        above.set(title=f"{variant}, base {base}", ylabel="training loss, smoothed")
+        below.set(xlabel="step", ylabel="evaluation loss")
+        below.legend(fontsize="x-small", loc="lower left")
+    return figure
+
+
+def _band(axes: "Axes", curves: Sequence[Sequence[tuple[float, float]]], label: str, color: str) -> None:
+    """Plot the mean of the curves, and shade their range. Curves with many points are smoothed."""
+    steps, values = [step for step, _ in curves[0]], [[value for _, value in one] for one in curves]
+    if len(steps) > 40:
+        values = [smoothed(one) for one in values]
+    columns = list(zip(*values, strict=True))
+    axes.plot(steps, list(map(statistics.fmean, columns)), color=color, label=label, linewidth=1.5)
+    axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15, linewidth=0)
+    axes.grid(alpha=0.3)
+
+
+@app.command(epilog="Example: python -m recipes.experiments curves RUNS/flurka_images --output flurka_images.png")
+def curves(
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
+    output: Picture = pathlib.Path("curves.png"),
+) -> None:
+    """Draw the curves of up-training and its references, and print what they cost and where they end."""
+    result = Result(folder)
+    typer.echo("\n\n".join((verdict_table(result), equal_loss_table(result))))
+    typer.echo(f"\n{result.note}\n± is half the range of the seeds.")
+    save(draw(result), output)
 
 
 if __name__ == "__main__":

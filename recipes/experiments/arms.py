@@ -40,30 +40,29 @@ from transformers.optimization import get_linear_schedule_with_warmup
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, table
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.methods import MethodConfig, make_config
+from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
 from hf_efficient_attn.training.steps import batch_stream, learned_parameters
+from recipes import glue as recipe
 from recipes.benchmarks.distilled import Crops, train
 from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
-from recipes.common.data.images import load
-from recipes.common.inputs import deit, imagenet_classes, photographs, picture_batches
+from recipes.common.inputs import deit, imagenet_classes, opened, photographs, picture_batches
 from recipes.common.reporting import mean_and_range
-from recipes.glue import load_model, tokenize
 
 app = commands.new_app(no_args_is_help=True)
 
 ARMS = ("nothing", "task", "map by the task", "distillation", "both")
 METHOD = make_config("linear", feature_map="hedgehog")
-GLUE_TASKS = ("stsb", "mrpc", "cola")
+Step = Callable[[Batch], Any]
 
 
 class Setup(NamedTuple):
@@ -75,112 +74,82 @@ class Setup(NamedTuple):
     learning_rate: float  # for training on the task
 
 
-class TaskTraining:
-    """Trains parameters of a model on the labels of its batches, with AdamW, warmup and linear decay to 0."""
+def task_step(model: PreTrainedModel, parameters: Iterable[nn.Parameter], rate: float, num_steps: int) -> Step:
+    """A step of training on the labels of a batch, with AdamW, warmup and linear decay to 0."""
+    trained = list(parameters)
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    schedule = get_linear_schedule_with_warmup(optimizer, max(1, num_steps // 10), max(2, num_steps))
 
-    def __init__(
-        self, model: PreTrainedModel, parameters: Iterable[nn.Parameter], learning_rate: float, num_steps: int
-    ) -> None:
-        self.model, self._parameters = model, list(parameters)
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=learning_rate, weight_decay=0.0)
-        self._schedule = get_linear_schedule_with_warmup(self._optimizer, max(1, num_steps // 10), max(2, num_steps))
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        model.train()(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        model.eval()
 
-    def step(self, batch: Batch) -> None:
-        """Train on one batch."""
-        self.model.train()
-        self._optimizer.zero_grad()
-        self.model(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
-        self._schedule.step()
-        self.model.eval()
+    return step
 
 
-def seconds_of(step: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
-    """Median processor time of three steps, after one that is not measured."""
-    stream = itertools.cycle(batches[i] for i in range(min(4, len(batches))))
-    times = timeit.repeat(lambda: step(next(stream)), timer=time.process_time, number=1, repeat=4)
-    return statistics.median(times[1:])
-
-
-def costs_of(setup: Setup, method: MethodConfig) -> dict[str, float]:
-    """Seconds of a step of each kind of training."""
-    model = hea.convert(copy.deepcopy(setup.model), method)
-    steps: dict[str, Callable[[Batch], Any]] = {
-        "task": TaskTraining(model, model.parameters(), 1e-6, 10).step,
-        "map": TaskTraining(model, learned_parameters(model).values(), 1e-6, 10).step,
+def costs_of(setup: Setup) -> dict[str, float]:
+    """The median processor time of three steps of each kind of training, after one that is not measured."""
+    model = hea.convert(copy.deepcopy(setup.model), METHOD)
+    stream = itertools.cycle(setup.batches[i] for i in range(min(4, len(setup.batches))))
+    steps: dict[str, Step] = {
+        "task": task_step(model, model.parameters(), 1e-6, 10),
+        "map": task_step(model, learned_parameters(model).values(), 1e-6, 10),
         "distillation": Distillation(model, 10).step,
         "fine-tuning": Finetuning(model, setup.model, FinetuningOptions(steps=10)).step,
     }
-    return {name: seconds_of(step, setup.batches) for name, step in steps.items()}
+    times = {
+        name: timeit.repeat(lambda step=step: step(next(stream)), timer=time.process_time, number=1, repeat=4)
+        for name, step in steps.items()
+    }
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
-def run_arm(arm: str, setup: Setup, method: MethodConfig, steps: dict[str, int], seed: int) -> dict[str, float]:
+def run_arm(arm: str, setup: Setup, steps: dict[str, int], seed: int) -> dict[str, float]:
     """Convert a copy of the model, train it as the arm says, and return its figures.
 
     `steps` are those that each kind of training could take with the whole cost.
     """
     torch.manual_seed(seed)
-    model = hea.convert(copy.deepcopy(setup.model), method)
-    stream = batch_stream(setup.batches, seed, 1)
+    model = hea.convert(copy.deepcopy(setup.model), METHOD)
+    stream, half = batch_stream(setup.batches, seed, 1), {name: max(1, count // 2) for name, count in steps.items()}
     if arm in ("distillation", "both"):
-        count = max(1, steps["distillation"] // 2)
+        count = half["distillation"]
         distillation = Distillation(model, count, options=DistillationOptions(seed=seed))
         train(distillation.step, stream, count, arm)
         distillation.finish()
     if arm == "distillation":
-        count = max(1, steps["fine-tuning"] // 2)
-        options = FinetuningOptions(steps=count)
+        options = FinetuningOptions(steps=half["fine-tuning"])
         finetuning = Finetuning(model, make_teacher(setup.model, options), options)
-        train(finetuning.step, stream, count, arm)
+        train(finetuning.step, stream, options.steps, arm)
         finetuning.finish()
     elif arm == "map by the task":
         learned = learned_parameters(model).values()
-        train(TaskTraining(model, learned, 1e-2, steps["map"]).step, stream, steps["map"], arm)
+        train(task_step(model, learned, 1e-2, steps["map"]), stream, steps["map"], arm)
     elif arm in ("task", "both"):
-        count = steps["task"] if arm == "task" else max(1, steps["task"] // 2)
-        train(TaskTraining(model, model.parameters(), setup.learning_rate, count).step, stream, count, arm)
+        count = (steps if arm == "task" else half)["task"]
+        train(task_step(model, model.parameters(), setup.learning_rate, count), stream, count, arm)
     return setup.evaluate(model.eval())
-
-
-def run_all(setup: Setup, num_steps: int, seed: int) -> dict[str, Any]:
-    """All arms of one task and seed: figures, costs and numbers of steps."""
-    costs = costs_of(setup, METHOD)
-    steps = {name: max(1, round(num_steps * costs["task"] / cost)) for name, cost in costs.items()}
-    figures = {"exact": setup.evaluate(setup.model.eval())}
-    for arm in ARMS:
-        figures[arm] = run_arm(arm, setup, METHOD, steps, seed)
-        typer.echo(f"{arm}: {figures[arm]}")
-    return {"seconds_per_step": costs, "steps": steps, "figures": figures, "method": METHOD.to_dict()}
 
 
 def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -> Setup:
     """MiniLM, fine-tuned with exact attention on a GLUE task for one epoch, or the one that is kept in `folder`."""
-    exact = folder / f"{name}-exact"
-    torch.manual_seed(0)
+    exact, source = folder / f"{name}-exact", str(commands.existing(data / "glue", "GLUE"))
+    if not (exact / "metrics.json").is_file():
+        options = {"task": name, "data": source, "model": minilm_folder(), "output_dir": exact, "max_length": 64}
+        options |= {"num_train_epochs": 1, "per_device_train_batch_size": 16, "learning_rate": 1e-4}
+        options |= {"save_strategy": "no", "eval_strategy": "no", "overwrite": True, "use_cpu": True}
+        recipe.run([str(word) for option, value in options.items() for word in (f"--{option}", value)])
     with no_progress_bar():
-        model, tokenizer = load_model(str(exact if exact.is_dir() else minilm_folder()), glue.task_of(name))
-    splits = tokenize(glue.load(name, str(commands.existing(data / "glue", "GLUE"))), tokenizer, 64)
+        model, tokenizer = recipe.load_model(str(exact), glue.task_of(name))
+    splits, collate = recipe.tokenize(glue.load(name, source), tokenizer, 64), DataCollatorWithPadding(tokenizer)
 
     def batches_of(split: str, size: int, order: Sequence[int]) -> list[Batch]:
-        rows, collate = [splits[split][i] for i in order], DataCollatorWithPadding(tokenizer)
+        rows = [splits[split][i] for i in order]
         return [dict(collate(rows[start : start + size])) for start in range(0, len(rows), size)]
-
-    def training_batches(seed: int) -> list[Batch]:
-        order = list(range(len(splits["train"])))
-        random.Random(seed).shuffle(order)
-        return batches_of("train", 16, order)
-
-    tests = batches_of("validation", 64, range(len(splits["validation"])))
-    if not exact.is_dir():
-        batches = training_batches(-1)
-        training = TaskTraining(model, model.parameters(), 1e-4, len(batches))
-        train(training.step, iter(batches), len(batches), f"{name}, exact")
-        draft = exact.with_name(f".{exact.name}")  # an interrupted run leaves no half-written model
-        with no_progress_bar():
-            model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        draft.rename(exact)
 
     @torch.no_grad()
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -188,34 +157,33 @@ def glue_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -
         labels = np.concatenate([batch["labels"].numpy() for batch in tests])
         return dict(glue.figures(name, torch.cat(logits).numpy(), labels))
 
-    return Setup(model.eval(), training_batches(seed), evaluate, 1e-4)
+    order, tests = list(range(len(splits["train"]))), batches_of("validation", 64, range(len(splits["validation"])))
+    random.Random(seed).shuffle(order)
+    return Setup(model.eval(), batches_of("train", 16, order), evaluate, 1e-4)
 
 
 def picture_setup(name: str, data: pathlib.Path, seed: int, folder: pathlib.Path) -> Setup:
     """DeiT-tiny with Imagenette as its task; it was trained on ImageNet, so that it is good at it already."""
-    source = deit(data)
-    path = commands.existing(data / "images" / "imagenette160-val-1000.zip", "Imagenette")
-    numbers = imagenet_classes(data)
-    norm = Norm.of(preprocessor_settings(str(source)))
-    pictures, transform = load(str(path))[""], Evaluation(224, norm, 224 / 256)
-    order = list(range(len(pictures)))
+    source, numbers, pictures = deit(data), imagenet_classes(data), opened(data, "imagenette160-val-1000.zip")
+    norm, order = Norm.of(preprocessor_settings(str(source))), list(range(len(pictures)))
     random.Random(seed).shuffle(order)
     counts, tested, trained = Counter[str](), list[int](), list[int]()
     for i in order:
         counts[pictures.classes[i]] += 1
         (tested if counts[pictures.classes[i]] <= 20 else trained).append(i)
-    own, thousand = list(picture_batches(pictures, tested, numbers, transform)), list(photographs(data, 224))
+    ten = list(picture_batches(pictures, tested, numbers, Evaluation(224, norm, 224 / 256)))
+    thousand = list(photographs(data, 224))
     with no_progress_bar():
         model = ViTForImageClassification.from_pretrained(source).eval()
 
     def evaluate(model: Any) -> dict[str, float]:
-        return {"Imagenette": top_one(model, own), "thousand classes": top_one(model, thousand)}
+        return {"Imagenette": top_one(model, ten), "thousand classes": top_one(model, thousand)}
 
-    return Setup(model, Crops(path, norm, 1000, seed, trained, numbers), evaluate, 5e-5)
+    return Setup(model, Crops(pictures.select(trained), norm, 1000, seed, numbers), evaluate, 5e-5)
 
 
 SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int, pathlib.Path], Setup]]] = {
-    "glue": (GLUE_TASKS, glue_setup),
+    "glue": (("stsb", "mrpc", "cola"), glue_setup),
     "pictures": (("imagenette",), picture_setup),
 }
 
@@ -229,18 +197,22 @@ def run(
     seeds: commands.option(int, "Number of seeds, 0, 1, ...", min=1) = 1,
 ) -> None:
     """Run the missing tasks and seeds, and print the table. A task and seed with a result is not repeated."""
-    if group not in SETUPS:
-        raise UnsupportedAttentionError(unknown_name("group of arms", group, SETUPS))
+    commands.check_known("GROUP", [group], SETUPS)
     tasks, setup_of = SETUPS[group]
-    for seed in range(seeds):
-        for task in tasks:
-            path = output / group / f"{task}-{seed}.json"
-            if not path.is_file():
-                typer.echo(f"{task}, seed {seed}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                setup = setup_of(task, commands.data_folder(data), seed, path.parent)
-                about = {"task": task, "seed": seed, "cost_in_task_steps": steps}
-                write_json(path, about | run_all(setup, steps, seed))
+    for seed, task in itertools.product(range(seeds), tasks):
+        path = output / group / f"{task}-{seed}.json"
+        if path.is_file():
+            continue
+        typer.echo(f"{task}, seed {seed}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        setup = setup_of(task, commands.data_folder(data), seed, path.parent)
+        costs, figures = costs_of(setup), {"exact": setup.evaluate(setup.model.eval())}
+        counts = {name: max(1, round(steps * costs["task"] / cost)) for name, cost in costs.items()}
+        for arm in ARMS:
+            figures[arm] = run_arm(arm, setup, counts, seed)
+            typer.echo(f"{arm}: {figures[arm]}")
+        result = {"task": task, "seed": seed, "cost_in_task_steps": steps, "seconds_per_step": costs, "steps": counts}
+        write_json(path, result | {"figures": figures, "method": METHOD.to_dict()})
     show(output / group)
 
 
@@ -260,10 +232,9 @@ def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="
         f"{name} {statistics.median(r['seconds_per_step'][name] for r in results):.2f}"
         for name in results[0]["seconds_per_step"]
     ]
-    typer.echo(
-        f"\nEvery arm costs as much as {results[0]['cost_in_task_steps']} steps of task training. Seconds per step: "
-        f"{', '.join(costs)}. {len({r['seed'] for r in results})} seeds: mean and half the range."
-    )
+    typer.echo(f"\nEvery arm costs as much as {results[0]['cost_in_task_steps']} steps of task training.")
+    seeds = len({r["seed"] for r in results})
+    typer.echo(f"Seconds per step: {', '.join(costs)}. {seeds} seeds: mean and half the range.")
 
 
 if __name__ == "__main__":

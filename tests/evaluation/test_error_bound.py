@@ -35,9 +35,9 @@ def test_misses_are_counted(monkeypatch):
         (16, "0", True, 2),
         (16, "1", False, 0),
     ]
-    count, missed, heads, ratio = recipe.summary(found)
-    assert (count, missed, heads) == (4, 0.25, 0.5)
-    assert ratio == pytest.approx((1.15 + 1.25) / 2)
+    found = recipe.summary(found)
+    assert (found["layers"], found["share"], found["heads"]) == (4, 0.25, 50.0)
+    assert found["ratio"] == pytest.approx((1.15 + 1.25) / 2)
 
 
 def test_the_command_on_gpt2(data, tmp_path, capsys):

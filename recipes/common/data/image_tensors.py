@@ -23,11 +23,7 @@ from recipes.common.data.images import Pictures
 
 
 def preprocessor_settings(model: str) -> dict[str, Any]:
-    """The settings of a checkpoint's preprocessor, as in `preprocessor_config.json`, with the defaults of its class.
-
-    Raises:
-        OSError: the checkpoint has no preprocessor.
-    """
+    """The settings of a checkpoint's preprocessor, with the defaults of its class. Raises OSError if there is none."""
     return AutoImageProcessor.from_pretrained(model, backend="pil").to_dict()
 
 
@@ -81,21 +77,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Training:
-    """The transform of training: a random crop, optionally flipped and changed in colour or shape.
+    """The transform of training: a random crop, flipped with probability `flip`.
 
-    Attributes:
-        pixels: side of the result.
-        norm: the preprocessing.
-        scale: range of the crop's share of the area, uniform (Szegedy et al. 2015, section 6).
-        flip: probability of a horizontal flip.
-        change: another change of the picture, whose randomness is PyTorch's global one; None for none.
+    `scale` is the range of the crop's share of the area, which is uniform (Szegedy et al. 2015, section 6).
     """
 
     pixels: int
     norm: Norm
     scale: tuple[float, float] = (0.08, 1.0)
     flip: float = 0.5
-    change: Callable[[Image], Image] | None = None
 
     def __call__(self, picture: Image, generator: torch.Generator) -> Tensor:
         """Convert a picture to (3, pixels, pixels). All randomness comes from the generator."""
@@ -103,10 +93,6 @@ class Training:
         picture = part.resize((self.pixels, self.pixels), self.norm.resample)
         if _uniform(generator) < self.flip:
             picture = picture.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
-        if self.change is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_below(2**31, generator))
-                picture = self.change(picture)
         return to_tensor(picture, self.norm)
 
     def box(self, width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
@@ -133,26 +119,12 @@ def _below(limit: int, generator: torch.Generator) -> int:
     return int(torch.randint(limit, (), generator=generator))
 
 
-def trivial_augment() -> Callable[[Image], Image]:
-    """Torchvision's TrivialAugmentWide. Raises ValueError if torchvision is not installed."""
-    try:
-        from torchvision.transforms import TrivialAugmentWide
-    except ImportError as error:
-        raise ValueError(
-            "--augmentation trivial needs torchvision: pip install torchvision, or choose another augmentation"
-        ) from error
-    return TrivialAugmentWide()
-
-
 class PictureDataset(torch.utils.data.Dataset):
     """Examples of pictures and labels: {"pixel_values": (3, P, P), "labels": int}.
 
     The random augmentation of a picture depends on the seed, the epoch and the index of the picture only. The global
     random state is not used, since prefetched batches would have advanced it when a checkpoint is written. So resumed
-    runs and any number of workers and processes get the same pictures.
-
-    `indices` has the model's output for every class name. `transform` converts a picture to a tensor, with a random
-    generator.
+    runs and any number of workers and processes get the same pictures. `indices` has the output for every class name.
     """
 
     def __init__(

@@ -2,20 +2,18 @@
 
 A source is a folder or a zip file (`<split>/<class>/<file>`, `<class>/<file>`, or files whose names all begin with a
 WordNet number, such as `n01440764_tench.jpg`), or a data set of the `datasets` library: a hub id, or a folder with
-parquet or arrow files. `load` returns its splits as `Pictures`, which hold names and classes and open pictures on
+parquet files. `load` returns its splits as `Pictures`, which hold names and classes and open pictures on
 demand.
 """
 
 import functools
-import glob
-import io
+import json
 import os
 import pathlib
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +22,6 @@ import PIL.Image
 import torch
 from datasets import Dataset
 from PIL.Image import Image
-from tqdm import tqdm
 
 from hf_efficient_attn.io.reading import decode
 
@@ -34,7 +31,7 @@ TRAIN_SPLITS = ("train", "training")
 EVAL_SPLITS = ("validation", "val", "valid", "dev", "eval", "test", "testing")
 # ImageNet's name of a class.
 WORDNET = re.compile(r"n\d{8}(?![0-9A-Za-z])")
-_STORED = ("*.parquet", "*.arrow", "data/*.parquet", "*/*.parquet", "dataset_dict.json", "*/*.arrow")
+_STORED = ("*.parquet", "*/*.parquet")
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,10 @@ class Pictures:
         try:
             return decode(self.reader(self.keys[index]))
         except Exception as error:
-            raise ValueError(f"{self.where}: {self.keys[index]} cannot be read: {_reason(error)}") from error
+            # Pillow's message for other files contains little more than the address of a buffer.
+            unknown = isinstance(error, PIL.UnidentifiedImageError)
+            reason = "not a picture of a known format" if unknown else " ".join(str(error).split())
+            raise ValueError(f"{self.where}: {self.keys[index]} cannot be read: {reason}") from error
 
     def select(self, indices: Sequence[int]) -> "Pictures":
         """The pictures at the given indices, in their order."""
@@ -84,7 +84,7 @@ def load(source: str) -> dict[str, Pictures]:
     """
     path = pathlib.Path(source).expanduser()
     if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _STORED):
-        names = [name for end in ("*", "") for name in glob.glob(f"**/{end}", root_dir=path, recursive=True)]
+        names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
         return _splits(source, names, functools.partial(_read_file, path))
     if path.is_file():
         if not zipfile.is_zipfile(path):
@@ -93,8 +93,7 @@ def load(source: str) -> dict[str, Pictures]:
     if not path.is_dir() and (not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) or source.endswith(".zip")):
         raise ValueError(f"no such folder or zip file: {source}")
     try:
-        stored = (path / "dataset_dict.json").is_file()
-        splits = datasets.load_from_disk(source) if stored else datasets.load_dataset(source)
+        splits = datasets.load_dataset(source)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{source} is neither a folder nor a zip file, and the datasets library refuses it: {error}"
@@ -117,54 +116,36 @@ def _read_member(path: pathlib.Path, key: str) -> bytes:
 
 
 def _splits(where: str, names: Sequence[str], reader: Callable[[Any], bytes]) -> dict[str, Pictures]:
-    """The splits of a source, from the names of all its files and of its folders, which end in "/".
+    """The splits of a source, from the names of all its files. Refuses a layout that shows no classes.
 
-    Refuses a layout that shows no classes, and a folder beside those of the classes that holds no picture.
+    The class of a picture is its folder, or the WordNet number that all file names begin with, and the split is a
+    folder above with the name of a split. All pictures have the same other folders around them.
     """
     names = [n for n in names if not any(part.startswith((".", "__MACOSX")) for part in n.split("/"))]
     keys = sorted(name for name in names if name.lower().endswith(SUFFIXES))
     if not keys:
         kinds = ", ".join(SUFFIXES)
         raise ValueError(f"{where} holds no picture ({kinds}) and no data set of the datasets library")
-    parts, outer = [key.split("/") for key in keys], 0
-    numbered = all(WORDNET.match(part[-1]) for part in parts)
-
-    def is_split(name: str) -> bool:
-        return name.lower() in TRAIN_SPLITS + EVAL_SPLITS
-
-    # Ignore a single outer folder, unless it is a split or the only class.
-    while all(len(p) > (1 if numbered else 2) and p[0] == parts[0][0] for p in parts) and not is_split(parts[0][0]):
-        parts, outer = [p[1:] for p in parts], outer + 1
-    depths = {len(p) for p in parts}
-    split_first = all(len(p) > 1 and is_split(p[0]) for p in parts) and (depths == {3} or (numbered and depths == {2}))
-    splits = [p.pop(0) if split_first else "" for p in parts]
-    if depths == {2 + split_first}:
-        classes = [p[0] for p in parts]
-    elif depths == {1 + split_first} and numbered:
-        classes = [p[0][:9] for p in parts]
-    else:
+    numbered = all(WORDNET.match(key.rpartition("/")[2]) for key in keys)
+    splits: dict[str, list[tuple[str, str]]] = {}
+    around = set()
+    for key in keys:
+        *folders, file = key.split("/")
+        name = file[:9] if numbered else folders.pop() if folders else ""
+        split = next((folder for folder in folders if folder.lower() in TRAIN_SPLITS + EVAL_SPLITS), "")
+        around.add((bool(name), bool(split), *(folder for folder in folders if folder not in (split, name))))
+        splits.setdefault(split, []).append((key, name))
+    if len(around) > 1 or not all(is_known for is_known, *_ in around):
         examples = {key.count("/"): key for key in reversed(keys)}
         raise ValueError(
             f"{where}: the class of a picture is unknown, as in {', '.join(sorted(examples.values())[:3])}. "
             "Arrange the files as <class>/<file> or <split>/<class>/<file>, with splits named "
             f"{', '.join(TRAIN_SPLITS[:1] + EVAL_SPLITS)}"
         )
-    full = {key[: i + 1] for key in keys for i, letter in enumerate(key) if letter == "/"}
-    for name in sorted(names):
-        beside = name.count("/") == outer + 1 + split_first and (name.count("/") == 1 or _parent(name) in full)
-        if name.endswith("/") and beside and name not in full:
-            raise ValueError(f"{where}: the class {name[:-1]} has no picture: add some to its folder, or remove it")
-    found: dict[str, list[tuple[str, str]]] = {}
-    for split, key, name in zip(splits, keys, classes, strict=True):
-        found.setdefault(split, []).append((key, name))
     return {
         split: Pictures(f"{where}, {split}" if split else where, *map(tuple, zip(*pairs, strict=True)), reader)
-        for split, pairs in found.items()
+        for split, pairs in splits.items()
     }
-
-
-def _parent(folder: str) -> str:
-    return folder[:-1].rpartition("/")[0] + "/"
 
 
 def _rows(where: str, data: Dataset) -> Pictures:
@@ -235,40 +216,79 @@ def _evenly(pictures: Pictures) -> list[int]:
     return sorted(order, key=positions.__getitem__)
 
 
-def readable(pictures: Pictures, *, skip: bool, threads: int = 1) -> tuple[Pictures, list[str]]:
-    """Decode every picture once, to find broken ones before the training.
+def read_class_list(path: str) -> list[str]:
+    """Read class names in the order of a model's outputs. Refuses a name that occurs twice.
 
-    JPEGs are decoded at an eighth of their size. This still reads every byte, in about a third of the time. Broken
-    pictures are refused, or skipped with `skip` unless all of them are broken.
+    The path is a text file with one name per line, of which only the WordNet number is used if every line begins with
+    one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures of all
+    classes, whose names are sorted.
+    """
+    file = pathlib.Path(path).expanduser()
+    if not file.exists():
+        raise ValueError(f"no such class list: {path}")
+    if file.is_dir() or zipfile.is_zipfile(file):
+        names = sorted_classes(name for split in load(path).values() for name in split.classes)
+    elif file.suffix == ".json":
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values = [values[key] for key in sorted(values, key=int)] if isinstance(values, dict) else values
+        names = [str(value[0]) if isinstance(value, list) else str(value) for value in values]
+    else:
+        names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        if all(map(WORDNET.match, names)):
+            names = [name[:9] for name in names]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice or not names:
+        raise ValueError(f"{path}: " + (f"the class {twice[0]!r} occurs twice" if twice else "the class list is empty"))
+    return names
+
+
+def class_indices(
+    names: Sequence[str], labels: Sequence[str], *, class_list: Sequence[str] | None = None, own_order: bool = False
+) -> tuple[dict[str, int], str]:
+    """Match every class of the data with an output of the model.
+
+    The following are tried in order: the class list; the model's label names, if they include all names of the data;
+    numbers; and the data's order, if the data and the model have equally many classes and no common name contradicts
+    it. So a thousand folders named by WordNet numbers are ImageNet's classes in their usual order.
+
+    Args:
+        names: all classes of the data, in the data's order.
+        labels: the model's label names, in the order of its outputs.
+        class_list: names in the order of the model's outputs.
+        own_order: the order of `names` is that of numbered labels.
 
     Returns:
-        The readable pictures, and the names of the others with the reasons.
+        The output of every name, and a short description of how it was found.
     """
+    advice = "give --class_list FILE with one name per line in the order of the model's labels"
+    if class_list is not None:
+        if len(class_list) != len(labels):
+            raise ValueError(f"the class list has {len(class_list)} names and the model {len(labels)} labels")
+        missing = [name for name in names if name not in class_list]
+        if missing:
+            raise ValueError(f"unknown label: the class list does not contain {_some(missing)}")
+        return {name: list(class_list).index(name) for name in names}, "by the class list"
+    counts = Counter(labels)
+    by_name = {name: i for i, name in enumerate(labels) if counts[name] == 1}
+    unknown = [name for name in names if name not in by_name]
+    if not unknown:
+        return {name: by_name[name] for name in names}, "by the names of the model's labels"
+    if not own_order and all(name.isdecimal() and int(name) < len(labels) for name in names):
+        return {name: int(name) for name in names}, "by number"
+    if len(names) != len(labels):
+        raise ValueError(
+            f"unknown label: the data has {len(names)} classes, but the model has {len(labels)} labels and none named "
+            f"{_some(unknown)}: {advice}, or --new_head to train a new classifier for the data's classes"
+        )
+    elsewhere = [name for i, name in enumerate(names) if by_name.get(name, i) != i]
+    if elsewhere:
+        raise ValueError(
+            f"the data and the model have {len(labels)} classes each, but in different orders ({_some(elsewhere)}), "
+            f"and the model has no label named {_some(unknown)}: {advice}"
+        )
+    return {name: i for i, name in enumerate(names)}, f"by the order of the data's {len(names)} names"
 
-    def why_broken(key: Any) -> str:
-        try:
-            with PIL.Image.open(io.BytesIO(pictures.reader(key))) as picture:
-                picture.draft("RGB", (1, 1))
-                picture.load()
-        except Exception as error:  # noqa: BLE001 (decoders raise all kinds of errors for broken files)
-            return _reason(error)
-        return ""
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        tries = pool.map(why_broken, pictures.keys)
-        bar = tqdm(tries, f"reading {pictures.where}", len(pictures), disable=None, leave=False, unit="picture")
-        reasons = list(bar)
-    broken = [f"{key} ({reason})" for key, reason in zip(pictures.keys, reasons, strict=True) if reason]
-    if broken and (not skip or len(broken) == len(pictures)):
-        listed = ", ".join(broken[:10]) + (f" and {len(broken) - 10} others" if len(broken) > 10 else "")
-        advice = "" if skip else "; repair or remove them, or skip them with --skip_bad_images"
-        raise ValueError(f"{pictures.where}: {len(broken)} of {len(pictures)} cannot be read: {listed}{advice}")
-    return pictures.select([i for i, reason in enumerate(reasons) if not reason]), broken
-
-
-def _reason(error: Exception) -> str:
-    """The message of an error in one line."""
-    # Pillow's message contains little more than the address of a buffer.
-    if isinstance(error, PIL.UnidentifiedImageError):
-        return "not a picture of a known format"
-    return " ".join(str(error).split()) or type(error).__name__
+def _some(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and the number of the others."""
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} others" if len(names) > most else "")

@@ -6,7 +6,6 @@ deepest level it is a digit. Expressions are kept if they have more than `min_le
 tokens, and are new.
 """
 
-import os
 import pathlib
 import random
 import statistics
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tqdm import tqdm
+
+from hf_efficient_attn.io.writing import replacing
 
 DIGITS = tuple("0123456789")
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -109,12 +110,10 @@ def generate(folder: pathlib.Path, *, train: int, evaluation: int, rules: Rules,
     drawn = expressions(rules, seed)
     with tqdm(total=train + evaluation, desc="ListOps", unit=" expressions", disable=None, leave=False) as bar:
         for name, count in (("basic_test.tsv", evaluation), ("basic_train.tsv", train)):
-            draft = target / f"{name}.{os.getpid()}"
-            with draft.open("w", encoding="utf-8") as file:
+            with replacing(target / name) as draft, draft.open("w", encoding="utf-8") as file:
                 file.write(f"{HEADER}\n")
                 for _ in range(count):
                     text, value = next(drawn)
                     file.write(f"{text}\t{value}\n")
                     bar.update()
-            draft.replace(target / name)
     return target

@@ -14,10 +14,11 @@ Token 0 is padding, and token 1 the additional first token of models that pool i
 token t is 2 + t.
 """
 
+import math
 import pathlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,13 +27,13 @@ from datasets import Sequence as Many
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.io.json import read_json_lines
 from hf_efficient_attn.io.text import read_text
 from recipes.common.data import images, listops
 from recipes.common.data.text import pad, padding_mask
 
 PAD, FIRST, OFFSET = 0, 1, 2
+_SPLITS = ("train", "validation", "test")
 T = TypeVar("T")
 
 
@@ -57,18 +58,15 @@ TASKS = {
 class Reading(NamedTuple):
     """How a task is read.
 
-    Longer texts than `max_length` bytes are truncated; ListOps never are. `train` and `evaluation` are the largest
-    numbers of examples of the training set and of other splits; None for all. `first` prepends the token FIRST to every
-    sequence. Pictures are resized to the side `image_size`; None if all have the same size. `skip_bad` skips pictures
-    that cannot be read, and reports them.
+    Longer texts than `max_length` bytes are truncated, and pictures are resized to `max_length` pixels; ListOps are
+    never changed. `train` and `evaluation` are the largest numbers of examples of the training set and of other splits;
+    None for all. `first` prepends the token FIRST to every sequence.
     """
 
     max_length: int
     train: int | None = None
     evaluation: int | None = None
     first: bool = False
-    image_size: int | None = None
-    skip_bad: bool = False
 
     def choose(self, examples: Sequence[T], split: str) -> list[T]:
         """The examples of a split that are read, chosen at random with a fixed seed."""
@@ -77,18 +75,16 @@ class Reading(NamedTuple):
             return list(examples)
         return [examples[i] for i in sorted(np.random.default_rng(0).permutation(len(examples))[:most])]
 
-    def rows(
-        self, inputs: Iterable[np.ndarray], labels: Iterable[int], others: Iterable[np.ndarray] | None = None
-    ) -> Dataset:
+    def rows(self, examples: Sequence[tuple[Any, ...]]) -> Dataset:
         """A Dataset with the columns `input_ids`, `labels` and `length`, and `other_ids` for pairs.
 
-        The inputs are the tokens of each example, from 0, and `others` those of the second sequences of pairs.
+        An example is its label and its tokens, from 0; for pairs also the tokens of the second sequence.
         """
+        labels, *sides = zip(*examples, strict=True)
         start = np.full(int(self.first), FIRST, np.int16)
-        sides = {"input_ids": inputs} | ({} if others is None else {"other_ids": others})
         columns: dict[str, Any] = {
             name: [np.concatenate((start, np.asarray(ids, np.int16) + np.int16(OFFSET))) for ids in side]
-            for name, side in sides.items()
+            for name, side in zip(("input_ids", "other_ids"), sides, strict=False)
         }
         features = Features({**dict.fromkeys(columns, Many(Value("int16"))), "labels": Value("int64")})
         lengths = [sum(map(len, ids)) for ids in zip(*columns.values(), strict=True)]
@@ -136,21 +132,18 @@ def _lines(source: str, name: str, reading: Reading, validation: str) -> Iterato
 
     A training set and an evaluation set must exist.
     """
-    names = {split: name.format(short) for split, short in zip(_SPLITS, ("train", validation, "test"), strict=True)}
-    paths = {split: _either(pathlib.Path(source).expanduser() / file) for split, file in names.items()}
-    if paths["train"] is None or not (paths["validation"] or paths["test"]):
-        missing = ", ".join(file for split, file in names.items() if paths[split] is None)
+    names = [name.format(short) for short in ("train", validation, "test")]
+    paths = [_either(pathlib.Path(source).expanduser() / file) for file in names]
+    if paths[0] is None or not (paths[1] or paths[2]):
+        missing = ", ".join(file for file, path in zip(names, paths, strict=True) if path is None)
         raise ValueError(f"{source}: no {missing} (or .gz): a training set and an evaluation set are needed")
-    for split, path in paths.items():
+    for split, path in zip(_SPLITS, paths, strict=True):
         lines = enumerate(read_text(path).split("\n") if path else (), 1)
         kept = [(i, line) for i, line in lines if line.strip() and not (i == 1 and line.strip() == listops.HEADER)]
         if path and not kept:
             raise ValueError(f"{path} is empty")
         for number, line in reading.choose(kept, split):
             yield split, f"{path}, line {number}", line.rstrip("\r")
-
-
-_SPLITS = ("train", "validation", "test")
 
 
 def _either(path: pathlib.Path) -> pathlib.Path | None:
@@ -161,7 +154,7 @@ def _either(path: pathlib.Path) -> pathlib.Path | None:
 def load_listops(source: str, reading: Reading) -> dict[str, Dataset]:
     """Load the existing splits of train, validation and test of a folder in the benchmark's layout."""
     numbers = {token: number for number, token in enumerate(listops.TOKENS)}
-    found: dict[str, tuple[list, list]] = defaultdict(lambda: ([], []))
+    splits = defaultdict(list)
     for split, where, line in _lines(source, "basic_{}.tsv", reading, "val"):
         text, tab, value = line.rpartition("\t")
         tokens = [token for token in text.split() if token not in ("(", ")")]
@@ -174,9 +167,8 @@ def load_listops(source: str, reading: Reading) -> dict[str, Dataset]:
                 f"{where}: an expression has {len(tokens)} tokens and cannot be truncated: give --max_length "
                 f"{len(tokens)} or more"
             )
-        found[split][0].append(np.array([numbers[token] for token in tokens]))
-        found[split][1].append(int(value))
-    return {split: reading.rows(*columns) for split, columns in found.items()}
+        splits[split].append((int(value), [numbers[token] for token in tokens]))
+    return {split: reading.rows(examples) for split, examples in splits.items()}
 
 
 def _bytes(text: str, length: int) -> np.ndarray:
@@ -188,57 +180,48 @@ def load_text(source: str, reading: Reading) -> dict[str, Dataset]:
     """Load the splits train and test of the text task."""
     folder = pathlib.Path(source).expanduser()
     folder = folder / "aclImdb" if (folder / "aclImdb").is_dir() else folder
-    found = {}
+    splits = {}
     for split in ("train", "test"):
-        if (folder / split).is_dir():
-            sides = [sorted((folder / split / name).glob("*.txt")) for name in ("neg", "pos")]
-            if not all(sides):
-                raise ValueError(f"{folder / split}: the layout is neg/*.txt and pos/*.txt")
-            files = [(path, label) for label, paths in enumerate(sides) for path in paths]
-            rows = [(read_text(path), label) for path, label in reading.choose(files, split)]
+        files = [
+            (i, path) for i, end in enumerate(("neg", "pos")) for path in sorted(folder.glob(f"{split}/{end}/*.txt"))
+        ]
+        if files:
+            rows = [(label, read_text(path)) for label, path in reading.choose(files, split)]
         else:
-            rows = reading.choose(list(_text_rows(source, folder, split)), split)
-        if not all(text for text, _ in rows):
-            raise ValueError(f"{source}, {split}: {sum(not text for text, _ in rows)} texts are empty")
-        found[split] = reading.rows(
-            [_bytes(text, reading.max_length) for text, _ in rows], [label for _, label in rows]
-        )
-    return found
+            rows = reading.choose(_text_rows(source, folder, split), split)
+        if not rows or not all(text for _, text in rows):
+            raise ValueError(f"{source}, {split}: there is no text, or a text is empty")
+        splits[split] = reading.rows([(label, _bytes(text, reading.max_length)) for label, text in rows])
+    return splits
 
 
-def _text_rows(source: str, folder: pathlib.Path, split: str) -> Iterator[tuple[str, int]]:
-    """Text and label of each row of a .jsonl file, or of a hub data set if there is no such folder."""
+def _text_rows(source: str, folder: pathlib.Path, split: str) -> list[tuple[int, str]]:
+    """Label and text of each row of a .jsonl file, or of a hub data set if there is no such folder."""
     path, known = _either(folder / f"{split}.jsonl"), {"0": 0, "1": 1, "neg": 0, "pos": 1}
-    if path is not None:
-        rows = ((f"{path}, line {number}", row) for number, row in read_json_lines(path))
-    elif folder.is_dir() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
+    if path is None and (folder.is_dir() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source)):
         raise ValueError(f"{source} holds neither {split}/pos and {split}/neg nor {split}.jsonl (or .jsonl.gz)")
-    else:
-        rows = ((f"{source}, {split}", row) for row in load_dataset(source, split=split))
-    empty = True
-    for where, row in rows:
-        empty = False
-        if not isinstance(row.get("text"), str) or "label" not in row:
-            raise ValueError(f"{where}: 'text' and 'label' are needed (fields: {', '.join(row)})")
-        if str(row["label"]) not in known:
-            raise ValueError(f"{where}: unknown label {row['label']!r}; known: 0 or neg, 1 or pos")
-        yield row["text"], known[str(row["label"])]
-    if empty:
-        raise ValueError(f"{path or source} is empty")
+    rows = read_json_lines(path) if path else enumerate(load_dataset(source, split=split), 1)
+    examples = []
+    for number, row in rows:
+        if not isinstance(row.get("text"), str) or str(row.get("label")) not in known:
+            raise ValueError(
+                f"{path or source}, line {number}: 'text' and 'label' (0 or neg, 1 or pos) are needed, not the label "
+                f"{row.get('label')!r} and the fields {', '.join(row)}"
+            )
+        examples.append((known[str(row["label"])], row["text"]))
+    return examples
 
 
 def load_retrieval(source: str, reading: Reading) -> dict[str, Dataset]:
     """Load the existing splits of train, validation and test of the retrieval task."""
-    found: dict[str, tuple[list, list, list]] = defaultdict(lambda: ([], [], []))
+    splits = defaultdict(list)
     for split, where, line in _lines(source, "new_aan_pairs.{}.tsv", reading, "eval"):
         label, *_, text, other = cells = line.split("\t")
         # The benchmark writes its labels as 0.0 and 1.0.
         if len(cells) != 5 or label not in ("0", "1", "0.0", "1.0") or not (text and other):
             raise ValueError(f"{where}: expected LABEL TAB ID TAB ID TAB TEXT TAB TEXT, with label 0 or 1")
-        values = _bytes(text, reading.max_length), int(float(label)), _bytes(other, reading.max_length)
-        for column, value in zip(found[split], values, strict=True):
-            column.append(value)
-    return {split: reading.rows(*columns) for split, columns in found.items()}
+        splits[split].append((int(float(label)), *(_bytes(one, reading.max_length) for one in (text, other))))
+    return {split: reading.rows(examples) for split, examples in splits.items()}
 
 
 def load_image(
@@ -265,33 +248,14 @@ def load_image(
 
 
 def _grey_rows(pictures: images.Pictures, names: Sequence[str], reading: Reading) -> Dataset:
-    """Grey values of each picture that can be read, line by line from the top, with the index of its class."""
-    found, labels, bad, size = [], [], [], None
+    """Grey values of each picture, line by line from the top, with the index of its class."""
+    size = (math.isqrt(reading.max_length),) * 2
+    examples = []
     for i in tqdm(range(len(pictures)), desc=pictures.where, unit=" pictures", disable=None, leave=False):
-        try:
-            picture = pictures.open(i).convert("L")
-        except ValueError as error:
-            bad.append(str(error))
-            continue
-        if reading.image_size is not None and picture.size != (reading.image_size, reading.image_size):
-            picture = picture.resize((reading.image_size, reading.image_size))
-        size = size or picture.size
-        if picture.size != size or size[0] * size[1] > reading.max_length:
-            raise ValueError(
-                f"{pictures.where}: {pictures.keys[i]} has {picture.size[0]} x {picture.size[1]} pixels: all must have "
-                f"the same size, with at most {reading.max_length} pixels; give another --max_length"
-            )
-        found.append(np.asarray(picture, np.uint8).reshape(-1))
-        labels.append(names.index(pictures.classes[i]))
-    if bad and (not reading.skip_bad or not found):
-        more = "; ..." if len(bad) > 3 else ""
-        raise ValueError(
-            f"{len(bad)} of {len(pictures)} pictures cannot be read: {'; '.join(bad[:3])}{more}. --skip_bad_images "
-            "skips them"
-        )
-    if bad:
-        tqdm.write(f"skipped {len(bad)} of {len(pictures)} pictures: {'; '.join(bad[:3])}")
-    return reading.rows(found, labels)
+        picture = pictures.open(i).convert("L")
+        picture = picture if picture.size == size else picture.resize(size)
+        examples.append((names.index(pictures.classes[i]), np.asarray(picture, np.uint8).reshape(-1)))
+    return reading.rows(examples)
 
 
 def load_pathfinder(source: str, reading: Reading) -> dict[str, Dataset]:
@@ -315,16 +279,9 @@ def load_pathfinder(source: str, reading: Reading) -> dict[str, Dataset]:
     if len(examples) < 3:
         raise ValueError(f"{folder / 'metadata'}: {len(examples)} pictures are not enough to train and evaluate on")
     order = np.random.default_rng(0).permutation(len(examples))
-    found = {}
+    splits = {}
     for split, part in zip(_SPLITS, np.split(order, [round(len(order) * s) for s in (0.8, 0.9)]), strict=True):
         keys, labels = zip(*(examples[i] for i in reading.choose(part.tolist(), split)), strict=True)
         pictures = images.Pictures(f"{folder}, {split}", keys, labels, lambda key: (folder / key).read_bytes())
-        found[split] = _grey_rows(pictures, ("0", "1"), reading)
-    return found
-
-
-def task_of(name: str) -> Task:
-    """The task with this name. Raises ValueError if there is none."""
-    if name not in TASKS:
-        raise ValueError(unknown_name("task of the Long Range Arena", name, TASKS))
-    return TASKS[name]
+        splits[split] = _grey_rows(pictures, ("0", "1"), reading)
+    return splits

@@ -7,7 +7,7 @@ its batch or dropped.
 
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from hf_efficient_attn.io.json import read_json_lines
 from hf_efficient_attn.io.text import read_text
 
 IGNORED = -100  # the label of tokens without loss, as in Transformers
-_COUNTED = 10_000  # windows whose tokens are counted, at most
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz")
 SUFFIXES = (".txt", ".txt.gz", *JSON_SUFFIXES)
 
@@ -49,24 +48,20 @@ def documents_of(path: pathlib.Path, *, column: str = "text", separator: str | N
     A line of a `.jsonl` or `.jsonl.gz` file is a document, with the text in the field `column`. Any other file is plain
     text: one document, or several with `separator` between them ("blank-line" for one or more empty lines).
     """
-    texts: Iterable[str]
     if path.name.lower().endswith(JSON_SUFFIXES):
-        texts = _json_texts(path, column)
+        texts = []
+        for number, row in read_json_lines(path):
+            if not isinstance(row.get(column), str):
+                names = ", ".join(row) or "none"
+                raise ValueError(
+                    f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
+                )
+            texts.append(row[column])
     elif separator == "blank-line":
         texts = re.split(r"\n[ \t\r]*\n\s*", read_text(path))
     else:
         texts = [read_text(path)] if separator is None else read_text(path).split(separator)
     yield from (text for text in texts if text.strip())
-
-
-def _json_texts(path: pathlib.Path, column: str) -> Iterator[str]:
-    for number, row in read_json_lines(path):
-        if not isinstance(row.get(column), str):
-            names = ", ".join(row) or "none"
-            raise ValueError(
-                f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
-            )
-        yield row[column]
 
 
 def documents_of_hub(name: str, subset: str | None, split: str, column: str) -> Iterator[str]:
@@ -97,18 +92,6 @@ def split_tails(documents: Sequence[np.ndarray], share: float) -> tuple[list[np.
     return [ids[:end] for ids, end in pairs], [ids[end:] for ids, end in pairs]
 
 
-def split_documents(documents: Sequence[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Hold out a random share of the documents; return the others and the held-out ones."""
-    held = max(1, round(len(documents) * share))
-    if held >= len(documents):
-        raise ValueError(
-            f"{len(documents)} documents cannot be split into training and evaluation: use --eval_from tails, "
-            "--document_separator or --eval_text"
-        )
-    order = np.random.default_rng(0).permutation(len(documents))
-    return [documents[i] for i in sorted(order[held:])], [documents[i] for i in sorted(order[:held])]
-
-
 def windows(
     documents: Sequence[np.ndarray],
     block_size: int,
@@ -124,9 +107,6 @@ def windows(
 
     Returns:
         A Dataset with the columns `input_ids`, `length` and `row` (the number of the window).
-
-    Raises:
-        ValueError: the block size has no room for text besides the special tokens, or no window is left.
     """
     room = block_size - sum(map(len, special))
     if room < 2:
@@ -205,16 +185,13 @@ class MaskingCollator:
 
 
 def baselines(train: Dataset, evaluation: Dataset, vocab_size: int, special: Sequence[int] = ()) -> dict[str, float]:
-    """What can be predicted of the labels of `evaluation` without a model, by the frequencies of the tokens.
-
-    The frequencies are those of at most 10,000 windows of `train`, evenly spaced, without the special tokens.
+    """What can be predicted of the labels of `evaluation` without a model, by the frequencies of the tokens of `train`.
 
     Returns:
         "frequencies_loss": nats per token if each has the probability of its frequency. Every count is larger by one,
         so that no token is impossible. "most_frequent_accuracy": share of the most frequent token.
     """
-    rows = train.select(range(0, len(train), -(-len(train) // _COUNTED)))["input_ids"]
-    counts = 1 + np.bincount(np.concatenate([np.asarray(ids) for ids in rows]), minlength=vocab_size)
+    counts = 1 + np.bincount(np.concatenate([np.asarray(ids) for ids in train["input_ids"]]), minlength=vocab_size)
     counts[list(special)] = 0
     labels = np.concatenate([np.asarray(row) for row in evaluation["labels"]])
     labels = labels[labels != IGNORED]

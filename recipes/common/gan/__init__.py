@@ -1,1 +1,0 @@
-"""Parts of the BigGAN recipes: digits, networks, sampling, and the measures of generated pictures."""
