@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest_plugins = ["core_suite"]
+# The same cases in every run, and with `--hypothesis-profile attack` many cases, which are others in every run.
+settings.register_profile(
+    "default", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("attack", max_examples=400, derandomize=False)
+settings.load_profile("default")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Not the user's cache folder: what was measured on this machine must not decide what a test computes.

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from instances import INSTANCES, Instance
+from instances import FIRST, INSTANCES, Instance
 
-_FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
 # The rows of the core suite.
-_ROWS = [instance for instance in INSTANCES if instance.core or instance is _FIRST[instance.method]]
+_ROWS = [instance for instance in INSTANCES if instance.core or instance is FIRST[instance.method]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

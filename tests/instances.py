@@ -352,6 +352,9 @@ VARIANTS = [
     Instance("reformer", {"block_size": 8, "shared_query_key": True}, random=True, square=True, adapt=_shared),
 ]
 
+# The first row of every method.
+FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
+
 # One instance per method, with the default hyperparameters.
 DEFAULTS = [Instance(name) for name in hea.available_methods()]
 

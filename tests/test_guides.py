@@ -25,8 +25,7 @@ from transformers import AutoTokenizer, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
 import promises
-from attack import attack
-from attack_cases import PROMISES
+from attack_cases import PROMISES, attack
 from hf_efficient_attn import cli
 from instances import Instance, unregister
 from tiny_models import tiny_class, tiny_config
@@ -215,8 +214,9 @@ def test_the_example_of_a_method_keeps_the_promises(monkeypatch):
     try:
         row = Instance("random_keys", {"num_samples": 24}, budget=24, limit="exact", random=True)
         assert row.config().exact_length == 24
-        result = attack({"random_keys": row}, [name for name in PROMISES if name != "compiles"], cases=200)
-        assert result.failures.total() == 0, result.found
+        for name in set(PROMISES) - {"compiles", "transaction"}:
+            if row.info.causal or name not in ("future", "length", "last_queries", "state"):
+                attack(name, row, 10)
         promises.check_converges(row, False)
         promises.check_compiles(row, False)
     finally:
