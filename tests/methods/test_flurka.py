@@ -1,4 +1,4 @@
-"""FLuRKA and the Linformer: formulas, tables, and models that contract their hidden states."""
+"""FLuRKA and the Linformer: formulas, tables, models that contract their hidden states, another implementation."""
 
 import copy
 import io
@@ -6,14 +6,14 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.functional import elu, linear, scaled_dot_product_attention
+from linformer.linformer import LinformerSelfAttention
+from torch.nn.functional import elu, pad, scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from each import close, differs
 from hf_efficient_attn.methods import AttentionOptions, get_method
 from hf_efficient_attn.methods.eva import naive
 from hf_efficient_attn.ops.features import orthogonal_features
-from hf_efficient_attn.ops.projections import contraction
 from instances import inputs, numbers, padding_mask, relative_error
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
@@ -74,45 +74,19 @@ def test_formula_of_the_paper(method, share):
     assert differs(ours.mean(2, keepdim=True).expand_as(ours), ours)
 
 
-@each_method
+@each_projection
 def test_as_many_projections_as_tokens_give_the_kernels_method(method):
-    """Every projection is the mean of one token, so the output is that of the kernel's own method."""
+    """Every projection is the mean of one token. With a Gaussian table it is another attention."""
     tensors, mask = inputs(batch=2, q_len=40, dtype=torch.float64), padding_mask("left", 2, 40)
     own = options(method)
-    expected = hea.attention(method.removeprefix("flurka_"), *tensors, attention_mask=mask, **own)
+    if method == "linformer":
+        expected = scaled_dot_product_attention(*tensors, attn_mask=mask[:, None, None])
+    else:
+        expected = hea.attention(method.removeprefix("flurka_"), *tensors, attention_mask=mask, **own)
     for count in (40, 256):
         close(hea.attention(method, *tensors, attention_mask=mask, projection_dim=count, **own), expected, 1e-6)
     drawn = hea.attention(method, *tensors, attention_mask=mask, projection_dim=256, init="gaussian", **own)
     assert differs(drawn, expected, 0.1)
-
-
-# --- contraction of the hidden states, before the projections to keys and values ---
-
-
-@pytest.mark.parametrize(("kind", "length"), [("none", 70), ("right", 90), ("holes", 70)])
-@each_method
-def test_contraction_before_or_after_the_projections(method, kind, length):
-    """(E1 X) W_K + (E1 1) b_K = E1 (X W_K + 1 b_K), with and without padding, and with tables for longer sequences."""
-    hidden, size, count = 12, NUM_HEADS * HEAD_DIM, 9
-    x, mask = numbers(2, 70, hidden, seed=3), padding_mask(kind, 2, 70)
-    weights, biases = numbers(3, size, hidden, seed=4) * hidden**-0.5, numbers(3, size, seed=5)
-    tables = [0.3 * numbers(count, length, seed=s) for s in (6, 7)]
-
-    def heads(x):
-        return x.unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
-
-    query, key, value = (heads(linear(x, w, b)) for w, b in zip(weights, biases, strict=True))
-    learned = dict(zip(("key_projection", "value_projection"), tables, strict=True))
-    after = hea.attention(
-        method, query, key, value, attention_mask=mask, **options(method, projection_dim=count), **learned
-    )
-    before, valid = [], x if mask is None else x.masked_fill(~mask[:, :, None], 0.0)
-    for table, w, b in zip(tables, weights[1:], biases[1:], strict=True):
-        contracted = contraction(table, mask, 70, torch.float64)
-        assert contracted.valid.all()
-        projected = linear(contracted.project(valid[:, None])[:, 0], w) + contracted.sums()[:, :, None] * b
-        before.append(heads(projected.expand(2, -1, -1)))
-    close(formula(method, query, *before, query_mask=mask), after)
 
 
 # --- tables ---
@@ -147,9 +121,9 @@ def test_tables_of_a_gaussian(method):
     assert start(method, 30, **drawn, max_length=70)["value_projection"].shape == (50, 70)
     # They are what a call without tables uses.
     tensors = inputs(num_heads=NUM_HEADS, q_len=70, dtype=torch.float64)
-    config = hea.method_info(method).config_class(projection_dim=9, share="kv", init="gaussian", seed=2)
-    given = start(method, 70, share="kv", init="gaussian", seed=2, projection_dim=9)
-    assert torch.equal(hea.attention(config, *tensors), hea.attention(config, *tensors, **given))
+    given = {"projection_dim": 9, "share": "kv", "init": "gaussian", "seed": 2}
+    config = hea.method_info(method).config_class(**given)
+    assert torch.equal(hea.attention(config, *tensors), hea.attention(config, *tensors, **start(method, 70, **given)))
 
 
 @each_projection
@@ -188,7 +162,7 @@ def test_gradients_of_tables(method):
         learned = {"key_projection": first, "value_projection": second}
         return hea.attention(method, query, key, value, attention_mask=mask, **sizes, **learned)
 
-    assert torch.autograd.gradcheck(output, leaves)
+    assert torch.autograd.gradcheck(output, leaves, fast_mode=True)
     assert torch.autograd.grad(output(*leaves).sum(), leaves)[0][:, 9:].abs().max() > 0
     means = [t.double().requires_grad_() for t in start(method, 12, projection_dim=4).values()]
     output(*means).square().sum().backward()
@@ -205,6 +179,75 @@ def test_projections_without_weight_are_left_out(method):
                          value_projection=second)  # fmt: skip
     left = torch.tensor([0, 1, 3, 5])
     close(ours, formula(method, tensors[0], first[left] @ tensors[1], second[left] @ tensors[2]))
+
+
+# --- the Linformer alone ---
+
+linformer = hea.functional.linformer_attention
+
+
+def test_shared_tables():
+    """Keys and values share any table. A value table is used where one is given."""
+    tensors, (first, second) = inputs(q_len=40, dtype=torch.float64), (numbers(6, 40, seed=s) for s in (1, 2))
+    shared = linformer(*tensors, projection_dim=6, key_projection=first)
+    both = {"projection_dim": 6, "key_projection": first}
+    close(shared, linformer(*tensors, share="none", **both, value_projection=first))
+    other = linformer(*tensors, share="none", **both, value_projection=second)
+    close(linformer(*tensors, **both, value_projection=second), other)
+    assert differs(other, shared, 0.1)
+    with pytest.raises(hea.UnsupportedAttentionError, match="40 keys are more than the 39 that value_projection"):
+        linformer(*tensors, **both, value_projection=numbers(6, 39))
+
+
+@pytest.mark.parametrize("length", [1, 30, 50])
+def test_input_shorter_than_the_tables(length):
+    """Projections of one sign stay weighted averages of the valid tokens. Others keep their Euclidean norm."""
+    query, key, value = inputs(q_len=length, dtype=torch.float64)
+    positive, mask = numbers(1, 50).abs(), torch.arange(50)[None] < length
+    table = torch.cat((positive, -2.0 * positive))
+    weights = positive[:, :length] * (positive.sum() / positive[:, :length].sum())
+    projected = [torch.cat((weights @ x, -2.0 * weights @ x), 2) for x in (key, value)]
+    exact = scaled_dot_product_attention(query, *projected)
+    options = {"projection_dim": 2, "key_projection": table}
+    close(linformer(query, key, value, **options), exact)
+    padded = [pad(x, (0, 0, 0, 50 - length)) for x in (query, key, value)]
+    close(linformer(*padded, **options, attention_mask=mask)[:, :, :length], exact)
+    # A projection whose weights sum to 0.
+    signs = torch.ones(1, 50, dtype=torch.float64)
+    signs[:, 1::2] = -1.0
+    table = signs * torch.arange(50, 0, -1).repeat_interleave(2)[:50]
+    part = table[:, :length]
+    expected = part * (table.norm() / part.norm()) @ value
+    out = linformer(query, key, value, projection_dim=1, key_projection=table)
+    close(out, expected.expand_as(out))
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("length", [64, 40])
+def test_linformer_package(length, share):
+    """The `linformer` package with the same weights.
+
+    With shared tables that package also uses the keys as values. For shorter input it does not rescale the projections.
+    """
+    torch.manual_seed(0)
+    size = NUM_HEADS * HEAD_DIM
+    layer = LinformerSelfAttention(size, 64, k=12, heads=NUM_HEADS, share_kv=share).double().eval()
+    layer.to_out = torch.nn.Identity()
+    hidden_states = 3.0 * numbers(2, length, size, seed=1)
+    with torch.no_grad():
+        theirs = layer(hidden_states)
+        query, key, value = (
+            f(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
+            for f in (layer.to_q, layer.to_k, layer.to_k if share else layer.to_v)
+        )
+        # Tables as long as the input are not rescaled.
+        learned = {"key_projection": layer.proj_k[:length].t()}
+        if not share:
+            learned["value_projection"] = layer.proj_v[:length].t()
+        options = {"projection_dim": 12, "share": "kv" if share else "none"}
+        ours = linformer(query, key, value, **options, **learned).transpose(1, 2).flatten(2)
+    close(ours, theirs)
+    assert differs(ours.mean(1, keepdim=True).expand_as(ours), ours, 0.1)
 
 
 # --- models, which contract their hidden states before the projections to keys and values ---
