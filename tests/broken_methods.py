@@ -192,6 +192,6 @@ def broken(name: str, *, naive: str | None = None, causal: bool = True, **promis
     config_class = type("Config", (BrokenConfig,), facts)
     register_method(config_class, forward=form_of(name), naive=form_of(naive or name))
     try:
-        yield Instance(name, small={"columns": 4}, **promised)
+        yield Instance(name, **promised)
     finally:
         unregister(name)

@@ -212,7 +212,7 @@ def test_the_example_of_a_method_keeps_the_promises(monkeypatch):
     monkeypatch.syspath_prepend(str(GUIDES))
     importlib.import_module("random_keys")
     try:
-        row = Instance("random_keys", {"num_samples": 24}, budget=24, limit="exact", random=True)
+        row = Instance("random_keys", {"num_samples": 24}, limit="exact", random=True)
         assert row.config().exact_length == 24
         for name in set(PROMISES) - {"compiles", "transaction"}:
             if row.info.causal or name not in ("future", "length", "last_queries", "state"):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from reformer_pytorch.reformer_pytorch import LSHAttention
 from torch.nn.functional import normalize
 from transformers import ReformerConfig as TheirConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -133,7 +132,7 @@ def test_a_shift_of_all_keys_has_no_effect():
         close(shifted, ours)
 
 
-# Other implementations. Their chunks attend to themselves and to chunks before and after, in a circle.
+# Reformer of Transformers. Its chunks attend to themselves and to chunks before and after, in a circle.
 
 
 def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> Rounds:
@@ -218,24 +217,6 @@ def test_hash_of_transformers():
     turns = torch.stack((drawn[:4], torch.cat((drawn[4:], drawn[:1]))), 2)
     ours = bucket_codes(query[:, 0], turns, torch.tensor([[4, 3]]))
     assert torch.equal(ours // 6 + 8 * (ours % 6), theirs)
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_lsh_attention_of_reformer_pytorch(rounds):
-    """Several rounds that count each pair once, with our buckets."""
-    query, _, value = flat(*inputs(batch=2, q_len=128, dtype=torch.float64, spread=2.0))
-    codes = bucket_codes(query, numbers(2, rounds, 2, HEAD_DIM), torch.tensor([[2, 2]]))
-    layer = LSHAttention(bucket_size=8, n_hashes=rounds, allow_duplicate_attention=False)
-    layer.hash_vectors = lambda *_, **__: (codes + 16 * torch.arange(rounds)[:, None]).flatten(1)
-    plan = chunk_plan(codes, None, 8, 1, 0)
-    theirs = layer(query, value)[0]
-    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=HEAD_DIM**-0.5)
-    inner = inner_queries(plan, 1, 0)
-    assert inner.float().mean() > 0.7
-    close(ours[inner], theirs[inner], 1e-7)
-    if rounds > 1:
-        layer._allow_duplicate_attention = True
-        assert relative_error(layer(query, value)[0][inner], ours[inner]) > 1e-3
 
 
 def test_shared_queries_ignore_the_given_keys_and_their_own_token():
