@@ -6,7 +6,7 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import get_method
-from instances import Instance, forms, inputs, padding_mask
+from instances import forms, inputs, padding_mask
 
 
 class Graphs:
@@ -32,11 +32,15 @@ def compiled(graphs: Graphs):
     return torch.compile(attend, fullgraph=True, backend=graphs)
 
 
-@pytest.mark.parametrize(("instance", "is_causal"), [
-    pytest.param(i, c, id=f"{i}{'-causal' if c else ''}", marks=pytest.mark.exhaustive if c else [])
+IN_CORE = ("auto", "kdeformer", "linear", "flurka_eva")  # one operator calls all methods
+FORMS = [
+    pytest.param(i, c, id=f"{i}{'-causal' if c else ''}", marks=[] if i.method in IN_CORE else pytest.mark.exhaustive)
     for i, c in forms()
-])  # fmt: skip
-def test_the_graph_calls_the_eager_form(instance: Instance, is_causal):
+]
+
+
+@pytest.mark.parametrize(("instance", "is_causal"), FORMS)
+def test_the_graph_calls_the_eager_form(instance, is_causal):
     """Bit for bit, with gradients, for shared keys, a mask and a seed, also for methods whose work depends on the data.
 
     The form of some methods depends on whether a gradient is wanted.
