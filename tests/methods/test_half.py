@@ -1,19 +1,13 @@
 """The table of errors in half precision."""
 
-import csv
-
 import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
 from instances import inputs
+from recipe_commands import read_csv, run
 from recipes.benchmarks import error as recipe
 from recipes.common.inputs import Activation
-
-
-def run(*arguments):
-    return cli.run(recipe.app, list(arguments), "error")
 
 
 def activation(dtype=torch.bfloat16, length=96, scale=None):
@@ -52,10 +46,9 @@ def test_command(tmp_path, capsys):
     path = tmp_path / "half.csv"
     arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path), "--check"]
     methods = ["--method", "nearfar,linear,nystromformer:pinv=solve"]
-    assert run(*arguments, *methods, "--half", "bfloat16,float16") == 0
+    assert run(recipe, *arguments, *methods, "--half", "bfloat16,float16") == 0
     out = capsys.readouterr().out
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path)
     names = ["nearfar", "linear", "nystromformer (pinv=solve)"]
     assert [(row["dtype"], row["method"]) for row in rows] == [(d, n) for d in ("bfloat16", "float16") for n in names]
     bfloat16, float16 = (float(row["exact"]) for row in rows[::3])
