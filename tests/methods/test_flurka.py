@@ -137,20 +137,6 @@ def test_refusals(method):
 
 
 @each_projection
-def test_means_of_segments_that_are_not_full(method):
-    """Segments of ten valid tokens, counted from the first valid one. The last segment may have fewer."""
-    tensors, mask = inputs(batch=3, q_len=70, dtype=torch.float64), padding_mask("holes", 3, 70, 4)
-    sizes = options(method, projection_dim=20, max_length=200)
-    out = hea.attention(method, *tensors, attention_mask=mask, **sizes)
-    for b in range(3):
-        query, key, value = (x[b : b + 1] for x in tensors)
-        means = [torch.stack([p.mean(2) for p in x[:, :, mask[b]].split(10, 2)], 2) for x in (key, value)]
-        ours, other = (x.transpose(1, 2)[mask[b : b + 1]] for x in
-                       (out[b : b + 1], formula(method, query, *means, query_mask=mask[b : b + 1])))  # fmt: skip
-        close(ours, other, 1e-6)
-
-
-@each_projection
 def test_gradients_of_tables(method):
     """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
     query, key, value = inputs(batch=2, num_heads=2, q_len=9, head_dim=3, dtype=torch.float64)

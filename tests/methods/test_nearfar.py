@@ -102,26 +102,6 @@ def test_float32_is_as_accurate_as_float64(content, block_size):
     assert relative_error(single, double) < 1e-2
 
 
-@pytest.mark.parametrize("logit", [100.0, 2500.0, 1e4])
-@pytest.mark.parametrize("content", ["normal", "outlier", "aligned", "smooth"])
-def test_gradients_with_very_large_scores_are_finite(content, logit):
-    """In float16 with scores up to 100: with larger ones some gradients of exact attention do not fit either."""
-    query, key, value = inputs(q_len=150, head_dim=16, content=content, dtype=torch.float64)
-    key = key - key.mean(2, keepdim=True)
-    factor = (logit / (query @ key.mT / 4.0).abs().max()) ** 0.5
-    leaves = [(x * y).requires_grad_() for x, y in ((query, factor), (key, factor), (value, 1.0))]
-    exact = scaled_dot_product_attention(*leaves).abs().max()
-    for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if logit == 100.0 else [])):
-        for options in ({}, {"block_size": 0}, {"num_probes": 0}, {"num_refinements": 0}):
-            options = {"num_samples": 20, "block_size": 4, "num_probes": 9, **options}
-            out = nearfar(*(x.to(dtype) for x in leaves), **options)
-            # Weights that cancel are bounded, not small.
-            assert out.isfinite().all() and out.abs().max() < 1e4 * exact
-            weight = torch.linspace(0.5, 1.0, 150)[:, None] * (0.01 if dtype == torch.float16 else 1.0)
-            grads = torch.autograd.grad((out.float() * weight).sum(), leaves)
-            assert all(grad.isfinite().all() for grad in grads)
-
-
 def test_a_call_is_few_operations():
     """12 heads of 32, 4,096 tokens."""
     count = 0

@@ -115,6 +115,14 @@ def test_the_fast_form_equals_the_readable_form_at_default_hyperparameters(insta
     promises.check_naive(instance, is_causal, num_heads=1, q_len=300 if "performer" in instance.method else 700)
 
 
+@each_form
+def test_padding_of_longer_sequences(instance, is_causal):
+    """Sampling by values leaves out some of more than 383."""
+    if "max_length" in instance.hyperparameters:
+        pytest.skip("its tables have a longest sequence")
+    promises.check_padding(instance, is_causal, 401, 3, 30)
+
+
 # 3. The future. The block boundaries of the instances (8, 16, 40), those of blocks and chunks in the primitives (128,
 # 256), and the positions next to them.
 

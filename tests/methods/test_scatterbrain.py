@@ -97,9 +97,3 @@ def test_sums_of_other_blocks(blocks, earlier_only):
     sums = state.sums.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(others(state._replace(sums=sums), earlier_only=earlier_only).sums.sum(), sums)
     assert gradient.isfinite().all()
-    if earlier_only:  # no sum looks ahead
-        whole = others(state, earlier_only=True)
-        for cut in range(blocks):
-            changed = FeatureState(*(torch.cat((x[:, :cut], 9.0 * x[:, cut:].flip(1)), 1) for x in state))
-            ours = others(changed, earlier_only=True)
-            assert all(torch.equal(x[:, : cut + 1], y[:, : cut + 1]) for x, y in zip(ours, whole, strict=True))

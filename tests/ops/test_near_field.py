@@ -340,30 +340,3 @@ def test_the_causal_form_has_a_window_whatever_the_tokens_are(method):
         for kind in ("auto", "window")
     )
     assert torch.equal(out, expected)
-
-
-def local_and_repeated(length: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Tokens (6, length, 4): in every second head they resemble their neighbors, in the others they are copies."""
-    angle = torch.arange(length) * (2 * math.pi / length)
-    local = 20.0 * torch.stack((angle.cos(), angle.sin(), 0 * angle, 0 * angle), 1)
-    copies = 3.0 * numbers(32, 4, seed=5).float()[torch.arange(length) % 32]
-    noise = 0.1 * numbers(6, length, 4, seed=6).float()
-    return (torch.stack((local, copies) * 3) + noise).to(dtype)
-
-
-@pytest.mark.parametrize(("length", "groups"), [(41, 1), (70, 3), (767, 2), (768, 7)])
-def test_the_plan_is_that_of_a_padded_sequence(length, groups):
-    """It has the same near fields, groups and samples, with the same weights."""
-    # One head has a window and one the blocks of the hash. Lengths of 384 and more leave out values of the norm.
-    tokens, value = local_and_repeated(length, torch.float64)[:2], numbers(2, length, 3, seed=7)
-    mask = torch.arange(2 * length) % 5 != 2
-    position = mask.nonzero()[:length, 0]
-    mask[position[-1] + 1 :] = False
-    padded_tokens, padded_value = (numbers(2, len(mask), x.shape[2], seed=9) for x in (tokens, value))
-    padded_tokens[:, position], padded_value[:, position] = tokens, value
-    plan = near_far.NearFieldOptions("auto", 16, 6, 12), SamplingOptions(20, "probe", 8, False, 1.0, 0, 1, groups)
-    near, far = near_far.make_plan(tokens, tokens, value, None, *plan)
-    masked = near_far.make_plan(padded_tokens, padded_tokens, padded_value, mask.expand(2, -1), *plan)
-    ours = dense_log_weights(*masked, len(mask), len(mask))[:, position][..., position]
-    expected = dense_log_weights(near, far, length, length)
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
