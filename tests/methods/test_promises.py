@@ -201,9 +201,7 @@ def test_gradients_agree_with_finite_differences(instance, is_causal, fast_mode)
 def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
     if instance.limit == "none":
         pytest.skip("the method defines its own attention")
-    if instance.limit == "bounded" and not is_causal:
-        promises.check_bounded(instance, is_causal)
-    elif instance.limit == "expectation":
+    if instance.limit == "expectation":
         promises.check_converges_in_expectation(instance, is_causal)
     else:
         promises.check_converges(instance, is_causal)
