@@ -25,6 +25,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 # Written by people; the pages about methods and commands are written by docs/_ext/reference.py.
 PAGES = [README, *(ROOT / name / "README.md" for name in ("recipes", "model_cards")), *sorted(DOCS.glob("*.md"))]
+PAGES += sorted((DOCS / "guides").glob("*.md"))
 PAGES += [path for path in sorted((DOCS / "reference").glob("*.md")) if path.name != "commands.md"]
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from hf_efficient_attn.ops.tokens import ceil_div, inverse, uniform
 from instances import numbers
 
 CPU = torch.device("cpu")
-quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 # Near and far field.
@@ -225,7 +224,6 @@ def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
     assert torch.equal(hashed[~added], plain[~added])
 
 
-@quick
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 9))
 def test_group_by_block(query_block, size):
     """Every query has its own slot in a block with its block of keys."""
