@@ -244,10 +244,10 @@ PROMISES: dict[str, Promise] = dict([
     _promise("shapes", lambda d: {"padding": d.padding(), **_seeds(d)}),
     _promise("exact", _exact, applies=lambda i: i.budget > 0),
     _promise("arguments", lambda d: {**d.form(), "padding": d.padding(), **d.shape()}),
-    _promise("masked_keys", _masked_keys),
+    _promise("masked_keys", _masked_keys, share=2.0),
     _promise("masked_gradients", lambda d: {**d.form(), **d.shape(batch=d.choice(1, 2))}),
     _promise("empty_queries", lambda d: {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}),
-    _promise("padding", _padding),
+    _promise("padding", _padding, share=2.0),
     _promise(
         "holes", lambda d: {**d.form(), "length": d.length(), **d.heads()}, applies=lambda i: not i.reads_positions
     ),
@@ -265,7 +265,7 @@ PROMISES: dict[str, Promise] = dict([
     _promise("global_seed", _seeds),
     _promise("finite", _finite),
     _promise("sums", _sums, applies=lambda i: i.averages),
-    _promise("gradients", _gradients, share=0.2),
+    _promise("gradients", _gradients, share=0.4),
     _promise(
         "naive",
         lambda d: {**d.form(), "padding": d.padding(), "scale": d.choice(None, None, 0.0, -0.5, 1.7), **d.shape()},
