@@ -13,34 +13,27 @@ from instances import INSTANCES
 def letter(request):
     return request.param
 
-def test_plain():
-    pass
+def test_plain(): pass
 
 @pytest.mark.exhaustive
-def test_long():
-    pass
+def test_long(): pass
 
 @pytest.mark.slow
-def test_slow():
-    pass
+def test_slow(): pass
 
 @pytest.mark.parametrize("a", [1, 2, 3])
 @pytest.mark.parametrize(("b", "c"), [("p", False), ("p", True), ("q", False)])
-def test_product(a, b, c):
-    pass
+def test_product(a, b, c): pass
 
 @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.skip(reason="no such thing")), 3])
 @pytest.mark.parametrize("b", [1, 2])
-def test_skipped(a, b):
-    pass
+def test_skipped(a, b): pass
 
 @pytest.mark.parametrize("b", [1, 2])
-def test_fixture(letter, b):
-    pass
+def test_fixture(letter, b): pass
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=str)
-def test_method(instance):
-    pass
+def test_method(instance): pass
 """
 
 

@@ -1,7 +1,6 @@
 """EVA against its paper's sums, written out with plain exponentials, and the properties that follow from them."""
 
 import math
-from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-import promises
 from each import close, differs
 from hf_efficient_attn.methods import eva
 from hf_efficient_attn.ops.tokens import normal
-from instances import Instance, inputs, numbers
+from instances import inputs, numbers
 
 MEAN = {"proposal": "mean"}  # omega = mu, which is what `estimate` computes without noise
 
@@ -201,20 +199,3 @@ def test_causal_form_by_hand():
         theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, given[0], maps=given[1])
         close(outs[-1], theirs, 1e-10)
     assert differs(outs[1], outs[0], 1e-3) and differs(outs[2], outs[1], 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("window_size", "num_landmarks"),
-    [(1, 1), (5, 1), (8, 1), (8, 3), (2, 4), (2, 8), (4, 8), (5, 16), (7, 33), (1, 33)],
-)
-def test_exact_length_is_where_the_first_of_the_two_forms_stops_being_exact(window_size, num_landmarks):
-    """With one control variate per key, the estimate is softmax attention."""
-    hyperparameters = {"window_size": window_size, "num_landmarks": num_landmarks}
-    instance = Instance("eva", hyperparameters, skips_masked_queries=True)
-    longest = instance.config().exact_length
-    for length in {1, longest // 2 + 1, longest - 1, longest} - {0}:
-        for is_causal, padding in product((False, True), ("none", "left", "holes")):
-            promises.check_exact(instance, is_causal, length, padding)
-    if (window_size, num_landmarks) != (1, 1):  # two windows of one key, of which each is the other's chunk
-        with pytest.raises(AssertionError):
-            [promises.check_exact(instance, is_causal, longest + 1) for is_causal in (False, True)]

@@ -197,28 +197,6 @@ def test_lsh_attention_of_transformers(before, after, padding):
     close(ours[inner], theirs[inner], 1e-5)
 
 
-def test_short_sequences_of_transformers():
-    """Within the budget a token attends to all other tokens."""
-    layer = their_layer(64, 1, 0, num_buckets=4)
-    hidden = 3.0 * numbers(2, 60, NUM_HEADS * HEAD_DIM, seed=1)
-    with torch.no_grad():
-        theirs, query, value = layer(hidden)[0], split(layer.query_key(hidden)), split(layer.value(hidden))
-    ours = hea.functional.reformer_attention(query, query, value, shared_query_key=True, block_size=15, scale=1.0)
-    close(ours, split(theirs), 1e-5)
-
-
-def test_hash_of_transformers():
-    layer = their_layer(8, 1, 0, num_buckets=[8, 6], hash_seed=5)
-    layer.num_attention_heads = 1
-    query = numbers(3, 1, 90, HEAD_DIM)
-    theirs = layer._hash_vectors(query, 2, None).view(3, 2, 90) - torch.tensor([[0], [48]])
-    torch.manual_seed(5)
-    drawn = torch.randn(1, HEAD_DIM, 2, 7, dtype=torch.float64)[0].permute(2, 1, 0)
-    turns = torch.stack((drawn[:4], torch.cat((drawn[4:], drawn[:1]))), 2)
-    ours = bucket_codes(query[:, 0], turns, torch.tensor([[4, 3]]))
-    assert torch.equal(ours // 6 + 8 * (ours % 6), theirs)
-
-
 def test_shared_queries_ignore_the_given_keys_and_their_own_token():
     query, key, value = inputs(q_len=100)
     options = {"shared_query_key": True, "block_size": 8}

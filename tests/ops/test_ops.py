@@ -163,30 +163,6 @@ def test_a_complete_systematic_sample_is_the_same_sample(groups):
 
 
 @pytest.mark.parametrize("independent", [False, True])
-def test_samples_are_unbiased(independent):
-    """Each index is selected with its probability, so that weighted sums are unbiased."""
-    scores, terms, steps = numbers(1, 40).exp(), numbers(40, seed=1), 20000
-    if independent:
-        index, log_weight = (
-            x[0] for x in independent_sample(scores[:, None], 12, uniform((steps, 12), 0, 0, CPU)[None])
-        )
-        expected = 12 * scores[0] / scores.sum()
-        close(log_weight, -expected[index].log())
-    else:
-        probabilities = inclusion_probabilities(scores, 12)
-        grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
-        index, log_weight = (x[0] for x in systematic_sample(probabilities[:, None], 12, grid[None]))
-        expected = probabilities[0]
-    counts = index.flatten().bincount(minlength=40) / steps
-    assert (counts - expected).abs().max() < (0.05 if independent else 1e-3)
-    sums = (terms[index] * log_weight.exp()).sum(1)
-    allowed = 4 * sums.std().item() / steps**0.5 if independent else 0.01
-    assert sums.mean().item() == pytest.approx(terms.sum().item(), abs=allowed)
-    _, log_weight = independent_sample(torch.zeros(1, 1, 5), 3, torch.full((1, 1, 3), 0.5, dtype=torch.float64))
-    assert (log_weight == -torch.inf).all()
-
-
-@pytest.mark.parametrize("independent", [False, True])
 def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
     """One search serves all groups: an empty one, one with fewer keys than samples, and others."""
     scores = numbers(2, 4, 30).exp()
