@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import hf_efficient_attn as hea
 import promises
 from instances import CONTENTS, FIRST, Instance
-from tiny_models import DECODERS, ENCODERS
 
 PADDINGS = ("left", "right", "holes", "empty", "one", "all")
 # Numbers for which rounding, which depends on the shape of a product, decides no hash, sample or rank. With equal keys
@@ -213,19 +212,14 @@ def _masked_keys(d: Draw) -> dict[str, Any]:
 
 
 def _padding(d: Draw) -> dict[str, Any]:
-    around = {name: d.choice(0, 1, d.length(1, 40)) for name in ("before", "after")}
-    return {**d.form(), **d.heads(), "length": d.length(1, 70), **around}
+    kinds = ("left", "right") if d.instance.reads_positions else ("left", "right", "holes", "empty", "one")
+    shape = {**d.form(), **d.heads(), "batch": d.choice(1, 2)}
+    return {**shape, "length": d.length(1, d.choice(70, 150)), "padding": d.choice(*kinds)}
 
 
 def _sums(d: Draw) -> dict[str, Any]:
     shape = {"q_len": d.length(), "seed": d.seed(), "num_heads": 1, "spread": 0.05}
     return {**d.form(), "dtype": d.choice(torch.bfloat16, torch.float16), **shape}
-
-
-def _transaction(d: Draw) -> dict[str, Any]:
-    mistake = d.choice(None, None, "unknown hyperparameter", "missing layer")
-    what = {"family": d.choice(*ENCODERS, *DECODERS), "layers": d.choice(None, [0], [1], [0, 1])}
-    return {**what, "mistake": mistake, "length": d.between(2, 90)}
 
 
 def _has_long_tables(instance: Instance) -> bool:
@@ -249,9 +243,6 @@ PROMISES: dict[str, Promise] = dict([
     _promise("empty_queries", lambda d: {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}),
     _promise("padding", _padding, share=2.0),
     _promise(
-        "holes", lambda d: {**d.form(), "length": d.length(), **d.heads()}, applies=lambda i: not i.reads_positions
-    ),
-    _promise(
         "future", lambda d: {**_length_and_cut(d), "padding": d.padding(), **d.heads(), "content": d.any_content()},
         share=2.0, applies=_is_causal,
     ),
@@ -262,7 +253,6 @@ PROMISES: dict[str, Promise] = dict([
     _promise("state", _state, share=2.0, applies=lambda i: i.info.recurrent),
     _promise("batch", lambda d: {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))}),
     _promise("seeds", _seeds),
-    _promise("global_seed", _seeds),
     _promise("finite", _finite),
     _promise("sums", _sums, applies=lambda i: i.averages),
     _promise("gradients", _gradients, share=0.4),
@@ -283,7 +273,6 @@ PROMISES: dict[str, Promise] = dict([
         lambda d: {**d.form(), "length": d.between(400, 600), "num_heads": 1, "content": d.any_content()},
         share=0.05, applies=_has_long_tables,
     ),
-    _promise("transaction", _transaction, share=0.2, applies=lambda i: i.method in FIRST),
 ])  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 test_guides.py runs the guides. Sphinx, which .ci/run calls, builds the pages and runs their code.
 """
 
-import ast
 import importlib
 import re
 import shlex
@@ -155,33 +154,6 @@ def test_the_command_reference_is_complete(reference):
         options = set(re.findall(r"--[a-z][\w-]*", help_of_command(cli.app, [name]))) - {"--help"}
         assert options, name
         assert all(each in text for each in options), (name, options)
-
-
-def test_every_module_that_refuses_something_has_a_topic(reference):
-    """The page of refusals names the modules, as patterns."""
-    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    patterns = " ".join(re.findall(r"^```\{refusals\}\n(.*?)^```", page, re.M | re.S)).split()
-    raising = {
-        path.relative_to(reference.PACKAGE).with_suffix("").as_posix()
-        for path in reference.PACKAGE.rglob("*.py")
-        if re.search(r"raise UnsupportedAttentionError\(|refuse\(\s*f?\"", path.read_text(encoding="utf-8"))
-    }
-    assert len(raising) > 40
-    missing = {module for module in raising if not any(Path(module).match(pattern) for pattern in patterns)}
-    assert not missing, "name these modules in docs/troubleshooting.md"
-    assert len(patterns) == len(set(patterns))
-
-
-def test_every_refusal_is_listed(reference, refusals):
-    """The sites that raise, counted in another way; those that only pass a message on are left out."""
-    listed = {(refusal.module, refusal.line) for refusal in refusals}
-    for path in sorted(reference.PACKAGE.rglob("*.py")):
-        module = path.relative_to(reference.PACKAGE).with_suffix("").as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                call, source = node.exc, ast.unparse(node.exc)
-                if source.startswith("UnsupportedAttentionError(") and re.search(r"([a-z]{2,} ){3}", source):
-                    assert (module, call.lineno) in listed, f"{module}:{call.lineno} {source}"
 
 
 def test_messages_are_listed_as_they_are_raised(refusals):

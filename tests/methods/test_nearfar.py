@@ -14,27 +14,23 @@ from instances import inputs, numbers, relative_error
 nearfar = hea.functional.nearfar_attention
 
 
-def _clustered(num_keys=600, num_clusters=30, dtype=torch.float32):
-    """Keys around `num_clusters` centers, in an order that has nothing to do with the centers."""
-    query, centers, value = numbers(1, 2, 600, 16), numbers(1, 2, num_clusters, 16, seed=1), numbers(1, 2, num_keys, 8)
-    key = centers[:, :, torch.arange(num_keys) * 7 % num_clusters] + 0.3 * numbers(1, 2, num_keys, 16, seed=3)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+def _clustered():
+    """600 keys around 30 centers, in an order that has nothing to do with the centers."""
+    query, centers, value = numbers(1, 2, 600, 16), numbers(1, 2, 30, 16, seed=1), numbers(1, 2, 600, 8)
+    key = centers[:, :, torch.arange(600) * 7 % 30] + 0.3 * numbers(1, 2, 600, 16, seed=3)
+    return query.float(), key.float(), value.float()
 
 
 def _error(tensors, **hyperparameters):
     return relative_error(nearfar(*tensors, **hyperparameters), scaled_dot_product_attention(*tensors))
 
 
-def test_means_of_clusters_are_better_landmarks_than_keys():
-    tensors = _clustered()
-    options = {"num_samples": 30, "block_size": 0, "num_probes": 0}
-    assert _error(tensors, **options) < 0.9 * _error(tensors, **options, num_refinements=0)
-
-
-def test_the_linear_correction_lowers_the_error():
+def test_means_of_clusters_and_the_linear_correction_lower_the_error():
     query, key, value = _clustered()
-    tensors = 0.3 * query + 2.0 * query[:, :, :1], key, value
     options = {"num_samples": 30, "block_size": 0}
+    means, keys = (_error((query, key, value), **options, num_probes=0, **x) for x in ({}, {"num_refinements": 0}))
+    assert means < 0.9 * keys
+    tensors = 0.3 * query + 2.0 * query[:, :, :1], key, value
     assert _error(tensors, **options) < 0.7 * _error(tensors, **options, num_probes=0)
 
 
@@ -47,20 +43,13 @@ def test_heads_with_very_large_scores_have_outputs_within_the_values():
         assert ((out >= low - 1e-3) & (out <= high + 1e-3)).all()
 
 
-def _local(length=500):
-    """Queries that attend mostly to the keys around them."""
-    angle = torch.arange(length)[:, None] * torch.tensor([0.5, 0.11, 0.023])
-    position = 3.0 * torch.cat((angle.sin(), angle.cos()), 1)[None, None]
-    return position, position, numbers(1, 1, length, 6).float()
-
-
 def test_each_head_has_near_keys_only_where_landmarks_miss_much():
-    length, options = 500, {"num_samples": 24, "block_size": 8}
-    local, spread = _local(length), inputs(num_heads=3, q_len=length, head_dim=6, dtype=torch.float32)
-    spread = 0.2 * spread[0], *spread[1:]
-    tensors = [torch.cat((b[:, :1], a, b[:, 1:]), 1) for a, b in zip(local, spread, strict=True)]
-    out = nearfar(*tensors, **options, near_share=0.6)
-    every, none = (nearfar(*tensors, **options, near_share=share) for share in (0.0, 1.0))
+    """In the second of four heads, queries attend mostly to the keys around them."""
+    angle = torch.arange(500)[:, None] * torch.tensor([0.5, 0.11, 0.023])
+    tensors, options = inputs(num_heads=4, q_len=500, head_dim=6), {"num_samples": 24, "block_size": 8}
+    tensors[0].mul_(0.2)
+    tensors[0][:, 1] = tensors[1][:, 1] = 3.0 * torch.cat((angle.sin(), angle.cos()), 1)
+    out, every, none = (nearfar(*tensors, **options, near_share=share) for share in (0.6, 0.0, 1.0))
     torch.testing.assert_close(none, nearfar(*tensors, num_samples=24, block_size=0))
     torch.testing.assert_close(out[:, 1], every[:, 1])
     torch.testing.assert_close(out[:, [0, 2, 3]], none[:, [0, 2, 3]])

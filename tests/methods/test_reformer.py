@@ -66,14 +66,6 @@ def test_the_formulas_of_the_paper(size, rounds, shared, padding):
     close(ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid])
 
 
-def test_a_repeated_round_has_no_effect():
-    query, key, value = flat(*inputs(q_len=100, dtype=torch.float64))
-    plan = plan_rounds(query, key, None, block_size=8, rounds=1, seed=0)
-    twice = plan._replace(**{n: getattr(plan, n).repeat(1, 2, 1) for n in ("query_order", "key_order", "start")})
-    once, again = (rounds_attention(query, key, value, p, others=False, scale=0.3) for p in (plan, twice))
-    close(again, once, 1e-12)
-
-
 def test_a_bucket_is_a_pair_of_the_papers_hashes():
     x, turns = numbers(3, 90, HEAD_DIM), numbers(4, 2, 2, HEAD_DIM, seed=1)
     halves = torch.tensor([[4, 3]])

@@ -58,10 +58,11 @@ def residual(query: Tensor, key: Tensor, near: NearField, key_mask: Tensor | Non
 
 
 MASKED = torch.arange(90) < torch.tensor([[90], [61]])
+each_mask = pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 
 
 @pytest.mark.parametrize("independent", [False, True])
-@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@each_mask
 @pytest.mark.parametrize("length", [90, 35])
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask, independent):
@@ -82,7 +83,7 @@ def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask,
     close(ours[queries], naive[queries], 1e-6)
 
 
-@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@each_mask
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_groups_of_blocks_partition_the_queries(near_field, mask):
     """Group sizes differ by at most one block. Some groups may be empty."""
@@ -108,7 +109,7 @@ def test_the_near_field_is_close_by_position_or_by_hash(near_field):
         assert similar[held].mean() > similar.mean() + 0.15
 
 
-@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@each_mask
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
     """If all queries of a group are probes, the estimate is that of its rows of D^-1 A_res, scaled to all queries.
@@ -129,7 +130,7 @@ def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
         close(ours[a, 1], expected[a, queries].square().sum(0) * total / len(index))
 
 
-@pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+@each_mask
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 def test_densities_give_the_column_norms_of_the_residual(near_field, mask):
     """If the densities are exact, so are the norms without the near field, whose last block is not full."""
@@ -148,14 +149,12 @@ def test_densities_give_the_column_norms_of_the_residual(near_field, mask):
 
 
 def test_each_block_has_its_own_sample_unless_all_share_one():
-    _, near, far = plan("window", scores="uniform")
-    num_blocks = near.start.shape[1]
-    assert far.sorted_index.shape == far.log_weight.shape == (4, num_blocks, 20)
+    _, _, far = plan("window", scores="uniform")
+    assert far.sorted_index.shape == far.log_weight.shape and far.sorted_index.shape[0::2] == (4, 20)
     # Only nine different samples of 20 of 90 keys have even steps of 4.5.
     assert all(len(set(map(tuple, queries))) > 3 for queries in far.sorted_index.tolist())
     for options in ({}, {"independent": True}, {"mask": MASKED}):
-        _, _, far = plan("window", shared=True, **options)
-        assert far.sorted_index.shape == (4, 1, 20)
+        assert plan("window", shared=True, **options)[2].sorted_index.shape == (4, 1, 20)
 
 
 def test_sampling_scores_are_those_of_the_paper():
@@ -271,18 +270,12 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
 # The near field that exact rows choose.
 
 
-def plans(
-    query: Tensor, key: Tensor, mask: Tensor | None = None, block: int = 8
-) -> tuple[NearField, NearField, NearField]:
+def plans(query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[NearField, NearField, NearField]:
     """The window, the blocks of a hash, and the choice between them."""
-    window = near_far.plan_window(query, key, block, mask)
-    lsh = plan_lsh(query, key, block, mask, 6, 0, window.block_q)
-    options = SamplingOptions(0, "uniform", 1, False, 1.0, seed=0, batch=1)
-    return (
-        window,
-        lsh,
-        near_far.plan_near_field(query, key, mask, near_far.NearFieldOptions("auto", block, 6), options)[0],
-    )
+    window = near_far.plan_window(query, key, 8, mask)
+    lsh = plan_lsh(query, key, 8, mask, 6, 0, window.block_q)
+    options = near_far.NearFieldOptions("auto", 8, 6), sampling(num_samples=0, scores="uniform", scale=1.0, batch=1)
+    return window, lsh, near_far.plan_near_field(query, key, mask, *options)[0]
 
 
 def dense_pairs(near: NearField, q_len: int, kv_len: int) -> Tensor:
@@ -323,7 +316,7 @@ def test_the_choice_is_that_of_dense_matrices(q_len, masked):
 
 
 def test_equal_near_fields_are_no_matter_of_rounding():
-    # All weights are equal, so that both near fields hold the same share of every row.
+    """All weights are equal, so that both near fields hold the same share of every row."""
     key = numbers(6, 40, 4).float()
     window, _, chosen = plans(torch.zeros_like(key), key)
     assert torch.equal(dense_pairs(chosen, 40, 40), dense_pairs(window, 40, 40))

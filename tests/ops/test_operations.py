@@ -97,20 +97,15 @@ def test_gradients_and_conventions():
     assert found == (2 * pairs * 32 + 2 * pairs * (3 * 16 + 2 * 16), 2 * pairs, 0, 0)
     query, key, value = (normal(6, 1, n, d, seed=n).requires_grad_() for n, d in ((5, 8), (7, 8), (7, 6)))
     found = count(lambda: attend(query, key, value, scale=1.0).out.sum().backward())
-    pairs = 6 * 5 * 7
-    # The kernel takes values of the dimension of the keys.
+    pairs = 6 * 5 * 7  # the kernel takes values of the dimension of the keys
     assert found == (2 * pairs * (8 + 8) + 2 * pairs * (3 * 8 + 2 * 8), 2 * pairs, 0, 0)
 
     def call():
         return (X @ X.transpose(1, 2)).exp().sort(-1)
 
     two, one = count(call), count(call, multiply_adds_as_one=True)
-    assert one == two._replace(products=two.products // 2) and one.products == 4 * 8 * 8 * 16
     assert count(call) == two  # counts do not accumulate
-    # elu(x) + 1 counts one exponential per element. One key is mapped for the number of features.
-    found = count(lambda: hea.attention(hea.LinearConfig(), *tensors(96, 16, 10)))
-    assert found.exponentials == 2 * (2 * 96 + 1) * 16
-    assert (found.sorting, found.gathers) == (0, 0)
+    assert one == two._replace(products=two.products // 2) and one.products == 4 * 8 * 8 * 16
 
 
 # Multiplications of one head with N tokens, queries and keys of dimension D and values of dimension Dv; no padding.

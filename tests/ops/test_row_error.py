@@ -88,8 +88,7 @@ def test_rows_are_spread_and_not_repeated():
         stratum = rows.double() * count / q_len
         assert ((stratum - torch.arange(count)).abs() <= 1.0).all()
         assert all(len(set(row)) == count for row in rows.tolist())
-    assert not torch.equal(sample(3, 100, 7).queries, sample(3, 100, 7, seed=1).queries)
-    assert len({tuple(row) for row in sample(3, 100, 7).queries.tolist()}) == 3  # each head has rows of its own
+    assert len({tuple(row) for s in (0, 1) for row in sample(3, 100, 7, seed=s).queries.tolist()}) == 6
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty", "one"])
@@ -125,21 +124,15 @@ def test_exact_rows_are_rows_of_exact_attention(q_len, kv_len, is_causal, paddin
     torch.testing.assert_close(out, take(dense, rows.queries), rtol=1e-9, atol=1e-9)
 
 
-def misses(errors, exact, num_rows, seed):
-    """Share of heads whose error is above the estimate, and above the bound; and the median of bound / error."""
-    rows = sample(len(exact), exact.shape[1], num_rows, seed=seed)
-    found = row_error(take(exact + errors, rows.queries), take(exact, rows.queries), rows.valid, rows.population)
-    true = operator_norm(errors) / operator_norm(exact)
-    return (found.estimate < true).double().mean(), (found.bound < true).double().mean(), (found.bound / true).median()
-
-
 @pytest.mark.parametrize("rank", [1, 4, 16])
 def test_the_bound_holds_where_the_estimate_does_not(rank):
     """Errors of low rank whose rows differ in size. Rows with rarer, larger errors need more rows."""
-    exact = numbers(300, 1000, 16) + 2.0
-    sizes = torch.exp(0.3 * numbers(300, 1000, 1, seed=1))
-    errors = 0.1 * sizes * numbers(300, 1000, rank, seed=2) @ numbers(300, rank, 16, seed=3)
-    above_estimate, above_bound, ratio = misses(errors, exact, 96, seed=5)
-    assert above_estimate > 0.1
-    assert above_bound <= 0.02
-    assert ratio < 1.5
+    exact = numbers(200, 1000, 16) + 2.0
+    sizes = torch.exp(0.3 * numbers(200, 1000, 1, seed=1))
+    errors = 0.1 * sizes * numbers(200, 1000, rank, seed=2) @ numbers(200, rank, 16, seed=3)
+    rows = sample(200, 1000, 96, seed=5)
+    found = row_error(take(exact + errors, rows.queries), take(exact, rows.queries), rows.valid, rows.population)
+    true = operator_norm(errors) / operator_norm(exact)
+    assert (found.estimate < true).double().mean() > 0.1
+    assert (found.bound < true).double().mean() <= 0.02
+    assert (found.bound / true).median() < 1.5
