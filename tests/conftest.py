@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest_plugins = ["core_suite"]
+# The same cases in every run, and with `--hypothesis-profile attack` many cases, which are others in every run.
+settings.register_profile(
+    "default", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("attack", max_examples=400, derandomize=False)
+settings.load_profile("default")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Not the user's cache folder: what was measured on this machine must not decide what a test computes.
@@ -23,13 +30,12 @@ def pytest_collection_modifyitems(items) -> None:
     import hf_efficient_attn as hea
     from tiny_models import DECODERS
 
-    skip = pytest.mark.skip(reason="no causal form, and a decoder")
+    methods = {name for name in hea.available_methods() if not hea.method_info(name).causal}
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
-        family, method = values.get("family", values.get("name", "")), values.get("method")
-        decoder = isinstance(family, str) and family.startswith(tuple(DECODERS))
-        if decoder and method in hea.available_methods() and not hea.method_info(method).causal:
-            item.add_marker(skip)
+        family = values.get("family", values.get("name", ""))
+        if values.get("method") in methods and isinstance(family, str) and family.startswith(tuple(DECODERS)):
+            item.add_marker(pytest.mark.skip(reason="no causal form, and a decoder"))
 
 
 @pytest.fixture(scope="session")

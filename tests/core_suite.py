@@ -9,18 +9,15 @@ A test that is named on the command line (`file.py::test`) runs in any case, and
 `-m slow` asks for them.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from instances import INSTANCES, Instance
+from instances import FIRST, INSTANCES, Instance
 
-_FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
 # The rows of the core suite.
-_ROWS = [instance for instance in INSTANCES if instance.core or instance is _FIRST[instance.method]]
+_ROWS = [instance for instance in INSTANCES if instance.core or instance is FIRST[instance.method]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,36 +34,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     suite = config.getoption("--suite")
     if suite == "all":
         return
-    named = _named(config)
-    core = {id(item) for item in core_of(items)}
+    functions = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive") is None and not _is_extra(item):
+            functions[item.nodeid.split("[")[0]].append(item)
+    core = {id(item) for cases in functions.values() for item in _cover(cases)}
+    # What the command line names with "::", as a node id.
+    named = tuple(_without_folder(argument) for argument in config.args if "::" in argument)
     selected, deselected = [], []
     for item in items:
         keep = (id(item) in core) == (suite == "core")
-        keep = keep or item.nodeid.startswith(named) or item.get_closest_marker("slow") is not None
+        keep = keep or _without_folder(item.nodeid).startswith(named) or item.get_closest_marker("slow") is not None
         (selected if keep else deselected).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = selected
 
 
-def _named(config: pytest.Config) -> tuple[str, ...]:
-    """The beginnings of the node ids that the command line names with "::"."""
-    named = []
-    for argument in config.args:
-        path, *parts = argument.split("::")
-        if parts:
-            file = Path(os.path.relpath(config.invocation_params.dir / path, config.rootpath)).as_posix()
-            named.append("::".join((file, *parts)))
-    return tuple(named)
-
-
-def core_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The tests of the core suite, in the same order."""
-    functions = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("exhaustive") is None and not _is_extra(item):
-            functions[item.nodeid.split("[")[0]].append(item)
-    kept = {id(item) for cases in functions.values() for item in _cover(cases)}
-    return [item for item in items if id(item) in kept]
+def _without_folder(node: str) -> str:
+    file, _, test = node.partition("::")
+    return f"{file.rpartition('/')[2]}::{test}"
 
 
 def _is_extra(item: pytest.Item) -> bool:

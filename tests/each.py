@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from instances import DEFAULTS, INSTANCES, forms
+from instances import DEFAULTS, FIRST, INSTANCES, forms
 
-# The forms of the first row of every method.
-FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
 FIRST_FORMS = [pytest.param(i, c, id=f"{i.method}{'-causal' if c else ''}") for i in FIRST.values() for c in i.forms]
 FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
 each_form = pytest.mark.parametrize(("instance", "is_causal"), FORMS)

@@ -36,8 +36,7 @@ class Instance:
     Attributes:
         method: the name of the method.
         hyperparameters: those that differ from the defaults.
-        budget: the length of the longest sequence that is computed exactly; 0 if the method never switches by length.
-        small: hyperparameters with so small a budget that even 13 tokens are approximated, for tests of gradients.
+        small: hyperparameters of `reduced` that differ from what `with_budget` sets.
         limit: "exact" if `with_budget` of the whole sequence gives exact attention, "bounded" if in addition a head is
             exact whose error would exceed a bound, "expectation" if the error only decreases with the budget, "none" if
             the method defines its own attention.
@@ -60,7 +59,6 @@ class Instance:
 
     method: str
     hyperparameters: dict[str, Any] = field(default_factory=dict)
-    budget: int = 0
     small: dict[str, Any] = field(default_factory=dict)
     limit: str = "none"
     random: bool | None = False
@@ -87,6 +85,17 @@ class Instance:
         return hea.method_info(self.method)
 
     @property
+    def budget(self) -> int:
+        """The length of the longest sequence that is computed exactly; 0 if the method never switches by length."""
+        return self.config().exact_length
+
+    @property
+    def reduced(self) -> "Instance":
+        """The method with so small a budget that even 13 tokens are approximated, for tests of gradients."""
+        values = dataclasses.asdict(self.config().with_budget(9)) | self.small
+        return dataclasses.replace(self, hyperparameters=values)
+
+    @property
     def rectangular(self) -> bool:
         """Whether the number of keys may differ from that of queries."""
         return self.info.rectangular and not self.square
@@ -102,7 +111,7 @@ class Instance:
     def vary(self, hyperparameters: dict[str, Any]) -> "Instance":
         """The method with other hyperparameters, and what is known about it with these."""
         config = self.info.config_class(**hyperparameters)
-        facts = {"budget": config.exact_length, "random": None, **self.facts(config)}
+        facts = {"random": None, **self.facts(config)}
         return dataclasses.replace(self, hyperparameters=hyperparameters, small={}, **facts)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
@@ -116,18 +125,15 @@ class Instance:
         return form(self.config(), *tensors, attention_mask=mask, **more, **options)
 
 
-def _row(method: str, budget: int, small: dict[str, Any], hyperparameters: dict[str, Any], **facts) -> Instance:
+def _row(method: str, hyperparameters: dict[str, Any], **facts) -> Instance:
     """A method that draws something, and that is exact within its budget and with the budget of the whole sequence."""
-    defaults = {"limit": "exact", "random": True}
-    return Instance(method, hyperparameters, budget=budget, small=small, **{**defaults, **facts})
+    return Instance(method, hyperparameters, **{"limit": "exact", "random": True, **facts})
 
 
 def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
     """The default near field, "auto", means "window" in the causal form and a choice by head otherwise."""
     return _row(
         method,
-        40,
-        {"block_size": 4, "num_samples": 5},
         {"block_size": 16, "num_samples": 24, **options},
         exact_steps=True,
         data_dependent=data_dependent,
@@ -140,9 +146,8 @@ def _auto(**options) -> Instance:
     bounded = options["max_error"] > 0
     return _row(
         "auto",
-        24,
-        {"columns": 5, "crossover": 5},
         {"columns": 24, "crossover": 24, **options},
+        small={"crossover": 9},
         limit="bounded" if bounded else "exact",
         exact_steps=True,
         averages=False,
@@ -161,18 +166,17 @@ def _auto(**options) -> Instance:
 def _eva(window_size: int = 8, num_landmarks: int = 8, **options) -> Instance:
     hyperparameters = {"window_size": window_size, "num_landmarks": num_landmarks, **options}
     facts = {"random": options.get("proposal") != "mean", "exact_steps": True, "skips_masked_queries": True}
-    return _row("eva", window_size, {"window_size": 4, "num_landmarks": 2}, hyperparameters, splits_scale=True, **facts)
+    return _row("eva", hyperparameters, splits_scale=True, **facts)
 
 
 def _scatterbrain(block_size: int = 16, num_features: int = 24, **options) -> Instance:
     hyperparameters = {"block_size": block_size, "num_features": num_features, **options}
-    return _row("scatterbrain", block_size, {"block_size": 4, "num_features": 5}, hyperparameters, splits_scale=True)
+    return _row("scatterbrain", hyperparameters, splits_scale=True)
 
 
 def _longformer(**options) -> Instance:
-    small = {"window_size": 2} | ({"global_tokens": 2} if options else {})
     facts = {"random": False, "reads_positions": True, "cost": _COST | {"window_size": 2}}
-    return _row("longformer", 9, small, {"window_size": 8, **options}, **facts)
+    return _row("longformer", {"window_size": 8, **options}, **facts)
 
 
 # About ten tokens for each projection, and tables as long as most of the sequences of the tests.
@@ -192,12 +196,11 @@ def _projection_facts(config) -> dict[str, Any]:
 
 
 def _flurka(method: str, **options) -> Instance:
-    sizes = {key: min(7, options[key]) for key in ("num_features", "window_size", "num_landmarks") if key in options}
     learned = "feature_map" in options
     return Instance(
         method,
         {**_TABLES, **options},
-        small=_SMALL_TABLES | sizes,
+        small=_SMALL_TABLES,
         random=None if learned else bool(options) and options.get("proposal") != "mean",
         call_seed=not learned,
         splits_scale=method != "flurka_linear" and not learned,
@@ -208,9 +211,8 @@ def _flurka(method: str, **options) -> Instance:
 
 def _learned(method: str, **options) -> Instance:
     """Features that are learned. Their initial maps depend on the seed of the config unless they are the identity."""
-    cost = {"num_features": 1 if options["feature_map"] == "t2r" else 2}
-    small, core = {"num_features": 5}, options["feature_map"] == "hedgehog"
-    return Instance(method, options, small=small, random=None, call_seed=False, core=core, cost=cost)
+    cost, core = {"num_features": 1 if options["feature_map"] == "t2r" else 2}, options["feature_map"] == "hedgehog"
+    return Instance(method, options, random=None, call_seed=False, core=core, cost=cost)
 
 
 def _linear_facts(config) -> dict[str, Any]:
@@ -226,38 +228,37 @@ def _performer_facts(config) -> dict[str, Any]:
 def _window(**options) -> Instance:
     """A window beside the features of linear attention."""
     row = _learned("linear", **options) if "feature_map" in options else Instance("linear", options)
-    budget, small = options["window_size"] + 1, {**row.small, "window_size": 2}
-    cost = {**(row.cost if row.small else {}), "window_size": 2}
-    return dataclasses.replace(row, budget=budget, small=small, cost=cost, reads_positions=True, square=True)
+    cost = {**(row.cost if "feature_map" in options else {}), "window_size": 2}
+    return dataclasses.replace(row, cost=cost, reads_positions=True, square=True)
 
 
 def _nystromformer(pinv: str) -> Instance:
     facts = {"random": False, "averages": False, "cost": _COST | {"num_landmarks": 2}}
     hyperparameters = {"num_landmarks": 16, "pinv": pinv}
     square = lambda c: {"square": c.conv_kernel_size > 0}  # noqa: E731
-    return _row("nystromformer", 16, {"num_landmarks": 4}, hyperparameters, facts=square, **facts)
+    return _row("nystromformer", hyperparameters, facts=square, **facts)
 
 
 def _nearfar(small: dict[str, Any], **options) -> Instance:
     cost = _COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0}
     facts = {"exact_steps": True, "averages": False, "splits_scale": True}
-    return _row("nearfar", 24, small, {"num_probes": 9, **options}, cost=cost, **facts)
+    return _row("nearfar", {"num_probes": 9, **options}, small=small, cost=cost, **facts)
 
 
-def _reformer(budget: int, small: dict[str, Any], **options) -> Instance:
+def _reformer(**options) -> Instance:
     """Shared queries and keys are another attention."""
     another = {"limit": "none", "square": True}
-    return _row("reformer", budget, small, options, facts=lambda c: another if c.shared_query_key else {})
+    return _row("reformer", options, facts=lambda c: another if c.shared_query_key else {})
 
 
-def _wildcat(small: dict[str, Any], **options) -> Instance:
-    return _row("wildcat", 24, small, {"num_samples": 24, **options}, cost=_COST | {"num_candidates": 0})
+def _wildcat(**options) -> Instance:
+    return _row("wildcat", {"num_samples": 24, **options}, cost=_COST | {"num_candidates": 0})
 
 
 INSTANCES = [
     _auto(max_error=0.0),
     _auto(max_error=0.5),
-    _row("approx_kmv", 24, {"num_samples": 5}, {"num_samples": 24}, data_dependent=True, splits_scale=True),
+    _row("approx_kmv", {"num_samples": 24}, data_dependent=True, splits_scale=True),
     _flurka("flurka_eva", window_size=3, num_landmarks=4),
     _flurka("flurka_eva", window_size=2, num_landmarks=7, proposal="mean"),
     _flurka("flurka_linear"),
@@ -294,7 +295,6 @@ INSTANCES = [
     Instance(
         "performer",
         {"num_features": 32},
-        small={"num_features": 7},
         limit="expectation",
         random=True,
         splits_scale=True,
@@ -304,19 +304,18 @@ INSTANCES = [
     _scatterbrain(),
     _scatterbrain(near_field="lsh"),
     _scatterbrain(17, 9),
-    _nearfar({"num_samples": 3, "block_size": 2, "num_probes": 4}, num_samples=18, block_size=6, near_share=0.11),
     _nearfar(
-        {"num_samples": 4, "block_size": 0, "num_probes": 0, "num_candidates": 6},
-        num_samples=20,
-        block_size=4,
-        near_share=0.0,
-        num_candidates=30,
+        {"num_samples": 3, "block_size": 2, "num_probes": 4, "near_share": 0.11},
+        num_samples=18,
+        block_size=6,
+        near_share=0.11,
     ),
-    _reformer(32, {"block_size": 2}, block_size=8),
-    _reformer(30, {"block_size": 1, "num_hashes": 3}, block_size=5, num_hashes=3),
-    _row("thinformer", 24, {"num_samples": 5}, {"num_samples": 24}, splits_scale=True),
-    _wildcat({"num_samples": 5}),
-    _wildcat({"num_samples": 4, "num_candidates": 6}, num_candidates=30),
+    _nearfar({"num_probes": 0, "num_candidates": 6}, num_samples=20, block_size=4, near_share=0.0, num_candidates=30),
+    _reformer(block_size=8),
+    _reformer(block_size=5, num_hashes=3),
+    _row("thinformer", {"num_samples": 24}, splits_scale=True),
+    _wildcat(),
+    _wildcat(num_candidates=30),
 ]
 
 
@@ -336,8 +335,7 @@ def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> t
 def _gaussian(method: str, **options) -> Instance:
     """Random tables, whose weights have both signs."""
     hyperparameters = {"projection_dim": 16, "init": "gaussian", "share": "none", "max_length": 300, **options}
-    small = {"projection_dim": 4} | {name: value // 2 for name, value in options.items()}
-    return Instance(method, hyperparameters, small=small, random=None, call_seed=False, averages=False)
+    return Instance(method, hyperparameters, random=None, call_seed=False, averages=False)
 
 
 # What needs other tensors, parameters or initial values than the functional form has. Only the promises run on these.
@@ -351,6 +349,9 @@ VARIANTS = [
     ),
     Instance("reformer", {"block_size": 8, "shared_query_key": True}, random=True, square=True, adapt=_shared),
 ]
+
+# The first row of every method.
+FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
 
 # One instance per method, with the default hyperparameters.
 DEFAULTS = [Instance(name) for name in hea.available_methods()]

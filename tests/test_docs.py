@@ -3,7 +3,6 @@
 test_guides.py runs the guides. Sphinx, which .ci/run calls, builds the pages and runs their code.
 """
 
-import ast
 import importlib
 import re
 import shlex
@@ -18,13 +17,14 @@ import hf_efficient_attn as hea
 from broken_methods import broken
 from hf_efficient_attn import cli
 from test_guides import blocks_of, check_options, commands_of, help_of_command
-from tiny_models import tiny_class, tiny_config
+from tiny_models import tiny_class, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 # Written by people; the pages about methods and commands are written by docs/_ext/reference.py.
 PAGES = [README, *(ROOT / name / "README.md" for name in ("recipes", "model_cards")), *sorted(DOCS.glob("*.md"))]
+PAGES += sorted((DOCS / "guides").glob("*.md"))
 PAGES += [path for path in sorted((DOCS / "reference").glob("*.md")) if path.name != "commands.md"]
 
 
@@ -36,8 +36,12 @@ def reference():
     sys.path.remove(str(DOCS / "_ext"))
 
 
-def names_of(paths: list[Path]) -> list[str]:
-    return [path.relative_to(ROOT).as_posix() for path in paths]
+@pytest.fixture(scope="module")
+def refusals(reference):
+    return reference.refusals()
+
+
+each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
 def test_readme_is_short():
@@ -54,9 +58,13 @@ def headings(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=names_of(PAGES))
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+@each_page
 def test_links_lead_somewhere(path):
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = without_blocks(path.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("http://", "https://")):
             continue
@@ -71,25 +79,14 @@ def commands_in(path: Path) -> list[list[str]]:
     """The words of every command of this package that a page shows, in blocks and in running text."""
     text = path.read_text(encoding="utf-8")
     lines = [command for block in blocks_of(text) if block.language == "bash" for command in commands_of(block)]
-    lines += [
-        line.strip() for line in re.sub(r"\\\n\s+", " ", text).splitlines() if re.match(r" {4}(python|hf-)", line)
-    ]
-    lines += re.findall(
-        r"`((?:hf-efficient-attn|python) [^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    )
+    lines += re.findall(r"^ {4}((?:python|hf-).*)$", re.sub(r"\\\n\s+", " ", text), re.M)
+    lines += re.findall(r"`((?:hf-efficient-attn|python) [^`\n]+)`", without_blocks(text))
     commands = [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
-    return [words for words in commands if is_ours(words)]
+    ours = re.compile(r"hf-efficient-attn \S|python (recipes/|-m recipes\.)")
+    return [words for words in commands if ours.match(" ".join(words))]
 
 
-def is_ours(words: list[str]) -> bool:
-    if words[:1] == ["hf-efficient-attn"]:
-        return len(words) > 1
-    if len(words) < 2 or words[0] != "python":
-        return False
-    return words[1].startswith(("recipes/", "tests/")) or (words[2:3] != [] and words[2].startswith("recipes."))
-
-
-@pytest.mark.parametrize("path", PAGES, ids=names_of(PAGES))
+@each_page
 def test_commands_exist_with_their_options(path):
     for words in commands_in(path):
         check_options(words, path.name)
@@ -97,7 +94,7 @@ def test_commands_exist_with_their_options(path):
         assert ["hf-efficient-attn", "push", "OUT", "ORG/NAME"] in commands_in(path), "commands are found"
 
 
-@pytest.mark.filterwarnings("ignore:at 600 tokens")
+@pytest.mark.filterwarnings("ignore:at 300 tokens")
 def test_code_of_readme_runs(tmp_path, monkeypatch):
     """With tiny models in folders that have the names of the models on the Hub."""
     monkeypatch.chdir(tmp_path)
@@ -108,7 +105,7 @@ def test_code_of_readme_runs(tmp_path, monkeypatch):
         ("gpt2", "gpt2", {}),
     ):
         tiny_class(family, head=True)(tiny_config(family, **changes)).save_pretrained(folder)
-    batches = [torch.randint(5, 50, (1, 600)) for _ in range(2)]
+    batches = [torch.randint(5, 50, (1, 300))]
     query, key, value = torch.randn(3, 1, 2, 700, 16)
     names = {"batches": batches, "query": query, "key": key, "value": value}
     names["mask"] = torch.ones(1, 700, dtype=torch.bool)
@@ -159,67 +156,27 @@ def test_the_command_reference_is_complete(reference):
         assert all(each in text for each in options), (name, options)
 
 
-def topics() -> list[str]:
-    """The modules that the page of refusals names, as patterns."""
-    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    return [line for block in re.findall(r"^```\{refusals\}\n(.*?)^```", page, re.M | re.S) for line in block.split()]
-
-
-def test_every_module_that_refuses_something_has_a_topic(reference):
-    raising = set()
-    for path in reference.PACKAGE.rglob("*.py"):
-        if re.search(r"raise UnsupportedAttentionError\(|refuse\(\s*f?\"", path.read_text(encoding="utf-8")):
-            raising.add(path.relative_to(reference.PACKAGE).with_suffix("").as_posix())
-    patterns = topics()
-    assert len(raising) > 40
-    missing = {module for module in raising if not any(Path(module).match(pattern) for pattern in patterns)}
-    assert not missing, "name these modules in docs/troubleshooting.md"
-    assert len(patterns) == len(set(patterns))
-
-
-def test_every_refusal_is_listed(reference):
-    """The sites that raise, counted in another way; those that only pass a message on are left out."""
-    listed = {(refusal.module, refusal.line) for refusal in reference.refusals()}
-    for path in sorted(reference.PACKAGE.rglob("*.py")):
-        module = path.relative_to(reference.PACKAGE).with_suffix("").as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                call, name = node.exc, ast.unparse(node.exc.func)
-                source = ast.unparse(call)
-                if name == "UnsupportedAttentionError" and re.search(r"[a-z]{3,} [a-z]{2,} [a-z]{2,}", source):
-                    assert (module, call.lineno) in listed, f"{module}:{call.lineno} {source}"
-
-
-def refusal_of(function, *args, **kwargs) -> str:
-    with pytest.raises(hea.UnsupportedAttentionError) as raised:
-        function(*args, **kwargs)
-    return str(raised.value)
-
-
-def test_messages_are_listed_as_they_are_raised(reference):
+def test_messages_are_listed_as_they_are_raised(refusals):
     query = torch.randn(1, 2, 5, 4)
-    bert = tiny_class("bert")(tiny_config("bert"))
-    raised = [
-        refusal_of(hea.convert, bert, "kdefromer"),
-        refusal_of(hea.convert, bert, "kdeformer", layers=[99]),
-        refusal_of(hea.convert, bert, "sdpa", layers=[0]),
-        refusal_of(hea.extend_positions, bert, 1),
-        refusal_of(hea.KDEformerConfig, num_samples=-1),
-        refusal_of(hea.attention, "reformer", query, query, query, is_causal=True),
-        refusal_of(hea.attention, "kdeformer", query, query, query, attention_mask=torch.ones(1, 1, 5, 5).bool()),
-        refusal_of(hea.calibrate, bert, [], max_error=0.1),
-        refusal_of(bert, torch.ones(1, 5, dtype=torch.long), output_attentions=True) if switch(bert) else "",
-        refusal_of(hea.UptrainingSchedule, []),
+    bert, switched = tiny_model("bert"), tiny_model("bert", "kdeformer")
+    calls = [
+        lambda: hea.convert(bert, "kdefromer"),
+        lambda: hea.convert(bert, "kdeformer", layers=[99]),
+        lambda: hea.convert(bert, "sdpa", layers=[0]),
+        lambda: hea.extend_positions(bert, 1),
+        lambda: hea.KDEformerConfig(num_samples=-1),
+        lambda: hea.attention("reformer", query, query, query, is_causal=True),
+        lambda: hea.attention("kdeformer", query, query, query, attention_mask=torch.ones(1, 1, 5, 5).bool()),
+        lambda: hea.calibrate(bert, [], max_error=0.1),
+        lambda: switched(torch.ones(1, 5, dtype=torch.long), output_attentions=True),
+        lambda: hea.UptrainingSchedule([]),
     ]
-    patterns = [re.compile(as_pattern(refusal.message), re.S) for refusal in reference.refusals()]
-    for message in raised:
-        assert any(pattern.search(message) for pattern in patterns), message
+    patterns = [re.compile(as_pattern(refusal.message), re.S) for refusal in refusals]
+    for call in calls:
+        with pytest.raises(hea.UnsupportedAttentionError) as raised:
+            call()
+        assert any(pattern.search(str(raised.value)) for pattern in patterns), raised.value
     assert not any(pattern.search("nothing of this kind is refused") for pattern in patterns)
-
-
-def switch(model) -> bool:
-    hea.convert(model, "kdeformer")
-    return True
 
 
 def as_pattern(message: str) -> str:

@@ -25,8 +25,7 @@ from transformers import AutoTokenizer, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
 import promises
-from attack import attack
-from attack_cases import PROMISES
+from attack_cases import PROMISES, attack
 from hf_efficient_attn import cli
 from instances import Instance, unregister
 from tiny_models import tiny_class, tiny_config
@@ -53,16 +52,11 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    found = []
-    for match in re.finditer(r"^```([\w{}]*)[^\n]*\n(.*?)^```$\n?(?:\n```text\n(.*?)^```$)?", page, re.M | re.S):
-        language, text, output = match.groups()
-        found.append(Block(language, text, page[: match.start()].count("\n") + 2, output))
-    return found
-
-
-def check_output(printed: str, expected: str, where: str) -> None:
-    checker = doctest.OutputChecker()
-    assert checker.check_output(expected, printed, FLAGS), f"{where}\nexpected:\n{expected}\nprinted:\n{printed}"
+    pattern = r"^```([\w{}]*)[^\n]*\n(.*?)^```$\n?(?:\n```text\n(.*?)^```$)?"
+    return [
+        Block(match[1], match[2], page[: match.start()].count("\n") + 2, match[3])
+        for match in re.finditer(pattern, page, re.M | re.S)
+    ]
 
 
 def run(block: Block, page: str, namespace: dict) -> None:
@@ -76,7 +70,8 @@ def run(block: Block, page: str, namespace: dict) -> None:
             for command in commands_of(block):
                 run_command(command, page)
     if block.output is not None:
-        check_output(printed.getvalue(), block.output, f"{page}.md, line {block.line}")
+        where = f"{page}.md, line {block.line}\nexpected:\n{block.output}\nprinted:\n{printed.getvalue()}"
+        assert doctest.OutputChecker().check_output(block.output, printed.getvalue(), FLAGS), where
 
 
 def commands_of(block: Block) -> list[str]:
@@ -108,8 +103,6 @@ def help_for(words: list[str]) -> str:
     """The help text of a command; fails if there is none."""
     if words[0] == "hf-efficient-attn":
         return help_of_command(cli.app, words[1:2])
-    if words[1].startswith("tests/"):
-        return help_of_command(importlib.import_module(pathlib.Path(words[1]).stem).app, [])
     if words[1] != "-m":
         return help_of(words[1])
     # A module of recipes with one or several commands.
@@ -179,17 +172,10 @@ def models(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_guide_runs(page, models):
     namespace: dict = {"__name__": page}
-    for block in blocks_of((GUIDES / f"{page}.md").read_text(encoding="utf-8")):
+    blocks = blocks_of((GUIDES / f"{page}.md").read_text(encoding="utf-8"))
+    assert blocks
+    for block in blocks:
         run(block, page, namespace)
-
-
-def test_the_pages_have_blocks_and_links_that_exist():
-    assert {"long_documents", "your_own_method"} <= set(PAGES)
-    for page in PAGES:
-        text = (GUIDES / f"{page}.md").read_text(encoding="utf-8")
-        assert blocks_of(text), page
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-            assert (GUIDES / target).resolve().exists() or "reference/methods" in target, f"{page}.md links to {target}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
@@ -203,23 +189,16 @@ def test_notebooks_are_stored_without_outputs(path):
         compile("".join(cell["source"]), path.name, "exec")
 
 
-def test_a_wrong_output_in_a_guide_fails(tmp_path):
-    page = "```python\nprint(2)\n```\n\n```text\n3\n```\n"
-    with pytest.raises(AssertionError, match="expected"):
-        run(blocks_of(page)[0], "page", {})
-    with pytest.raises(AssertionError, match="no option --budgets"):
-        check_options(["python", "-m", "recipes.benchmarks.tasks", "search", "--budgets", "64"], "page")
-
-
 def test_the_example_of_a_method_keeps_the_promises(monkeypatch):
     """The checks that the page names are a selection; here are all."""
     monkeypatch.syspath_prepend(str(GUIDES))
     importlib.import_module("random_keys")
     try:
-        row = Instance("random_keys", {"num_samples": 24}, budget=24, limit="exact", random=True)
+        row = Instance("random_keys", {"num_samples": 24}, limit="exact", random=True)
         assert row.config().exact_length == 24
-        result = attack({"random_keys": row}, [name for name in PROMISES if name != "compiles"], cases=200)
-        assert result.failures.total() == 0, result.found
+        for name in set(PROMISES) - {"compiles"}:
+            if row.info.causal or name not in ("future", "length", "last_queries", "state"):
+                attack(name, row, 10)
         promises.check_converges(row, False)
         promises.check_compiles(row, False)
     finally:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import hf_efficient_attn as hea
-from instances import INSTANCES
 
 ROOT = Path(__file__).resolve().parents[1]
 # What takes long to import and is needed only by some functions. SciPy, accelerate and torch._dynamo are missing here,
@@ -84,14 +83,13 @@ NAMES = """
 """
 
 
-@pytest.mark.parametrize("name", NAMES.split())
-def test_public_names(name):
-    assert getattr(hea, name).__doc__
-    assert name in hea.__all__
-    assert name in dir(hea)
+def test_public_names():
+    assert set(NAMES.split()) <= {*hea.__all__} & {*dir(hea)}
+    assert all(getattr(hea, name).__doc__ for name in NAMES.split())
 
 
 def test_unknown_names():
+    assert issubclass(hea.UnsupportedAttentionError, ValueError)
     with pytest.raises(AttributeError, match="module 'hf_efficient_attn' has no attribute 'KDEFormerConfig'"):
         hea.KDEFormerConfig  # noqa: B018
 
@@ -100,26 +98,16 @@ def test_unknown_names():
 # check that the exports, the lint contracts and the two tables agree with the registry.
 
 
-def test_the_config_class_of_every_method_is_exported():
-    for name in hea.available_methods():
-        config_class = hea.method_info(name).config_class
-        assert getattr(hea, config_class.__name__) is config_class
-        assert config_class.__name__ in hea.__all__
-        assert config_class.__name__ in dir(hea)
-        assert dataclasses.is_dataclass(config_class)
-        assert f"{name}_attention" in dir(hea.functional)
-
-
-def test_every_method_is_a_module_and_every_module_is_a_method():
+def test_every_method_is_a_module_and_its_config_is_exported():
     folder = Path(hea.methods.__file__).parent
     modules = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
     assert modules == set(hea.available_methods())
     for name in modules:
-        assert hea.method_info(name).config_class.__module__ == f"hf_efficient_attn.methods.{name}"
-
-
-def test_every_method_has_instances_for_the_tests():
-    assert {instance.method for instance in INSTANCES} == set(hea.available_methods())
+        config_class = hea.method_info(name).config_class
+        assert config_class.__module__ == f"hf_efficient_attn.methods.{name}"
+        assert getattr(hea, config_class.__name__) is config_class
+        assert {config_class.__name__} <= {*hea.__all__} & {*dir(hea)}
+        assert dataclasses.is_dataclass(config_class) and f"{name}_attention" in dir(hea.functional)
 
 
 def test_every_method_has_a_row_in_the_table_of_the_readme():
@@ -129,20 +117,10 @@ def test_every_method_has_a_row_in_the_table_of_the_readme():
     assert len(facts) == len(rows)
     infos = [hea.method_info(name) for name in hea.available_methods()]
     yes_or_no = {True: "yes", False: "no"}
-    assert facts == {
-        i.name: [
-            f"[{i.paper}]({i.paper_url})" if i.paper_url else i.paper,
-            i.near,
-            i.far,
-            yes_or_no[i.causal],
-            yes_or_no[i.rectangular],
-        ]
-        for i in infos
-    }
-
-
-def test_the_error_is_a_value_error():
-    assert issubclass(hea.UnsupportedAttentionError, ValueError)
+    assert facts == {i.name: [
+        f"[{i.paper}]({i.paper_url})" if i.paper_url else i.paper, i.near, i.far, yes_or_no[i.causal],
+        yes_or_no[i.rectangular],
+    ] for i in infos}  # fmt: skip
 
 
 def test_metadata():
@@ -171,12 +149,17 @@ def test_every_file_beside_the_modules_is_installed():
         assert any(fnmatch(path.name, pattern) for pattern in patterns.get(package, [])), path
 
 
-def test_the_top_level_of_the_repository():
-    """The tracked and untracked files that git does not ignore are in these folders and files only."""
+def tracked(*options: str) -> list[str]:
+    """Files that git lists."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", *options], capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
+
+
+def test_the_top_level_of_the_repository():
+    """The tracked and untracked files that git does not ignore are in these folders and files only."""
+    listed = tracked("--cached", "--others", "--exclude-standard")
     top = {path.split("/")[0] for path in listed if (ROOT / path).exists()}
     assert top <= {
         "hf_efficient_attn", "recipes", "tests", "model_cards", "setup.cfg", "README.md",
@@ -187,16 +170,13 @@ def test_the_top_level_of_the_repository():
 
 def test_the_source_distribution_is_complete(monkeypatch):
     """MANIFEST.in takes the tracked files of these folders, and no file that is made from them."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a checkout")
     chosen = pytest.importorskip("setuptools.command.egg_info").FileList()
     monkeypatch.chdir(ROOT)
     for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             chosen.process_template_line(line)
-    command = ["git", "-C", str(ROOT), "ls-files", "docs", "model_cards", "recipes", "tests"]
-    tracked = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
-    assert {"tests/promises.py", "tests/test_package.py", "recipes/configs/cpu.yaml", "docs/conf.py"} <= tracked
-    assert {path for path in tracked if (ROOT / path).exists()} <= set(chosen.files)
+    files = set(tracked("docs", "model_cards", "recipes", "tests"))
+    assert {"tests/promises.py", "tests/test_package.py", "recipes/configs/cpu.yaml", "docs/conf.py"} <= files
+    assert {path for path in files if (ROOT / path).exists()} <= set(chosen.files)
     made = re.compile(r"\.py[co]$|^docs/_build/|^docs/reference/(methods/|commands\.md)|/\.ipynb_checkpoints/")
     assert not list(filter(made.search, chosen.files))

@@ -2,7 +2,7 @@
 
 import copy
 import io
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,10 +36,11 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *layers, recompute=False):
+    recompute = False
+
+    def __init__(self, *layers):
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.recompute = recompute
 
     def forward(self, x):
         for layer in self.layers:
@@ -68,18 +69,17 @@ PAIRS = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 BIAS = torch.zeros(2, 1, 1, LENGTH).masked_fill(~KEYS[:, None, None], float("-inf"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": True},
-        {"scale": 0.2},
-        {"attn_mask": KEYS[:, None, None]},
-        {"attn_mask": KEYS[:, None, None].expand(2, 3, LENGTH, LENGTH)},
-        {"attn_mask": BIAS},
-    ],
-    ids=str,
-)
+REPLACED = [
+    {},
+    {"is_causal": True},
+    {"scale": 0.2},
+    {"attn_mask": KEYS[:, None, None]},
+    {"attn_mask": KEYS[:, None, None].expand(2, 3, LENGTH, LENGTH)},
+    {"attn_mask": BIAS},
+]
+
+
+@pytest.mark.parametrize("options", REPLACED, ids=str)
 def test_calls_that_are_replaced(options, x):
     plain = model(**options)
     exact = plain(x)
@@ -91,25 +91,19 @@ def test_calls_that_are_replaced(options, x):
     assert torch.equal(plain(x), exact)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "reason"),
-    [
-        ("nearfar", {"attn_mask": PAIRS}, "pairs of queries and keys"),
-        ("nearfar", {"attn_mask": BIAS + 0.5}, "a bias is added"),
-        ("linformer", None, "learned parameters"),
-        ("nystromformer", {"is_causal": True}, "no causal form"),
-        (SMALL, {"min_length": 97}, "fewer than 97 tokens"),
-        ("nearfar", {"min_length": None}, "fewer than"),
-    ],
-    ids=str,
-)
+EXACT = [
+    ("nearfar", {"attn_mask": PAIRS}, "pairs of queries and keys"),
+    ("nearfar", {"attn_mask": BIAS + 0.5}, "a bias is added"),
+    ("nystromformer", {"is_causal": True}, "no causal form"),
+    (SMALL, {"min_length": 97}, "fewer than 97 tokens"),
+    ("nearfar", {"min_length": None}, "fewer than"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "reason"), EXACT, ids=str)
 def test_calls_that_stay_exact(method, options, reason, x):
-    if options is None:
-        with pytest.raises(hea.UnsupportedAttentionError, match=reason):
-            hea.replace_sdpa(model(), method)
-        return
-    options = dict(options)
-    min_length = options.pop("min_length", 0)
+    options = {"min_length": 0, **options}
+    min_length = options.pop("min_length")
     plain = model(**options)
     exact = plain(x)
     with hea.replace_sdpa(plain, method, min_length=min_length) as replacement:
@@ -179,8 +173,9 @@ def test_a_hook_that_fails_leaves_nothing_behind(x):
         plain(x)
     handle.remove()
     assert torch.equal(plain(x), plain(x)) and not _running.modules
-    with pytest.raises(hea.UnsupportedAttentionError, match="give a torch"):
-        hea.replace_sdpa("bert", "nearfar")
+    for wrong, reason in ((("bert", "nearfar"), "give a torch"), ((plain, "linformer"), "learned parameters")):
+        with pytest.raises(hea.UnsupportedAttentionError, match=reason):
+            hea.replace_sdpa(*wrong)
 
 
 def test_cross_attention_of_other_sizes(x):
@@ -193,9 +188,7 @@ def test_cross_attention_of_other_sizes(x):
 
 
 def test_gradient_checkpointing_computes_the_same_again(x):
-    plain = model()
-    plain.recompute = True
-    gradients = []
+    plain, gradients = model(), []
     for recompute in (False, True):
         plain.recompute = recompute
         plain.zero_grad()
@@ -226,16 +219,8 @@ def test_failed_calls_and_other_threads_and_models(x):
     with pytest.raises(RuntimeError):
         plain(x[..., :5])
     assert torch.equal(other(x), exact)
-    results = [None, None]
-
-    def run(i, module):
-        results[i] = module(x)
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate((plain, other))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda module: module(x), (plain, other)))
     assert torch.equal(results[0], out) and torch.equal(results[1], exact)
 
 

@@ -6,10 +6,9 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from instances import INSTANCES
+from instances import FIRST, INSTANCES
 
-# One instance per method, with hyperparameters so small that 70 tokens are more than the exact budget.
-FIRST = {instance.method: instance for instance in reversed(INSTANCES)}
+# Hyperparameters so small that 70 tokens are more than the exact budget.
 SMALL = {method: instance.hyperparameters for method, instance in FIRST.items()}
 _missing = set(hea.available_methods()) - set(SMALL)
 assert not _missing, f"every method needs a row in tests/instances.py; there is none for {sorted(_missing)}"
@@ -24,23 +23,13 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 TEXT = {"vocab_size": 60, "max_position_embeddings": 128}
 IMAGE = {"image_size": 32, "patch_size": 4}
 FAMILY_VALUES = {
-    "bert": ("Bert", {**SIZES, **TEXT}, "Model", "ForMaskedLM"),
-    "roberta": ("Roberta", {**SIZES, **TEXT, "max_position_embeddings": 130}, "Model", "ForMaskedLM"),
-    "distilbert": (
-        "DistilBert",
-        {**TEXT, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
-        "Model",
-        "ForMaskedLM",
-    ),
-    "vit": ("ViT", {**SIZES, **IMAGE}, "Model", "ForImageClassification"),
-    "deit": ("DeiT", {**SIZES, **IMAGE}, "Model", "ForImageClassification"),
-    "gpt2": (
-        "GPT2",
-        {"vocab_size": 60, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        "Model",
-        "LMHeadModel",
-    ),
-    "llama": ("Llama", {**SIZES, **TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}, "Model", "ForCausalLM"),
+    "bert": ("Bert", {**SIZES, **TEXT}, "ForMaskedLM"),
+    "roberta": ("Roberta", {**SIZES, **TEXT, "max_position_embeddings": 130}, "ForMaskedLM"),
+    "distilbert": ("DistilBert", {**TEXT, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}, "ForMaskedLM"),
+    "vit": ("ViT", {**SIZES, **IMAGE}, "ForImageClassification"),
+    "deit": ("DeiT", {**SIZES, **IMAGE}, "ForImageClassification"),
+    "gpt2": ("GPT2", {"vocab_size": 60, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}, "LMHeadModel"),
+    "llama": ("Llama", {**SIZES, **TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}, "ForCausalLM"),
 }
 FAMILIES = list(FAMILY_VALUES)
 ENCODERS = ["bert", "roberta", "distilbert"]
@@ -59,8 +48,8 @@ def tiny_config(family: str, method: str | None = None, **changes):
 
 
 def tiny_class(family: str, head: bool = False):
-    name, _, body, with_head = FAMILY_VALUES[family]
-    return getattr(transformers, name + (with_head if head else body))
+    name, _, with_head = FAMILY_VALUES[family]
+    return getattr(transformers, name + (with_head if head else "Model"))
 
 
 def tiny_model(family: str, method: str | None = None, *, head: bool = False, seed: int = 0, **changes):

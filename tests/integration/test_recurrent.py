@@ -72,7 +72,7 @@ def test_gradients_through_a_state(instance):
     """Gradients through the states of several chunks are those of the whole sequence."""
     tensors = [x.requires_grad_() for x in inputs(1, 2, 12, 4, dtype=torch.float64)]
     weight = numbers(1, 2, 12, 4, seed=5)
-    config = instance.config(**instance.small)
+    config = instance.reduced.config()
     out, _ = in_chunks(config, *tensors, [5, 6, 7, 10])
     got = torch.autograd.grad((out * weight).sum(), tensors)
     whole = hea.attention(config, *tensors, is_causal=True)

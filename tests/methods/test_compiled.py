@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import get_method
-from instances import Instance, forms, inputs, padding_mask
+from instances import forms, inputs, padding_mask
+from test_heads import HEADS, KV_HEADS, parameters_of
 
 
 class Graphs:
@@ -32,24 +32,31 @@ def compiled(graphs: Graphs):
     return torch.compile(attend, fullgraph=True, backend=graphs)
 
 
-@pytest.mark.parametrize(("instance", "is_causal"), [
-    pytest.param(i, c, id=f"{i}{'-causal' if c else ''}", marks=pytest.mark.exhaustive if c else [])
+IN_CORE = ("auto", "kdeformer", "linear", "flurka_eva")  # one operator calls all methods
+FORMS = [
+    pytest.param(i, c, id=f"{i}{'-causal' if c else ''}", marks=[] if i.method in IN_CORE else pytest.mark.exhaustive)
     for i, c in forms()
-])  # fmt: skip
-def test_the_graph_calls_the_eager_form(instance: Instance, is_causal):
+]
+
+
+@pytest.mark.parametrize(("instance", "is_causal"), FORMS)
+def test_the_graph_calls_the_eager_form(instance, is_causal):
     """Bit for bit, with gradients, for shared keys, a mask and a seed, also for methods whose work depends on the data.
 
     The form of some methods depends on whether a gradient is wanted.
     """
     graphs, config, found = Graphs(), instance.config(), []
-    tensors, mask = inputs(2, 4, 130, 16, num_kv_heads=2, value_dim=12), padding_mask("left", 2, 130)
+    tensors, mask = inputs(2, HEADS, 130, 8, num_kv_heads=KV_HEADS), padding_mask("left", 2, 130)
+    learned = parameters_of(config, tensors[2])
     for call in (compiled(graphs), attend):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = call(config, leaves, mask, is_causal=is_causal, seed=5, scale=0.3)
-        out.square().sum().backward()
+        leaves = [x.clone().requires_grad_() for x in (*tensors, *learned.values())]
+        parameters = dict(zip(learned, leaves[3:], strict=True))
+        options = {"is_causal": is_causal, "parameters": parameters}
+        out = call(config, leaves[:3], mask, **options, seed=5, scale=0.3)
+        grads = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
         with torch.no_grad():
-            other = call(config, leaves, mask, is_causal=is_causal)
-        found.append((out, other, *(x.grad for x in leaves)))
+            other = call(config, leaves[:3], mask, **options)
+        found.append((out, other, *grads))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
     assert graphs.calls() == len(graphs.operators) > 0
 
@@ -60,20 +67,6 @@ def test_under_autocast_the_products_of_the_method_are_in_its_own_dtype():
         ours, eager = (f(config, tensors, None) for f in (form, attend))
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, eager)
-
-
-def test_learned_parameters_have_gradients():
-    found = []
-    for call in (torch.compile(attend, fullgraph=True, backend="aot_eager"), attend):
-        tensors = inputs(1, 2, 90, 8)
-        config = hea.LinformerConfig(projection_dim=16)
-        initial = get_method("linformer").initial_parameters(
-            config, num_heads=2, num_kv_heads=2, head_dim=8, value_dim=8, max_length=90
-        )
-        learned = {name: x.requires_grad_() for name, x in initial.items()}
-        call(config, tensors, None, parameters=learned).square().sum().backward()
-        found.append([x.grad for x in learned.values()])
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def test_dropout_in_a_graph_has_the_gradient_of_what_it_drew():

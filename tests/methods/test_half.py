@@ -1,45 +1,36 @@
 """The table of errors in half precision."""
 
-import csv
-
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
 from instances import inputs
+from recipe_commands import read_csv, run
 from recipes.benchmarks import error as recipe
 from recipes.common.inputs import Activation
 
 
-def run(*arguments):
-    return cli.run(recipe.app, list(arguments), "error")
-
-
-def activation(dtype=torch.bfloat16, length=96, scale=None):
-    return Activation(0, *inputs(1, 2, length, 16, dtype=dtype), scale)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_errors_of_a_method(causal):
-    one = activation(scale=0.5)
-    found = recipe.half_errors(hea.LongformerConfig(), one, 16, causal)
-    tensors, doubled = one[1:4], [x.double() for x in one[1:4]]
-    truth = torch.nn.functional.scaled_dot_product_attention(*doubled, is_causal=causal, scale=0.5)
-    config = hea.LongformerConfig().with_budget(16)
-    ours, reference = (hea.attention(config, *x, is_causal=causal, scale=0.5) for x in (tensors, doubled))
+    tensors = inputs(1, 2, 96, 16, dtype=torch.bfloat16)
+    found = recipe.half_errors(hea.LongformerConfig(), Activation(0, *tensors, 0.5), 16, causal)
+    options, config = {"is_causal": causal, "scale": 0.5}, hea.LongformerConfig().with_budget(16)
+    half, truth = (scaled_dot_product_attention(*x, **options) for x in (tensors, [x.double() for x in tensors]))
+    ours, reference = (hea.attention(config, *x, **options) for x in (tensors, [x.double() for x in tensors]))
 
     def error(out, expected):
-        difference = (out.double() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))
-        return pytest.approx(difference.mean().item())
+        return ((out.double() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))).mean().item()
 
-    exact = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal, scale=0.5)
-    assert found["exact"] == error(exact, truth)
-    assert found["at"] == error(ours, reference)
-    assert found["approximation"] == error(reference, truth)
-    assert found["in_all"] == error(ours, truth)
-    assert 0 < found["within"] <= 3 * found["exact"]
-    assert 0 < found["at"] < 0.01 < found["approximation"]
+    expected = {
+        "exact": (half, truth),
+        "at": (ours, reference),
+        "approximation": (reference, truth),
+        "in_all": (ours, truth),
+    }
+    for name, pair in expected.items():
+        assert found[name] == pytest.approx(error(*pair))
+    assert 0 < found["within"] <= 3 * found["exact"] and 0 < found["at"] < 0.01 < found["approximation"]
 
 
 @pytest.mark.parametrize(("within", "reached"), [(0.0029, True), (0.0031, False)])
@@ -52,10 +43,9 @@ def test_command(tmp_path, capsys):
     path = tmp_path / "half.csv"
     arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path), "--check"]
     methods = ["--method", "nearfar,linear,nystromformer:pinv=solve"]
-    assert run(*arguments, *methods, "--half", "bfloat16,float16") == 0
+    assert run(recipe, *arguments, *methods, "--half", "bfloat16,float16") == 0
     out = capsys.readouterr().out
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path)
     names = ["nearfar", "linear", "nystromformer (pinv=solve)"]
     assert [(row["dtype"], row["method"]) for row in rows] == [(d, n) for d in ("bfloat16", "float16") for n in names]
     bfloat16, float16 = (float(row["exact"]) for row in rows[::3])

@@ -3,38 +3,34 @@
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import weighted_coreset
 from hf_efficient_attn.ops.attend import Partial
 from hf_efficient_attn.ops.coreset_landmarks import directions, find_near_keys, group_queries
 from instances import inputs, numbers, relative_error
-from promises import LargestTensor
 
 nearfar = hea.functional.nearfar_attention
 
 
-def _clustered(num_keys=600, num_clusters=30, dtype=torch.float32):
-    """Keys around `num_clusters` centers, in an order that has nothing to do with the centers."""
-    query, centers, value = numbers(1, 2, 600, 16), numbers(1, 2, num_clusters, 16, seed=1), numbers(1, 2, num_keys, 8)
-    key = centers[:, :, torch.arange(num_keys) * 7 % num_clusters] + 0.3 * numbers(1, 2, num_keys, 16, seed=3)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+def _clustered():
+    """600 keys around 30 centers, in an order that has nothing to do with the centers."""
+    query, centers, value = numbers(1, 2, 600, 16), numbers(1, 2, 30, 16, seed=1), numbers(1, 2, 600, 8)
+    key = centers[:, :, torch.arange(600) * 7 % 30] + 0.3 * numbers(1, 2, 600, 16, seed=3)
+    return query.float(), key.float(), value.float()
 
 
 def _error(tensors, **hyperparameters):
     return relative_error(nearfar(*tensors, **hyperparameters), scaled_dot_product_attention(*tensors))
 
 
-def test_means_of_clusters_are_better_landmarks_than_keys():
-    tensors = _clustered()
-    options = {"num_samples": 30, "block_size": 0, "num_probes": 0}
-    assert _error(tensors, **options) < 0.9 * _error(tensors, **options, num_refinements=0)
-
-
-def test_the_linear_correction_lowers_the_error():
+def test_means_of_clusters_and_the_linear_correction_lower_the_error():
     query, key, value = _clustered()
-    tensors = 0.3 * query + 2.0 * query[:, :, :1], key, value
     options = {"num_samples": 30, "block_size": 0}
+    means, keys = (_error((query, key, value), **options, num_probes=0, **x) for x in ({}, {"num_refinements": 0}))
+    assert means < 0.9 * keys
+    tensors = 0.3 * query + 2.0 * query[:, :, :1], key, value
     assert _error(tensors, **options) < 0.7 * _error(tensors, **options, num_probes=0)
 
 
@@ -47,20 +43,13 @@ def test_heads_with_very_large_scores_have_outputs_within_the_values():
         assert ((out >= low - 1e-3) & (out <= high + 1e-3)).all()
 
 
-def _local(length=500):
-    """Queries that attend mostly to the keys around them."""
-    angle = torch.arange(length)[:, None] * torch.tensor([0.5, 0.11, 0.023])
-    position = 3.0 * torch.cat((angle.sin(), angle.cos()), 1)[None, None]
-    return position, position, numbers(1, 1, length, 6).float()
-
-
 def test_each_head_has_near_keys_only_where_landmarks_miss_much():
-    length, options = 500, {"num_samples": 24, "block_size": 8}
-    local, spread = _local(length), inputs(num_heads=3, q_len=length, head_dim=6, dtype=torch.float32)
-    spread = 0.2 * spread[0], *spread[1:]
-    tensors = [torch.cat((b[:, :1], a, b[:, 1:]), 1) for a, b in zip(local, spread, strict=True)]
-    out = nearfar(*tensors, **options, near_share=0.6)
-    every, none = (nearfar(*tensors, **options, near_share=share) for share in (0.0, 1.0))
+    """In the second of four heads, queries attend mostly to the keys around them."""
+    angle = torch.arange(500)[:, None] * torch.tensor([0.5, 0.11, 0.023])
+    tensors, options = inputs(num_heads=4, q_len=500, head_dim=6), {"num_samples": 24, "block_size": 8}
+    tensors[0].mul_(0.2)
+    tensors[0][:, 1] = tensors[1][:, 1] = 3.0 * torch.cat((angle.sin(), angle.cos()), 1)
+    out, every, none = (nearfar(*tensors, **options, near_share=share) for share in (0.6, 0.0, 1.0))
     torch.testing.assert_close(none, nearfar(*tensors, num_samples=24, block_size=0))
     torch.testing.assert_close(out[:, 1], every[:, 1])
     torch.testing.assert_close(out[:, [0, 2, 3]], none[:, [0, 2, 3]])
@@ -97,48 +86,26 @@ def test_near_keys_have_the_largest_scores_for_the_mean_query(length, scale):
 @pytest.mark.parametrize("content", ["few", "outlier", "large", "aligned", "smooth", "sparse"])
 def test_float32_is_as_accurate_as_float64(content, block_size):
     tensors = inputs(q_len=200, head_dim=32, content=content, dtype=torch.float64)
-    options = {"num_samples": 48, "block_size": block_size}
-    assert relative_error(nearfar(*(x.float() for x in tensors), **options), nearfar(*tensors, **options)) < 1e-2
+    single, double = (nearfar(*(x.to(dtype) for x in tensors), num_samples=48, block_size=block_size)
+                      for dtype in (torch.float32, torch.float64))  # fmt: skip
+    assert relative_error(single, double) < 1e-2
 
 
-@pytest.mark.parametrize("logit", [100.0, 2500.0, 1e4])
-@pytest.mark.parametrize("content", ["normal", "outlier", "aligned", "smooth"])
-def test_gradients_with_very_large_scores_are_finite(content, logit):
-    """In float16 with scores up to 100: with larger ones some gradients of exact attention do not fit either."""
-    query, key, value = inputs(q_len=150, head_dim=16, content=content, dtype=torch.float64)
-    key = key - key.mean(2, keepdim=True)
-    factor = (logit / (query @ key.mT / 4.0).abs().max()) ** 0.5
-    leaves = [(x * y).requires_grad_() for x, y in ((query, factor), (key, factor), (value, 1.0))]
-    exact = scaled_dot_product_attention(*leaves).abs().max()
-    for dtype in (torch.float32, torch.bfloat16, *([torch.float16] if logit == 100.0 else [])):
-        for options in ({}, {"block_size": 0}, {"num_probes": 0}, {"num_refinements": 0}):
-            options = {"num_samples": 20, "block_size": 4, "num_probes": 9, **options}
-            out = nearfar(*(x.to(dtype) for x in leaves), **options)
-            # Weights that cancel are bounded, not small.
-            assert out.isfinite().all() and out.abs().max() < 1e4 * exact
-            weight = torch.linspace(0.5, 1.0, 150)[:, None] * (0.01 if dtype == torch.float16 else 1.0)
-            grads = torch.autograd.grad((out.float() * weight).sum(), leaves)
-            assert all(grad.isfinite().all() for grad in grads)
-
-
-def test_a_call_is_few_operations_and_needs_linear_memory():
-    """12 heads of 32, 4,096 tokens. No tensor is larger than (N, landmarks) of all heads."""
+def test_a_call_is_few_operations():
+    """12 heads of 32, 4,096 tokens."""
     count = 0
 
-    class Count(LargestTensor):
-        def __torch_dispatch__(self, *arguments):
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             nonlocal count
             count += 1
-            return super().__torch_dispatch__(*arguments)
+            return operator(*args, **(kwargs or {}))
 
     tensors = [numbers(1, 12, 4096, 32, seed=i).float() for i in range(3)]
     nearfar(*tensors)
     with Count():
         nearfar(*tensors)
     assert count <= 400
-    with LargestTensor() as largest:
-        nearfar(*(x.requires_grad_() for x in inputs(num_heads=1, q_len=1200)), num_samples=24, block_size=8).sum()
-    assert largest.numel <= 1200 * 24 * 8
 
 
 def test_queries_whose_landmarks_count_for_near_keys_only_attend_to_near_keys():

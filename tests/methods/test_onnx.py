@@ -1,5 +1,7 @@
 """Export to ONNX: right for other lengths and masks than those of the example, or refused in a sentence."""
 
+import re
+
 import pytest
 import torch
 from torch.export import Dim
@@ -50,9 +52,7 @@ def test_only_tested_methods_are_exportable():
     assert methods_with("exportable") == sorted({name for name, _ in EXPORTABLE})
 
 
-@pytest.mark.parametrize(
-    "is_causal", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["bidirectional", "causal"]
-)
+@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "causal"])
 @pytest.mark.parametrize(
     ("method", "hyperparameters"),
     [pytest.param(*row, marks=[] if i in CORE else pytest.mark.exhaustive) for i, row in enumerate(EXPORTABLE)],
@@ -81,20 +81,18 @@ def causes(error):
         error = error.__cause__
 
 
-@pytest.mark.parametrize(
-    "method", ["kdeformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("eva", "reformer"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["kdeformer", "eva", "reformer"])
 def test_other_methods_are_refused_in_a_sentence(method, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
-    model = tiny_model("bert", method)
-    batch = tuple(tiny_batch("bert", padding="right").values())  # token ids and mask
+    batch, path = tiny_batch("bert", padding="right"), tmp_path / "model.onnx"
     with pytest.raises(Exception) as caught:
-        torch.onnx.export(model, batch, tmp_path / "model.onnx", dynamo=True, verbose=False)
+        torch.onnx.export(tiny_model("bert", method), tuple(batch.values()), path, dynamo=True, verbose=False)
     (refusal,) = [error for error in causes(caught.value) if isinstance(error, hea.UnsupportedAttentionError)]
-    assert f"{method} cannot be exported to ONNX" in str(refusal)
-    assert " or ".join(methods_with("exportable")) in str(refusal)
+    others = " or ".join(methods_with("exportable"))
+    assert re.search(f"{method} cannot be exported to ONNX.* {others}", str(refusal))
     assert str(refusal) in str(caught.value)  # the exporter shows it
-    assert not (tmp_path / "model.onnx").exists()
+    assert not path.exists()
 
 
 @pytest.mark.exhaustive

@@ -1,10 +1,15 @@
 """The methods against other implementations with the same weights, features and inputs."""
 
+from functools import partial
+
 import pytest
 import torch
-from linear_attention_transformer.linear_attention_transformer import causal_linear_attn, linear_attn
-from performer_pytorch.performer_pytorch import FastAttention, softmax_kernel
-from performer_pytorch.performer_pytorch import linear_attention as performer_linear_attention
+from performer_pytorch.performer_pytorch import (
+    FastAttention,
+    causal_linear_attention_noncuda,
+    linear_attention,
+    softmax_kernel,
+)
 from torch.nn.functional import elu, scaled_dot_product_attention
 from transformers import LongformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
@@ -66,44 +71,31 @@ def test_longformer_of_transformers(window, padding, global_tokens):
     assert relative_error(ours[mask], ours[mask].mean(0).expand_as(ours[mask])) > 0.1
 
 
-# Performer of performer-pytorch.
+# Performer of performer-pytorch, whose epsilon is 0 here.
 
 
-def performer_inputs(length: int):
-    return inputs(batch=2, num_heads=3, q_len=length, head_dim=HEAD_DIM, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("seed", [0, 4])
-def test_performer_features_of_performer_pytorch(seed):
-    """With an epsilon of 0 both are the same function of the same projection."""
-    query, key, value = performer_inputs(70)
-    projection = orthogonal_features(40, HEAD_DIM, seed, query.device)
-    phi_q = softmax_kernel(query, projection_matrix=projection, is_query=True, eps=0.0)
-    phi_k = softmax_kernel(key, projection_matrix=projection, is_query=False, eps=0.0)
-    theirs = performer_linear_attention(phi_q, phi_k, value)
-    ours = hea.functional.performer_attention(query, key, value, num_features=40, seed=seed)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    # The causal form has the same products, summed up to each query.
-    weights = (phi_q @ phi_k.transpose(2, 3)).tril()
-    ours = hea.functional.performer_attention(query, key, value, num_features=40, seed=seed, is_causal=True)
-    torch.testing.assert_close(ours, weights @ value / weights.sum(-1, keepdim=True), rtol=1e-9, atol=1e-9)
-
-
-def test_performer_module_of_performer_pytorch():
-    """The module has a built-in epsilon of 1e-4."""
-    query, key, value = performer_inputs(70)
-    theirs = FastAttention(HEAD_DIM, nb_features=40).double()
-    theirs.projection_matrix = orthogonal_features(40, HEAD_DIM, 0, query.device)
-    ours = hea.functional.performer_attention(query, key, value, num_features=40)
-    assert relative_error(ours, theirs(query, key, value)) < 0.05
-    # Most of the difference is due to the epsilon. It is less with smaller inputs, which have larger features.
-    small = hea.functional.performer_attention(0.1 * query, 0.1 * key, value, num_features=40)
-    assert relative_error(small, theirs(0.1 * query, 0.1 * key, value)) < 0.005
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("features", ["performer", "linear"])
+def test_attention_through_features_of_performer_pytorch(features, is_causal):
+    """Its causal form on the CPU computes chunks of the sequence one after the other."""
+    query, key, value = inputs(batch=2, num_heads=3, q_len=280, head_dim=HEAD_DIM, dtype=torch.float64)
+    mask = torch.arange(280) < torch.tensor([[280], [41]])
+    options = {"num_features": 40, "seed": 4} if features == "performer" else {}
+    if features == "performer":
+        projection = orthogonal_features(40, HEAD_DIM, 4, query.device)
+        phi_q = softmax_kernel(query, projection_matrix=projection, is_query=True, eps=0.0)
+        phi_k = softmax_kernel(key, projection_matrix=projection, is_query=False, eps=0.0)
+    else:
+        phi_q, phi_k = elu(query) + 1.0, elu(key) + 1.0
+    theirs = partial(causal_linear_attention_noncuda, chunk_size=28, eps=0.0) if is_causal else linear_attention
+    phi_k, value = (x * mask[:, None, :, None] for x in (phi_k, value))
+    ours = hea.attention(features, query, key, value, attention_mask=mask, is_causal=is_causal, **options)
+    torch.testing.assert_close(ours, theirs(phi_q, phi_k, value), rtol=1e-9, atol=1e-9)
 
 
 def test_performer_pytorch_draws_features_from_the_same_distribution():
     """Both estimate exact attention with the same mean error, each with its own draws."""
-    tensors = performer_inputs(60)
+    tensors = inputs(batch=2, num_heads=3, q_len=60, head_dim=HEAD_DIM, dtype=torch.float64)
     exact, errors = scaled_dot_product_attention(*tensors), {"ours": [], "theirs": []}
     for seed in range(12):
         torch.manual_seed(seed)
@@ -111,39 +103,3 @@ def test_performer_pytorch_draws_features_from_the_same_distribution():
         errors["ours"].append(relative_error(hea.attention("performer", *tensors, num_features=64, seed=seed), exact))
     ours, theirs = (sum(x) / 12 for x in errors.values())
     assert 0.8 < ours / theirs < 1.25
-
-
-# The linear transformer. linear-attention-transformer uses softmax(q) and softmax(k), or exp(k), as features. Here its
-# inputs are the logarithms of elu(x) + 1, so that it computes with the features elu(x) + 1.
-
-
-def log_features(x):
-    return (elu(x) + 1.0).log()
-
-
-@pytest.mark.parametrize("length", [1, 70, 300])
-def test_causal_linear_attention_of_linear_attention_transformer(length):
-    """The softmax over the features of a query cancels with the denominator."""
-    query, key, value = performer_inputs(length)
-    theirs = causal_linear_attn(log_features(query), log_features(key), value, bucket_size=1, eps=0.0)
-    ours = hea.functional.linear_attention(query, key, value, is_causal=True)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_linear_attention_of_linear_attention_transformer(masked):
-    """It divides the features of the keys by their sums and has no denominator, so the sums multiply the queries."""
-    query, key, value = performer_inputs(70)
-    mask = torch.arange(70) < torch.tensor([[70], [41]])
-    sums = log_features(key).exp()
-    sums = (sums.masked_fill(~mask[:, None, :, None], 0.0) if masked else sums).sum(2, keepdim=True)
-    mask = mask if masked else None
-    theirs = linear_attn(log_features(query) + sums.log(), log_features(key), value.clone(), mask)
-    ours = hea.functional.linear_attention(query, key, value, attention_mask=mask)
-    torch.testing.assert_close(ours, theirs * HEAD_DIM**0.5, rtol=1e-9, atol=1e-9)
-
-
-def test_linear_attention_of_performer_pytorch():
-    query, key, value = performer_inputs(70)
-    theirs = performer_linear_attention(elu(query) + 1.0, elu(key) + 1.0, value)
-    torch.testing.assert_close(hea.functional.linear_attention(query, key, value), theirs, rtol=1e-9, atol=1e-9)

@@ -6,88 +6,121 @@ fails on a method that breaks its promise.
 
 import json
 import os
-import random
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 import hf_efficient_attn as hea
 import promises
-from attack_cases import PROMISES, Case, Draw
+from attack_cases import PROMISES, Case, arguments, attack
 from each import each_form, each_instance
-from instances import DEFAULTS, INSTANCES, VARIANTS, forms, inputs
+from instances import DEFAULTS, FIRST, INSTANCES, VARIANTS, forms, inputs
 
-# How many random cases of a promise each form gets.
-CASES = {
-    "shapes": 10,
-    "arguments": 4,
-    "masked_keys": 10,
-    "masked_gradients": 3,
-    "empty_queries": 4,
-    "padding": 8,
-    "holes": 4,
-    "future": 10,
-    "length": 4,
-    "last_queries": 5,
-    "state": 8,
-    "batch": 8,
-    "naive": 10,
-    "naive_gradients": 4,
-}
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
+# Not in the matrix: what has tests of its own.
+OF_ATTACKS_ONLY = ("seeds", "compiles")
 EVERY = [*forms(), *((variant, False) for variant in VARIANTS)]
 MATRIX = [
     pytest.param(name, i, c, id=f"{name}-{i}{'-causal' if c else ''}")
-    for name, (i, c) in product(CASES, EVERY)
-    if PROMISES[name].applies(i) and (c or name not in OF_CAUSAL_FORMS)
+    for (name, promise), (i, c) in product(PROMISES.items(), EVERY)
+    if name not in OF_ATTACKS_ONLY and promise.applies(i) and (c or name not in OF_CAUSAL_FORMS)
 ]
-PADDINGS = ("none", "left", "right", "holes", "empty")
+ATTACKS = []
+for number, (promise, how) in enumerate(PROMISES.items()):
+    applying = list(dict.fromkeys(i.method for i in INSTANCES if how.applies(i)))
+    core = applying[number % len(applying)]  # another method for each promise
+    ATTACKS += [
+        pytest.param(promise, method, marks=[] if method == core else pytest.mark.exhaustive) for method in applying
+    ]
+
+
+def number_of_cases(name):
+    """About five; with `--hypothesis-profile attack` about fifty."""
+    return max(1, round(hypothesis.settings().max_examples * PROMISES[name].share / 8))
 
 
 @pytest.mark.parametrize(("name", "instance", "is_causal"), MATRIX)
 def test_promise(name, instance, is_causal):
-    rng = random.Random(f"{name}:{instance}:{is_causal}")
-    for _ in range(CASES[name]):
-        arguments = PROMISES[name].draw(Draw(rng, instance, is_causal))
-        case = Case(name, instance.method, instance.hyperparameters, arguments)
-        try:
-            case.check(instance)
-        except Exception as error:
-            raise AssertionError(f"python tests/attack.py --reproduce '{case.to_json()}'") from error
+    @hypothesis.seed(f"{name}:{instance}:{is_causal}")
+    @hypothesis.settings(max_examples=number_of_cases(name))
+    @hypothesis.given(arguments(name, instance, is_causal))
+    def check(drawn):
+        PROMISES[name].check(instance, **drawn)
+
+    check()
 
 
-# 1. Exactness within the budget.
+@pytest.mark.parametrize(("name", "method"), ATTACKS)
+def test_attack(name, method):
+    """The same with any hyperparameters."""
+    attack(name, FIRST[method], number_of_cases(name))
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
+# Cases that an attack has found.
+FOUND = [
+    # The queries of masked tokens moved others between blocks of slots, which changed the last bit of their outputs.
+    Case(
+        "masked_keys",
+        "kdeformer",
+        {
+            "block_size": 28, "num_samples": 10, "num_hashes": 2, "near_field": "lsh", "columns": "all",
+            "column_scores": "value_norm",
+        },
+        {
+            "is_causal": True, "padding": "right", "q_len": 92, "num_heads": 1, "value_dim": 5, "seed": 6292,
+            "dtype": torch.float64,
+        },
+    ),
+    # The tables are float32 if the inputs are float64, so an average can exceed the values by their rounding.
+    Case(
+        "shapes",
+        "linformer",
+        {"projection_dim": 1, "max_length": 150},
+        {"is_causal": False, "q_len": 1, "num_heads": 1, "head_dim": 1, "content": "outlier", "dtype": torch.float64},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOUND, ids=range(len(FOUND)))
+def test_what_an_attack_has_found_is_repaired(case):
+    case.check()
+
+
+# 2. The readable form, of sequences longer than all budgets and chunks. The Performer's has (N, N, features) numbers.
+
+
+@pytest.mark.parametrize(("instance", "is_causal"), [(i, c) for i in DEFAULTS for c in i.forms], ids=str)
+def test_the_fast_form_equals_the_readable_form_at_default_hyperparameters(instance, is_causal):
+    promises.check_naive(instance, is_causal, num_heads=1, q_len=300 if "performer" in instance.method else 700)
+
+
 @each_form
-def test_exact_within_the_budget(instance, is_causal, padding):
-    if not instance.budget:
-        pytest.skip("the method never switches to exact attention")
-    for length in (1, instance.budget - 1, instance.budget):
-        promises.check_exact(instance, is_causal, length, padding)
-    with pytest.raises(AssertionError):
-        # Heads whose error is bounded have 2.25 times the budget.
-        promises.check_exact(instance, is_causal, (3 if instance.limit == "bounded" else 2) * instance.budget)
+def test_padding_of_longer_sequences(instance, is_causal):
+    """Sampling by values leaves out some of more than 383."""
+    if "max_length" in instance.hyperparameters:
+        pytest.skip("its tables have a longest sequence")
+    for padding in ("left", "right"):
+        promises.check_padding(instance, is_causal, 801, padding, seed=1)
 
 
 # 3. The future. The block boundaries of the instances (8, 16, 40), those of blocks and chunks in the primitives (128,
 # 256), and the positions next to them.
 
 
-CUTS = sorted({max(0, at + offset) for at in (1, 8, 16, 40, 128, 256) for offset in (-1, 0, 1)})
+CUTS = (7, 8, 16, 39, 40, 127, 128, 129, 255, 256, 257)
 
 
 @pytest.mark.parametrize("instance", [i for i, is_causal in forms() if is_causal], ids=str)
 def test_later_tokens_have_no_influence_at_block_boundaries(instance):
     for cut in CUTS:
-        promises.check_future(instance, 301, min(cut, 300), seed=cut)
-    for cut in CUTS[::4]:
-        promises.check_length(instance, 301, max(1, min(cut, 300)))
+        promises.check_future(instance, 301, cut, seed=cut)
+    for cut in (1, 128, 257):
+        promises.check_length(instance, 301, cut)
 
 
 # 4. The batch.
@@ -106,44 +139,27 @@ def test_sequences_of_a_large_batch_are_independent(instance, is_causal):
     promises.check_batch(instance, is_causal, q_len=long, batch=2, **heads)
 
 
-# 5. Seeds.
+# 5. Seeds, of sequences that are approximated.
 
 
 @each_form
 def test_seeds(instance, is_causal):
     promises.check_seeds(instance, is_causal)
-    if instance.random:
-        promises.check_global_seed(instance, is_causal)
 
 
-# 6. Finite outputs, and sums in float32.
+# 7. Gradients of sequences longer than the chunks of 128 tokens, and for each element of short ones.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("instance", "is_causal"), EVERY, ids=str)
-def test_finite(instance, is_causal, dtype):
-    for logit, autocast in product((0.0, 1.0, 100.0, 1e4), (False, True)):
-        if dtype != torch.float32 or not autocast:
-            promises.check_finite(instance, is_causal, dtype, logit, autocast)
+def test_gradients_agree_with_finite_differences(instance, is_causal):
+    promises.check_gradients(instance, is_causal, 140, 2, fast_mode=True)
+    promises.check_gradients(instance, is_causal, 270, 3, fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@each_form
-def test_sums_are_kept_in_float32(instance, is_causal, dtype):
-    promises.check_sums(instance, is_causal, dtype)
-
-
-# 7. Gradients, in a random direction, or for each element of the inputs; and of sequences longer than the chunks of 128
-# tokens.
-
-
-@pytest.mark.parametrize("fast_mode", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("instance", "is_causal"), EVERY, ids=str)
-def test_gradients_agree_with_finite_differences(instance, is_causal, fast_mode):
-    promises.check_gradients(instance, is_causal, 13, 3 if fast_mode else 2, fast_mode=fast_mode)
-    if fast_mode:
-        promises.check_gradients(instance, is_causal, 140, 2, fast_mode=True)
-        promises.check_gradients(instance, is_causal, 270, 3, fast_mode=True)
+def test_every_element_of_the_gradients(instance, is_causal):
+    promises.check_gradients(instance, is_causal, 13, 2)
 
 
 # 8. The budget.
@@ -153,9 +169,7 @@ def test_gradients_agree_with_finite_differences(instance, is_causal, fast_mode)
 def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
     if instance.limit == "none":
         pytest.skip("the method defines its own attention")
-    if instance.limit == "bounded" and not is_causal:
-        promises.check_bounded(instance, is_causal)
-    elif instance.limit == "expectation":
+    if instance.limit == "expectation":
         promises.check_converges_in_expectation(instance, is_causal)
     else:
         promises.check_converges(instance, is_causal)
@@ -170,12 +184,6 @@ def test_compiles_with_inductor(name):
 
 
 # 10. Refusals: the message states what is refused, why, and what to do instead.
-
-
-@each_instance
-def test_refuses_what_does_not_fit_together(instance):
-    for what in promises.REFUSED:
-        promises.check_refused(instance, what)
 
 
 def refuses(sentence: str):
@@ -196,10 +204,10 @@ def test_refuses_forms_that_the_method_does_not_have(instance):
 
 
 @each_instance
-@pytest.mark.parametrize("budget", [0, -3, 2.5, True, "64", None])
-def test_refuses_impossible_budgets(instance, budget):
-    with refuses("budget of .* columns is not possible"):
-        instance.config().with_budget(budget)
+def test_refuses_impossible_budgets(instance):
+    for budget in (0, -3, 2.5, True, "64", None):
+        with refuses("budget of .* columns is not possible"):
+            instance.config().with_budget(budget)
 
 
 @each_instance
@@ -246,28 +254,20 @@ for name, causal, backward, masked in json.loads(sys.argv[1]):
 """
 
 
-def extra_memory(cases: list) -> list:
-    """The peak memory in MiB, in addition to its inputs, of a call with 32768 tokens in a child process, by case."""
-    here = Path(__file__).parents[1]
+def check_memory(cases: list, limit: float) -> None:
+    """A call in a child process needs at most `limit` times the memory of its inputs, in addition to them.
+
+    One byte per pair would be 42 times as much.
+    """
+    here, inputs_mib = Path(__file__).parents[1], 3 * LONG * 64 * 4 / 2**20
     path = os.pathsep.join((str(here), str(here.parent)))
     # Freed tensors are returned to the system at once, so that one case does not affect the next.
     environment = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
     command = [sys.executable, "-c", CHILD, json.dumps(cases), str(LONG)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def check_memory(cases: list, limit: float) -> None:
-    """The call needs at most `limit` times the memory of its inputs. One byte per pair would be 42 times as much."""
-    inputs_mib = 3 * LONG * 64 * 4 / 2**20
-    for *case, extra in extra_memory(cases):
+    for *case, extra in map(json.loads, done.stdout.splitlines()):
         assert extra < limit * inputs_mib, f"{case}: {extra:.0f} MiB in addition to inputs of {inputs_mib:.0f} MiB"
-
-
-@each_form
-def test_no_tensor_holds_all_pairs(instance, is_causal):
-    promises.check_largest_tensor(instance, is_causal, 600)
 
 
 needs_proc = pytest.mark.skipif(

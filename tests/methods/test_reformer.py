@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from reformer_pytorch.reformer_pytorch import LSHAttention
 from torch.nn.functional import normalize
 from transformers import ReformerConfig as TheirConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -67,14 +66,6 @@ def test_the_formulas_of_the_paper(size, rounds, shared, padding):
     close(ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid])
 
 
-def test_a_repeated_round_has_no_effect():
-    query, key, value = flat(*inputs(q_len=100, dtype=torch.float64))
-    plan = plan_rounds(query, key, None, block_size=8, rounds=1, seed=0)
-    twice = plan._replace(**{n: getattr(plan, n).repeat(1, 2, 1) for n in ("query_order", "key_order", "start")})
-    once, again = (rounds_attention(query, key, value, p, others=False, scale=0.3) for p in (plan, twice))
-    close(again, once, 1e-12)
-
-
 def test_a_bucket_is_a_pair_of_the_papers_hashes():
     x, turns = numbers(3, 90, HEAD_DIM), numbers(4, 2, 2, HEAD_DIM, seed=1)
     halves = torch.tensor([[4, 3]])
@@ -133,7 +124,7 @@ def test_a_shift_of_all_keys_has_no_effect():
         close(shifted, ours)
 
 
-# Other implementations. Their chunks attend to themselves and to chunks before and after, in a circle.
+# Reformer of Transformers. Its chunks attend to themselves and to chunks before and after, in a circle.
 
 
 def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> Rounds:
@@ -196,46 +187,6 @@ def test_lsh_attention_of_transformers(before, after, padding):
     inner = inner & key_mask.repeat_interleave(NUM_HEADS, 0)
     assert inner.float().mean() > 0.6
     close(ours[inner], theirs[inner], 1e-5)
-
-
-def test_short_sequences_of_transformers():
-    """Within the budget a token attends to all other tokens."""
-    layer = their_layer(64, 1, 0, num_buckets=4)
-    hidden = 3.0 * numbers(2, 60, NUM_HEADS * HEAD_DIM, seed=1)
-    with torch.no_grad():
-        theirs, query, value = layer(hidden)[0], split(layer.query_key(hidden)), split(layer.value(hidden))
-    ours = hea.functional.reformer_attention(query, query, value, shared_query_key=True, block_size=15, scale=1.0)
-    close(ours, split(theirs), 1e-5)
-
-
-def test_hash_of_transformers():
-    layer = their_layer(8, 1, 0, num_buckets=[8, 6], hash_seed=5)
-    layer.num_attention_heads = 1
-    query = numbers(3, 1, 90, HEAD_DIM)
-    theirs = layer._hash_vectors(query, 2, None).view(3, 2, 90) - torch.tensor([[0], [48]])
-    torch.manual_seed(5)
-    drawn = torch.randn(1, HEAD_DIM, 2, 7, dtype=torch.float64)[0].permute(2, 1, 0)
-    turns = torch.stack((drawn[:4], torch.cat((drawn[4:], drawn[:1]))), 2)
-    ours = bucket_codes(query[:, 0], turns, torch.tensor([[4, 3]]))
-    assert torch.equal(ours // 6 + 8 * (ours % 6), theirs)
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_lsh_attention_of_reformer_pytorch(rounds):
-    """Several rounds that count each pair once, with our buckets."""
-    query, _, value = flat(*inputs(batch=2, q_len=128, dtype=torch.float64, spread=2.0))
-    codes = bucket_codes(query, numbers(2, rounds, 2, HEAD_DIM), torch.tensor([[2, 2]]))
-    layer = LSHAttention(bucket_size=8, n_hashes=rounds, allow_duplicate_attention=False)
-    layer.hash_vectors = lambda *_, **__: (codes + 16 * torch.arange(rounds)[:, None]).flatten(1)
-    plan = chunk_plan(codes, None, 8, 1, 0)
-    theirs = layer(query, value)[0]
-    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=HEAD_DIM**-0.5)
-    inner = inner_queries(plan, 1, 0)
-    assert inner.float().mean() > 0.7
-    close(ours[inner], theirs[inner], 1e-7)
-    if rounds > 1:
-        layer._allow_duplicate_attention = True
-        assert relative_error(layer(query, value)[0][inner], ours[inner]) > 1e-3
 
 
 def test_shared_queries_ignore_the_given_keys_and_their_own_token():

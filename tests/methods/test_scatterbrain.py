@@ -6,10 +6,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from each import close, differs
-from hf_efficient_attn.ops.features import EMPTY, orthogonal_features
+from hf_efficient_attn.ops.features import orthogonal_features
 from hf_efficient_attn.ops.hashing import hyperplanes
-from hf_efficient_attn.ops.linear import FeatureState, others
-from instances import inputs, numbers, relative_error
+from instances import inputs, relative_error
 
 OPTIONS = {"block_size": 8, "num_features": 12}
 
@@ -76,40 +75,3 @@ def test_the_far_field_is_never_negative():
     ours = hea.functional.scatterbrain_attention(query, key, value, **OPTIONS, **options)
     truth = paper(*(x.double() for x in (query, key, value)), near, **options)
     torch.testing.assert_close(ours[:, :, :8].double(), truth[:, :, :8], rtol=1e-5, atol=1e-5)
-    # The same in the order of the paper, where the sum over all keys comes first.
-    directions = orthogonal_features(12, 64, 1, query.device).float()
-    phi_q, phi_k = (
-        torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / 12**0.5 for x in (query, key)
-    )
-    correction = (torch.exp(query @ key.transpose(2, 3)) - phi_q @ phi_k.transpose(2, 3)).masked_fill(~near, 0.0)
-    total = correction.sum(-1) + (phi_q * phi_k.sum(2, keepdim=True)).sum(-1)
-    wrong = (correction @ value + phi_q @ (phi_k.transpose(2, 3) @ value)) / total.unsqueeze(-1)
-    # It can be infinite or NaN, where the total is rounded to 0.
-    assert not relative_error(wrong[:, :, :8], truth[:, :, :8]) < 1.0
-
-
-def states(blocks: int) -> FeatureState:
-    """States of shape (2, blocks, 5, .). The first blocks of one head and the last blocks of the other are empty."""
-    sums, log = numbers(2, blocks, 5, 3, seed=1), 40.0 * numbers(2, blocks, seed=2)
-    empty = torch.zeros(2, blocks, dtype=torch.bool)
-    empty[0, :2], empty[1, -2:] = True, True
-    return FeatureState(sums.masked_fill(empty[..., None, None], 0.0), log.masked_fill(empty, EMPTY))
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 16, 17, 40])
-@pytest.mark.parametrize("earlier_only", [False, True])
-def test_sums_of_other_blocks(blocks, earlier_only):
-    state = states(blocks)
-    found = others(state, earlier_only=earlier_only)
-    seen = torch.ones(blocks, blocks).tril(-1) if earlier_only else 1.0 - torch.eye(blocks)
-    wanted = torch.einsum("ts,bs,bsfd->btfd", seen.double(), torch.exp2(state.log), state.sums)
-    torch.testing.assert_close(found.sums * torch.exp2(found.log)[..., None, None], wanted, rtol=1e-10, atol=0.0)
-    sums = state.sums.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(others(state._replace(sums=sums), earlier_only=earlier_only).sums.sum(), sums)
-    assert gradient.isfinite().all()
-    if earlier_only:  # no sum looks ahead
-        whole = others(state, earlier_only=True)
-        for cut in range(blocks):
-            changed = FeatureState(*(torch.cat((x[:, :cut], 9.0 * x[:, cut:].flip(1)), 1) for x in state))
-            ours = others(changed, earlier_only=True)
-            assert all(torch.equal(x[:, : cut + 1], y[:, : cut + 1]) for x, y in zip(ours, whole, strict=True))

@@ -30,11 +30,6 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-7)
 
 
-def test_budget():
-    config = hea.WildCatConfig(seed=3).with_budget(100)
-    assert (config.num_samples, config.num_candidates, config.exact_length, config.seed) == (100, 400, 100, 3)
-
-
 def test_a_coreset_with_every_different_key_is_exact():
     query, key, value = inputs(num_heads=4, q_len=300, dtype=torch.float64)
     key = key[:, :, torch.arange(300) % 14]
@@ -43,11 +38,10 @@ def test_a_coreset_with_every_different_key_is_exact():
     assert relative_error(wildcat(query, key, value, num_samples=12), exact) > 2e-2
 
 
-@pytest.mark.parametrize("spread", [1.0, 3.0])
 @pytest.mark.parametrize("content", ["few", "outlier", "large", "aligned", "smooth", "sparse", "signs"])
-def test_float32_is_as_accurate_as_float64(content, spread):
+def test_float32_is_as_accurate_as_float64(content):
     """Sums of exponentials of the keys differ by up to 10^1000 between the keys of a coreset."""
-    tensors = inputs(q_len=200, head_dim=32, content=content, spread=spread, dtype=torch.float64)
+    tensors = inputs(q_len=200, head_dim=32, content=content, spread=3.0, dtype=torch.float64)
     double = wildcat(*tensors, num_samples=48)
     assert relative_error(wildcat(*(x.float() for x in tensors), num_samples=48), double) < 5e-3
 
@@ -83,19 +77,11 @@ def test_outputs_are_in_the_range_of_every_feature(content, dtype):
         torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))
 
 
-def gradients(form, tensors, mask, num_samples, num_candidates):
-    """Output and gradients of a weighted sum of the outputs at valid queries."""
+def gradients(form, tensors, *sizes):
+    """Output and gradients of a weighted sum of the outputs."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out = form("wildcat", *leaves, attention_mask=mask, num_samples=num_samples, num_candidates=num_candidates)
-    if mask is not None and mask.shape[1] == out.shape[2]:
-        out = out * mask[:, None, :, None]
-    weight = numbers(*out.shape, seed=4)
-    return [out.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves)]
-
-
-def check_readable_form(tensors, mask, *sizes):
-    for x, y in zip(*(gradients(f, tensors, mask, *sizes) for f in (hea.attention, hea.naive_attention)), strict=True):
-        assert relative_error(x, y) < 1e-9
+    out = form("wildcat", *leaves, **dict(zip(("num_samples", "num_candidates"), sizes, strict=True)))
+    return [out.detach(), *torch.autograd.grad((out * numbers(*out.shape, seed=4)).sum(), leaves)]
 
 
 def test_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
@@ -104,14 +90,15 @@ def test_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
     value = tensors[2].flatten(0, 1)
     out = wildcat(*tensors, num_samples=16).flatten(0, 1)
     assert ((out == value.amin(1, keepdim=True)) | (out == value.amax(1, keepdim=True))).any()
-    check_readable_form(tensors, None, 16, 64)
+    for x, y in zip(*(gradients(f, tensors, 16, 64) for f in (hea.attention, hea.naive_attention)), strict=True):
+        assert relative_error(x, y) < 1e-9
     middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
     with monkeypatch.context() as patched:
         patched.setattr(coreset_ops, "regularized_solve", lambda kernel, right, ridge: -right)
         out = wildcat(*tensors, num_samples=10).flatten(0, 1)
         torch.testing.assert_close(out, middle.expand_as(out))
     monkeypatch.setattr(coreset_ops, "LEAST_DENOMINATOR", 2.0)
-    out, *grads = gradients(hea.attention, tensors, None, 16, 64)
+    out, *grads = gradients(hea.attention, tensors, 16, 64)
     torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))
     weight = numbers(*out.shape, seed=4).sum(2, keepdim=True)
     ends = [tensors[2] == end(tensors[2], 2, keepdim=True) for end in (torch.amin, torch.amax)]
@@ -123,6 +110,6 @@ def test_equal_keys_and_a_query_of_zeros():
     """The temperature is that of the least logit, or 0."""
     for query, key in ((1.0, 0.0), (0.0, 1.0), (1.0, 1e-6), (0.0, 0.0)):
         tensors = [x * f for x, f in zip(inputs(q_len=60, dtype=torch.float64), (query, key, 1.0), strict=True)]
-        out, *grads = gradients(hea.attention, tensors, None, 8, 30)
+        out, *grads = gradients(hea.attention, tensors, 8, 30)
         assert relative_error(out, tensors[2].mean(2, keepdim=True).expand_as(out)) < 1e-3
         assert all(x.isfinite().all() for x in grads)

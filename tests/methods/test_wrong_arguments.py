@@ -1,6 +1,8 @@
 """Arguments that are easy to get wrong: each is refused in one line that says what to give instead."""
 
 import re
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -27,30 +29,29 @@ def refused(work, *parts):
     return message
 
 
+NAMES = [
+    ("attn_mask", MASK, "use attention_mask, bool (B, Nk)"),
+    ("attn_mask", None, "use attention_mask, bool (B, Nk)"),
+    ("mask", MASK, "use attention_mask"),
+    ("key_padding_mask", ~MASK, "give its opposite"),
+    ("enable_gqa", True, "may always have fewer heads"),
+    ("dropout", 0.1, "use dropout_p"),
+    ("scaling", 0.1, "use scale"),
+    ("causal", True, "use is_causal"),
+    ("output_attentions", True, "no matrix of weights"),
+    ("position_bias", QUERY, "use distance_bias"),
+    ("layers", [1], "belongs to hea.convert"),
+    ("is_casual", True, "Did you mean 'is_causal'?"),
+    ("attention_masks", MASK, "Did you mean 'attention_mask'?"),
+]
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("name", "value", "advice"),
-    [
-        ("attn_mask", MASK, "use attention_mask, bool (B, Nk)"),
-        ("attn_mask", None, "use attention_mask, bool (B, Nk)"),
-        ("mask", MASK, "use attention_mask"),
-        ("key_padding_mask", ~MASK, "give its opposite"),
-        ("enable_gqa", True, "may always have fewer heads"),
-        ("dropout", 0.1, "use dropout_p"),
-        ("scaling", 0.1, "use scale"),
-        ("causal", True, "use is_causal"),
-        ("output_attentions", True, "no matrix of weights"),
-        ("position_bias", QUERY, "use distance_bias"),
-        ("layers", [1], "belongs to hea.convert"),
-        ("is_casual", True, "Did you mean 'is_causal'?"),
-        ("attention_masks", MASK, "Did you mean 'attention_mask'?"),
-    ],
-)
-def test_names_of_other_packages(method, name, value, advice):
-    for call in (hea.attention, hea.naive_attention):
-        refused(lambda: call(method, *TENSORS, **{name: value}), f"{method}: ", f"{name!r}", advice)  # noqa: B023
-    functional = getattr(hea.functional, f"{method}_attention")
-    refused(lambda: functional(*TENSORS, **{name: value}), f"{method}: ", f"{name!r}", advice)
+def test_names_of_other_packages(method):
+    forms = [partial(hea.attention, method), partial(hea.naive_attention, method)]
+    forms.append(getattr(hea.functional, f"{method}_attention"))
+    for (name, value, advice), form in product(NAMES, forms):
+        refused(lambda: form(*TENSORS, **{name: value}), f"{method}: ", f"{name!r}", advice)  # noqa: B023
 
 
 @pytest.mark.parametrize("call", [hea.attention, hea.naive_attention])
@@ -173,27 +174,28 @@ def test_what_is_similar_is_accepted(monkeypatch):
         hea.attention("nearfar", *TENSORS, causal=3)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda model: hea.convert(model, "nearfar"),
-        lambda model: hea.calibrate(model, [BATCH], max_error=0.1),
-        lambda model: hea.attention_error(model, BATCH),
-        lambda model: hea.distill(model, "linear", [BATCH, BATCH], steps=1),
-        lambda model: hea.extend_positions(model, 200),
-    ],
-)
+WORK = [
+    lambda model: hea.convert(model, "nearfar"),
+    lambda model: hea.calibrate(model, [BATCH], max_error=0.1),
+    lambda model: hea.attention_error(model, BATCH),
+    lambda model: hea.distill(model, "linear", [BATCH, BATCH], steps=1),
+    lambda model: hea.extend_positions(model, 200),
+]
+
+
+@pytest.mark.parametrize("work", WORK)
 def test_something_else_instead_of_a_model(work):
     class Trainer:
         model = tiny_model("bert")
 
-    refused(lambda: work("bert-base"), "'bert-base' is a name and no model", "AutoModel.from_pretrained('bert-base')")
-    refused(lambda: work(type(Trainer.model)), "BertModel is a class and no model", "BertModel.from_pretrained")
-    refused(
-        lambda: work(Trainer.model.config), "a BertConfig is a config and no model", "AutoModel.from_config(config)"
-    )
-    refused(lambda: work(Trainer()), "a Trainer holds no Transformers model", "give its attribute model")
-    refused(lambda: work(3), "holds no Transformers model")
+    for wrong, *parts in (
+        ("bert-base", "'bert-base' is a name and no model", "AutoModel.from_pretrained('bert-base')"),
+        (type(Trainer.model), "BertModel is a class and no model", "BertModel.from_pretrained"),
+        (Trainer.model.config, "a BertConfig is a config and no model", "AutoModel.from_config(config)"),
+        (Trainer(), "a Trainer holds no Transformers model", "give its attribute model"),
+        (3, "holds no Transformers model"),
+    ):
+        refused(lambda: work(wrong), *parts)  # noqa: B023
 
 
 def test_wrong_constructions_of_a_cache():

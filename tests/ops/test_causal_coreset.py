@@ -4,16 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_efficient_attn as hea
 from hf_efficient_attn.ops.coreset_causal import (
     CausalCoresetOptions,
     causal_coreset_attention,
     causal_coreset_naive,
     split_columns,
 )
+from instances import relative_error
 
 SCALE = 8**-0.5
-SMALL = {"block_size": 5, "num_samples": 32}
 
 
 def tensors(length: int, batch_heads: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -23,8 +22,7 @@ def tensors(length: int, batch_heads: int = 4, seed: int = 0, dtype: torch.dtype
     return [1.5 * query, 1.5 * key + 0.5, value]
 
 
-def options(columns: int = 32, **changes: float) -> CausalCoresetOptions:
-    """The options for a budget."""
+def options(columns: int, **changes: float) -> CausalCoresetOptions:
     return split_columns(columns)._replace(**changes)  # type: ignore[arg-type]
 
 
@@ -33,11 +31,6 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float = SCALE) -> Te
     scores = scale * query.double() @ key.double().mT
     future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
     return scores.masked_fill(future, -torch.inf).softmax(-1) @ value.double()
-
-
-def error(out: Tensor, expected: Tensor) -> float:
-    """Relative error in the Frobenius norm."""
-    return float((out.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5, 33])
@@ -56,7 +49,7 @@ def test_the_first_positions_and_short_sequences_are_exact() -> None:
     out, expected = causal_coreset_attention(*inputs, chosen, scale=SCALE), exact(*inputs)
     assert chosen.num_exact == 24
     torch.testing.assert_close(out[:, :24], expected[:, :24])
-    assert error(out[:, 24:], expected[:, 24:]) > 0.01
+    assert relative_error(out[:, 24:], expected[:, 24:]) > 0.01
     short = causal_coreset_attention(*(x[:, :20] for x in inputs), chosen, scale=SCALE)
     torch.testing.assert_close(short, expected[:, :20])
 
@@ -68,7 +61,7 @@ def test_a_constant_in_all_keys_and_equal_keys() -> None:
     torch.testing.assert_close(moved, out, rtol=1e-7, atol=1e-7)
     key = key[:, :3].repeat(1, 67, 1)[:, :200]
     out = causal_coreset_attention(query, key, value, options(64), scale=SCALE)
-    assert error(out, exact(query, key, value)) < 1e-4
+    assert relative_error(out, exact(query, key, value)) < 1e-4
 
 
 def test_near_keys_by_content_serve_heads_that_look_far_back() -> None:
@@ -79,18 +72,8 @@ def test_near_keys_by_content_serve_heads_that_look_far_back() -> None:
     query, value = key.roll(500, 1) * 1.5, torch.randn(2, 1200, 8, generator=generator)
     chosen, expected = options(96), exact(query, key, value, 1.0)
     found = [causal_coreset_attention(query, key, value, chosen._replace(num_near=w), scale=1.0) for w in (0, 36)]
-    errors = [error(out[:, 600:], expected[:, 600:]) for out in found]
+    errors = [relative_error(out[:, 600:], expected[:, 600:]) for out in found]
     assert errors[1] < 0.5 * errors[0]
-
-
-@pytest.mark.parametrize("factor", [30.0, 300.0])
-def test_gradients_are_finite_where_a_short_pivot_counts_most(factor: float) -> None:
-    """Beside much longer pivots the weight of a short one is tiny, and a denominator with it."""
-    for seed in range(4):
-        query, key, value = tensors(40, seed=seed, dtype=torch.float32)
-        leaves = [x.requires_grad_() for x in (factor * query, factor * key, value)]
-        out = causal_coreset_attention(*leaves, options(8), scale=SCALE)
-        assert all(torch.isfinite(x).all() for x in torch.autograd.grad(out.square().sum(), leaves))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,16 +85,3 @@ def test_tiny_far_weights_do_not_round_the_near_field_away(seed: int) -> None:
     expected = causal_coreset_naive(*given, chosen, scale=1.7)
     out = causal_coreset_attention(*given, chosen, scale=1.7)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
-
-
-def test_infinite_masked_queries_change_nothing() -> None:
-    """Padding has queries as well, which may be infinite, and later epochs are made of them."""
-    query, key, value = (torch.randn(1, 3, 70, 1, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    mask = torch.zeros(1, 70, dtype=torch.bool)
-    mask[:, :5] = True
-    outs = []
-    for garbage in (0.0, torch.nan, torch.inf):
-        given = [x.masked_fill(~mask[:, None, :, None], garbage) for x in (query, key, value)]
-        outs.append(hea.functional.nearfar_attention(*given, attention_mask=mask, is_causal=True, **SMALL)[:, :, :5])
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])

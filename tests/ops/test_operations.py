@@ -1,7 +1,7 @@
 """The counter of operations: every kind by hand on small cases, and the table of the paper's two models."""
 
-import csv
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
+import recipe_commands
 from hf_efficient_attn.ops.attend import attend
+from recipe_commands import read_csv
 from recipes.benchmarks import operations
 from recipes.common import counting
 from recipes.common.counting import count
@@ -78,15 +79,14 @@ def test_every_operator_by_hand(call, expected, inference):
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["gradients", "inference"])
-@pytest.mark.parametrize("values", [16, 10])
-@pytest.mark.parametrize("keys", [12, 20])
-def test_exact_attention(keys, values, inference):
-    query, key, value = normal(2, 3, 20, 16), normal(2, 3, keys, 16, seed=1), normal(2, 3, keys, values, seed=2)
-    with torch.inference_mode(inference):
-        found = count(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value))
-    pairs = 2 * 3 * 20 * keys
-    assert found == (2 * pairs * (16 + values), pairs, 0, 0)
-    assert sum(found) == 2 * pairs * (16 + values) + pairs
+def test_exact_attention(inference):
+    for keys, values in ((12, 16), (20, 10)):
+        query, key, value = normal(2, 3, 20, 16), normal(2, 3, keys, 16, seed=1), normal(2, 3, keys, values, seed=2)
+        with torch.inference_mode(inference):
+            found = count(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value))  # noqa: B023
+        pairs = 2 * 3 * 20 * keys
+        assert found == (2 * pairs * (16 + values), pairs, 0, 0)
+        assert sum(found) == 2 * pairs * (16 + values) + pairs
 
 
 def test_gradients_and_conventions():
@@ -97,32 +97,15 @@ def test_gradients_and_conventions():
     assert found == (2 * pairs * 32 + 2 * pairs * (3 * 16 + 2 * 16), 2 * pairs, 0, 0)
     query, key, value = (normal(6, 1, n, d, seed=n).requires_grad_() for n, d in ((5, 8), (7, 8), (7, 6)))
     found = count(lambda: attend(query, key, value, scale=1.0).out.sum().backward())
-    pairs = 6 * 5 * 7
-    # The kernel takes values of the dimension of the keys.
+    pairs = 6 * 5 * 7  # the kernel takes values of the dimension of the keys
     assert found == (2 * pairs * (8 + 8) + 2 * pairs * (3 * 8 + 2 * 8), 2 * pairs, 0, 0)
 
     def call():
         return (X @ X.transpose(1, 2)).exp().sort(-1)
 
     two, one = count(call), count(call, multiply_adds_as_one=True)
-    assert one == two._replace(products=two.products // 2) and one.products == 4 * 8 * 8 * 16
     assert count(call) == two  # counts do not accumulate
-    # elu(x) + 1 counts one exponential per element. One key is mapped for the number of features.
-    found = count(lambda: hea.attention(hea.LinearConfig(), *tensors(96, 16, 10)))
-    assert found.exponentials == 2 * (2 * 96 + 1) * 16
-    assert (found.sorting, found.gathers) == (0, 0)
-
-
-def test_a_method_that_hashes_sorts_and_moves():
-    config = hea.HyperAttentionConfig(block_size=8, num_samples=24, num_hashes=7, near_field="lsh")
-    found = count(lambda: hea.attention(config, *tensors(96, 16, 16)))
-    # A product with powers of two gives the rank of each code.
-    assert found.products == 2 * 2 * (2 * 96 * 7 * (16 + 1) + 96 * 32 * 32)
-    # Queries and keys of two heads are sorted by their codes and gathered in that order.
-    assert found.sorting >= 2 * 2 * 96 * 6
-    assert found.gathers >= 2 * (2 * 96 * 16 + 96 * 16)
-    # Eight near keys and 24 sampled ones for each query.
-    assert found.exponentials >= 2 * 96 * 32
+    assert one == two._replace(products=two.products // 2) and one.products == 4 * 8 * 8 * 16
 
 
 # Multiplications of one head with N tokens, queries and keys of dimension D and values of dimension Dv; no padding.
@@ -145,11 +128,12 @@ def test_a_method_that_hashes_sorts_and_moves():
     ],
     ids=lambda x: getattr(x, "method", None),
 )
-@pytest.mark.parametrize("values", [16, 10])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_operations_are_two_for_every_multiplication(config, multiplications, values, needs_grad):
-    inputs = tuple(x.requires_grad_(needs_grad) for x in tensors(96, 16, values))
-    assert count(lambda: counting.compute(config, inputs)).products == 2 * 2 * multiplications(96, 16, values)
+def test_operations_are_two_for_every_multiplication(config, multiplications, needs_grad):
+    for values in (16, 10):
+        inputs = tuple(x.requires_grad_(needs_grad) for x in tensors(96, 16, values))
+        found = count(lambda: counting.compute(config, inputs)).products  # noqa: B023
+        assert found == 2 * 2 * multiplications(96, 16, values)
 
 
 class Named(TorchDispatchMode):
@@ -180,21 +164,18 @@ def test_everything_that_counts_is_counted(name):
         "sorting": r"sort|topk|kthvalue|bucketize",
         "gathers": r"gather|^index|scatter|take",
     }
-    with torch.no_grad():
-        for part, pattern in patterns.items():
-            known = set(counting.FORMULAS_BY_PART[part])
-            known |= set(flop_counter.flop_registry) if part == "products" else set()
-            with Named(pattern) as found:
-                hea.attention(config, *tensors(96, 16, 16))
-            assert found.called <= known
-            assert found.called or part not in ("products", "exponentials")
+    for part, pattern in patterns.items():
+        known = {*counting.FORMULAS_BY_PART[part], *(flop_counter.flop_registry if part == "products" else ())}
+        with torch.no_grad(), Named(pattern) as found:
+            hea.attention(config, *tensors(96, 16, 16))
+        assert found.called <= known
+        assert found.called or part not in ("products", "exponentials")
 
 
 # --- the table ---
 
 
-def run(*arguments):
-    return cli.run(operations.app, list(arguments), "operations")
+run = partial(recipe_commands.run, operations)
 
 
 @pytest.mark.parametrize(
@@ -223,16 +204,11 @@ def test_kdeformer_at_the_authors_settings_costs_what_they_say_or_less():
 
 def test_table_is_printed_and_written(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
-    status = run("--layer", "biggan", "--method", "scatterbrain,linear", "--no-time", "--csv", str(rows))
-    text = capsys.readouterr().out
-    assert status == 0 and "Omitted, since they have no rectangular form: scatterbrain" in text
-    with rows.open(newline="") as file:
-        exact, linear = csv.DictReader(file)
+    assert run("--layer", "biggan", "--method", "scatterbrain,linear", "--no-time", "--csv", str(rows)) == 0
+    assert "Omitted, since they have no rectangular form: scatterbrain" in capsys.readouterr().out
+    exact, linear = read_csv(rows)
     assert (exact["method"], linear["method"]) == ("sdpa", "linear")
     assert float(linear["fewer_products"]) == pytest.approx(4096 * 1024 * 320 / (64 * (256 * 1024 + 264 * 4096)))
-
-
-def test_times_are_ratios(capsys):
     assert run("--layer", "t2t.1", "--method", "linear", "--rounds", "1") == 0
     out = capsys.readouterr().out
     assert re.search(r"linear .*\d\.\dx +\|$", out, re.MULTILINE) and "10.071" in out
@@ -241,9 +217,9 @@ def test_times_are_ratios(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layer", "vit"], "biggan, t2t.0, t2t.1"),
-        (["--method", "kdeformr"], "kdeformer"),
-        (["--budget", "none"], "number of tokens"),
+        (("--layer", "vit"), "biggan, t2t.0, t2t.1"),
+        (("--method", "kdeformr"), "kdeformer"),
+        (("--budget", "none"), "number of tokens"),
     ],
 )
 def test_refusals_are_one_line(arguments, message, capsys):

@@ -27,26 +27,23 @@ def caches(family: str) -> list[dict]:
 @pytest.mark.parametrize("family", MODELS)
 def test_the_rows_of_the_collator(family, layers):
     model = hea.convert(tiny_model(family, head=True), "linear", layers=layers)
-    batches = [collated()]
-    ids = batches[0]["input_ids"]
-    batches.append(
-        {"input_ids": ids, "position_ids": batches[0]["position_ids"], "attention_mask": torch.ones_like(ids)}
-    )
+    first = collated()
+    ids = first["input_ids"]
+    batches = [first, {**first, "attention_mask": torch.ones_like(ids)}, {**first, "input_ids": ids.expand(2, -1)}]
     kinds = ({"return_flash_attn_kwargs": True}, {"return_seq_idx": True})
     batches += [collated(return_position_ids=False, **options) for options in kinds]
-    batches.append({**batches[0], "input_ids": ids.expand(2, -1)})
     for batch in batches:
         for cache in caches(family):
             with pytest.raises(hea.UnsupportedAttentionError, match="packed sequences"):
                 model(**batch, **cache)
     with pytest.raises(hea.UnsupportedAttentionError, match="packed sequences"):
-        model.base_model(**batches[0])
+        model.base_model(**first)
     names = list(inspect.signature(model.forward).parameters)
     if "position_ids" in names:
-        positional = [batches[0].get(name) for name in names[: names.index("position_ids") + 1]]
+        positional = [first.get(name) for name in names[: names.index("position_ids") + 1]]
         with pytest.raises(hea.UnsupportedAttentionError, match="packed sequences"):
             model(*positional)
-    hea.convert(model, "sdpa")(**batches[0])
+    hea.convert(model, "sdpa")(**first)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -57,11 +54,9 @@ def test_positions_of_one_text(family, padding):
     model, batch = tiny_model(family, "linear", head=True), tiny_batch(family, padding=padding)
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     counted = mask.cumsum(1) - 1
-    for fill in (0, 1):
+    for positions in (counted.masked_fill(mask == 0, 0), counted.masked_fill(mask == 0, 1), torch.arange(5, 75)[None]):
         for cache in caches(family):
-            model(**batch, position_ids=counted.masked_fill(mask == 0, fill), **cache)
-    model(**batch, position_ids=torch.arange(70)[None])
-    model(**batch, position_ids=torch.arange(0, 128)[:70][None] + 5)
+            model(**batch, position_ids=positions, **cache)
     if family in ("llama", "gpt2") and padding != "right":
         model.generate(**batch, max_new_tokens=4, do_sample=False)
 

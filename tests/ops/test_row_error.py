@@ -6,9 +6,7 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.analysis.matrices import operator_norm
-from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.model_error import exact_rows
-from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.ops.row_error import RowError, row_error, sample_rows
 from hf_efficient_attn.ops.tokens import take
 from instances import inputs, numbers, padding_mask
@@ -90,8 +88,7 @@ def test_rows_are_spread_and_not_repeated():
         stratum = rows.double() * count / q_len
         assert ((stratum - torch.arange(count)).abs() <= 1.0).all()
         assert all(len(set(row)) == count for row in rows.tolist())
-    assert not torch.equal(sample(3, 100, 7).queries, sample(3, 100, 7, seed=1).queries)
-    assert len({tuple(row) for row in sample(3, 100, 7).queries.tolist()}) == 3  # each head has rows of its own
+    assert len({tuple(row) for s in (0, 1) for row in sample(3, 100, 7, seed=s).queries.tolist()}) == 6
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty", "one"])
@@ -127,65 +124,15 @@ def test_exact_rows_are_rows_of_exact_attention(q_len, kv_len, is_causal, paddin
     torch.testing.assert_close(out, take(dense, rows.queries), rtol=1e-9, atol=1e-9)
 
 
-def misses(errors, exact, num_rows, seed):
-    """Share of heads whose error is above the estimate, and above the bound; and the median of bound / error."""
-    rows = sample(len(exact), exact.shape[1], num_rows, seed=seed)
-    found = row_error(take(exact + errors, rows.queries), take(exact, rows.queries), rows.valid, rows.population)
-    true = operator_norm(errors) / operator_norm(exact)
-    return (found.estimate < true).double().mean(), (found.bound < true).double().mean(), (found.bound / true).median()
-
-
 @pytest.mark.parametrize("rank", [1, 4, 16])
 def test_the_bound_holds_where_the_estimate_does_not(rank):
     """Errors of low rank whose rows differ in size. Rows with rarer, larger errors need more rows."""
-    exact = numbers(300, 1000, 16) + 2.0
-    sizes = torch.exp(0.3 * numbers(300, 1000, 1, seed=1))
-    errors = 0.1 * sizes * numbers(300, 1000, rank, seed=2) @ numbers(300, rank, 16, seed=3)
-    above_estimate, above_bound, ratio = misses(errors, exact, 96, seed=5)
-    assert above_estimate > 0.1
-    assert above_bound <= 0.02
-    assert ratio < 1.5
-
-
-def test_the_bound_holds_on_layers_of_minilm(minilm, data):
-    """The mean over the heads of each layer, of two methods with two budgets, on four draws of the rows."""
-    import transformers
-
-    text = read_text(data / "text/books/frankenstein_84.txt.gz")[20000:24000]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
-    model = transformers.BertModel.from_pretrained(minilm)
-    configs = [kind().with_budget(b) for kind in (hea.KDEformerConfig, hea.NystromformerConfig) for b in (64, 128)]
-    missed, ratios = 0, []
-
-    def visit(call):
-        nonlocal missed
-        exact = call.exact[0].double()
-        for config in configs:
-            errors = call.compute(config)[0].double() - exact
-            true = (operator_norm(errors) / operator_norm(exact)).mean()
-            for seed in range(4):
-                rows = sample(12, 512, 96, seed=seed)
-                found = row_error(
-                    take(exact + errors, rows.queries), take(exact, rows.queries), rows.valid, rows.population
-                )
-                missed += bool(found.bound.mean() < true)
-                ratios.append((found.bound.mean() / true).item())
-
-    with capture_attention(model, visit):
-        forward(model, tokenizer(text, truncation=True, max_length=512, return_tensors="pt"))
-    assert len(ratios) == 96
-    assert missed <= 1
-    assert sorted(ratios)[48] < 1.5
-
-
-def test_torch_compile_traces_it():
-    exact, approximate = numbers(2, 40, 6, dtype=torch.float32), numbers(2, 40, 6, dtype=torch.float32, seed=1)
-    mask = torch.arange(40) < torch.tensor([40, 9])[:, None]
-
-    def work(approximate, exact, mask):
-        rows = sample_rows(2, 40, 12, mask, num_heads=2, seed=0, device=CPU)
-        out = exact_rows(exact, exact, exact, rows, mask, is_causal=True, scale=0.3)
-        return row_error(take(approximate, rows.queries), out, rows.valid, rows.population)
-
-    compiled = torch.compile(work, fullgraph=True, backend="eager")(approximate, exact, mask)
-    torch.testing.assert_close(tuple(compiled), tuple(work(approximate, exact, mask)))
+    exact = numbers(200, 1000, 16) + 2.0
+    sizes = torch.exp(0.3 * numbers(200, 1000, 1, seed=1))
+    errors = 0.1 * sizes * numbers(200, 1000, rank, seed=2) @ numbers(200, rank, 16, seed=3)
+    rows = sample(200, 1000, 96, seed=5)
+    found = row_error(take(exact + errors, rows.queries), take(exact, rows.queries), rows.valid, rows.population)
+    true = operator_norm(errors) / operator_norm(exact)
+    assert (found.estimate < true).double().mean() > 0.1
+    assert (found.bound < true).double().mean() <= 0.02
+    assert (found.bound / true).median() < 1.5

@@ -1,11 +1,9 @@
 """The command that counts what processes send."""
 
-import csv
-
 import pytest
-import typer.testing
 
 import hf_efficient_attn as hea
+from recipe_commands import read_csv, run
 from recipes.benchmarks import sequence_parallel
 
 HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
@@ -36,10 +34,7 @@ def test_tokens_for_heads(kv_heads):
 
 
 def test_commands(tmp_path):
-    run = typer.testing.CliRunner().invoke
-    done = run(sequence_parallel.app, ["--length", "8192", "--causal", "--csv", str(tmp_path / "sent.csv")])
-    assert done.exit_code == 0, done.output
-    rows = list(csv.DictReader((tmp_path / "sent.csv").open()))
-    assert [row["method"] for row in rows] == [
-        "linear", "longformer", "performer", "tokens for heads"
-    ]  # fmt: skip
+    path = tmp_path / "sent.csv"
+    assert run(sequence_parallel, "--length", 8192, "--causal", "--csv", path) == 0
+    rows = read_csv(path)
+    assert [row["method"] for row in rows] == ["linear", "longformer", "performer", "tokens for heads"]

@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
 
 import hf_efficient_attn as hea
@@ -16,14 +15,13 @@ from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.shards import HeadSlice
 from instances import inputs, padding_mask
 from test_heads import HEADS, KV_HEADS, parameters_of
-from tiny_models import FIRST, METHODS, tiny_batch, tiny_model
 
 THREADS, ROUNDS = 4, 2
 
 
-def in_threads(calls):
-    """Run each call several times in each of four threads that begin at once; returns what each run gave."""
-    barrier = threading.Barrier(THREADS)
+def check(calls):
+    """Run each call several times in each of four threads that begin at once."""
+    expected, barrier = [call() for call in calls], threading.Barrier(THREADS)
 
     def run(thread):
         barrier.wait()
@@ -31,15 +29,9 @@ def in_threads(calls):
         return [(i, calls[i]()) for i in order]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return [result for results in pool.map(run, range(THREADS)) for result in results]
-
-
-def check(calls):
-    expected = [call() for call in calls]
-    for i, outputs in in_threads(calls):
+        results = [result for results in pool.map(run, range(THREADS)) for result in results]
+    for i, outputs in [*results, *enumerate(call() for call in calls)]:  # no thread leaves anything behind
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected[i], strict=True)), f"call {i} differs"
-    for call, outputs in zip(calls, expected, strict=True):  # and no thread leaves anything behind
-        assert all(torch.equal(a, b) for a, b in zip(call(), outputs, strict=True))
 
 
 def calls_of(instance, is_causal, function):
@@ -67,29 +59,6 @@ def calls_of(instance, is_causal, function):
 def test_calls(instance, is_causal):
     tokens_ops._results.clear()  # so that threads make them at the same time
     check(calls_of(instance, is_causal, hea.attention))
-
-
-@pytest.mark.parametrize("method", ["linear", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in METHODS)])
-def test_compiled_calls(method):
-    """All calls have the same shapes, so that each has a graph of its own: another graph may round differently."""
-    torch.compiler.reset()
-    compiled = torch.compile(hea.attention, fullgraph=True, dynamic=False, backend="aot_eager")
-    check(calls_of(FIRST[method], False, compiled)[1:2])
-
-
-@pytest.mark.parametrize("mode", ["eval", "train"])
-def test_models(mode):
-    """One model in four threads. In training all threads draw from one generator, so that only finiteness counts."""
-    model, batch = tiny_model("bert", "kdeformer"), tiny_batch("bert")
-    getattr(model, mode)()
-
-    def call():
-        return (model(**batch).last_hidden_state.detach(),)
-
-    if mode == "eval":
-        check([call])
-    else:
-        assert all(out.isfinite().all() for _, (out,) in in_threads([call]))
 
 
 @each_first_form
