@@ -59,8 +59,7 @@ def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.P
     shutil.rmtree(source, ignore_errors=True)
     # Copy the original under the name for the card, and add its origin.
     shutil.copytree(original(card, data), source, copy_function=shutil.copyfile)
-    about = {"format": 1, "base_model": None, "base_name": card["name"], "license": None, "tags": [], **card["origin"]}
-    (source / "efficient_attention.json").write_text(json.dumps(about, indent=2) + "\n")
+    (source / "efficient_attention.json").write_text(json.dumps(card["origin"], indent=2) + "\n")
     command("convert", str(source), *card["convert"].split(), "-o", str(out), "--force")
     command("benchmark", str(out), "--lengths", card["lengths"], "--data", str(data / card["data"]), "--card")
     plan = json.loads(command("push", str(out), f"someone/{name}", "--json"))

@@ -55,11 +55,11 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
-        self.answers: list[tuple[str, int, dict]] = []
+        self.answers: list[tuple[str, int]] = []
 
-    def answer(self, pattern: str, status: int, **body) -> None:
-        """Answer requests whose "METHOD /path" matches a pattern with this status and body."""
-        self.answers.append((pattern, status, body))
+    def answer(self, pattern: str, status: int) -> None:
+        """Answer requests whose "METHOD /path" matches a pattern with this status."""
+        self.answers.append((pattern, status))
 
 
 @contextlib.contextmanager
@@ -79,27 +79,21 @@ def serve():
 def card_errors(content: str) -> list[str]:
     """The errors that the hub reports for a card, by those of its rules that matter here."""
     block = re.match(r"---\n(.*?)\n---\n", content, re.S)
-    if not block:
-        return ["empty or missing yaml metadata"]
     try:
-        data = yaml.safe_load(block[1])
+        data = yaml.safe_load(block[1]) if block else None
     except yaml.YAMLError as error:
         return [str(error)]
-    errors = []
     if not isinstance(data, dict):
         return ["metadata is not a mapping"]
-    named = {key: data[key] for key in ("license", "library_name", "pipeline_tag", "license_name") if key in data}
+    named = {key: data[key] for key in ("license", "library_name", "pipeline_tag") if key in data}
     identifier = re.compile(r"[a-z0-9][a-z0-9._+-]*")
-    errors += [f'"{key}" must be an identifier' for key, value in named.items() if not identifier.fullmatch(str(value))]
-    if data.get("license") == "other" and "license_name" not in data:
-        errors.append('"license_name" is required with license: other')
+    errors = [f'"{key}" must be an identifier' for key, value in named.items() if not identifier.fullmatch(str(value))]
     if not all(isinstance(tag, str) for tag in data.get("tags", [])):
         errors.append('"tags" must be strings')
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data.get("base_model", "a/b")):
         errors.append('"base_model" is not a model')
     languages = data.get("language", [])
-    errors += [f'"language" {c!r}' for c in languages if not re.fullmatch(r"[a-z]{2,3}|code|multilingual", c)]
-    return errors
+    return errors + [f'"language" {c!r}' for c in languages if not re.fullmatch(r"[a-z]{2,3}|code|multilingual", c)]
 
 
 def blob_id(content: bytes) -> str:
@@ -113,23 +107,29 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._serve()
-
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
-
-    def _serve(self) -> None:
         hub, path = self.server, unquote(urlsplit(self.path).path)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         line = f"{self.command} {path}"
         hub.requests.append(line)
-        for pattern, status, body in hub.answers:
+        for pattern, status in hub.answers:
             if re.fullmatch(pattern, line):
-                return self._json(body or {"error": "as the test asked"}, status)
+                return self._json({"error": "as the test asked"}, status)
         for pattern, action in ROUTES:
             match = re.fullmatch(pattern, line)
-            if match:
-                return action(self, hub, *match.groups())
+            if match is None:
+                continue
+            if "models/" not in pattern and "resolve" not in pattern:
+                return action(self, hub)
+            repository = hub.repositories.get(match[1])
+            if self.command == "POST" and not self.is_known:
+                return self._json({"error": "Invalid username or password."}, 401)
+            if repository is None or (repository.private and not self.is_known):
+                return self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+            return action(self, repository, *match.groups())
         return self._json({"error": f"no such path: {line}"}, 404)
+
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def _json(self, value, status: int = 200, **headers: str) -> None:
         self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **headers})
@@ -142,22 +142,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _known(self) -> bool:
-        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
-
-    def _repository(self, name: str, write: bool = False) -> Repository | None:
-        """The repository; or None, after an error has been sent."""
-        found = self.server.repositories.get(name)
-        if write and not self._known():
-            self._json({"error": "Invalid username or password."}, 401)
-        elif found is None or (found.private and not self._known()):
-            self._json({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
-        else:
-            return found
-        return None
-
     def create(self, hub: Hub) -> None:
-        if not self._known():
+        if not self.is_known:
             return self._json({"error": "Invalid username or password."}, 401)
         asked = json.loads(self.body)
         name = f"{asked['organization']}/{asked['name']}"
@@ -171,46 +157,33 @@ class Handler(BaseHTTPRequestHandler):
         errors = [{"message": error} for error in card_errors(json.loads(self.body)["content"])]
         self._json({"errors": errors, "warnings": []}, 400 if errors else 200)
 
-    def preupload(self, hub: Hub, name: str) -> None:
-        if self._repository(name, write=True) is None:
-            return
+    def preupload(self, repository: Repository, name: str) -> None:
         files = [file["path"] for file in json.loads(self.body)["files"]]
         self._json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]})
 
-    def commit(self, hub: Hub, name: str) -> None:
-        repository = self._repository(name, write=True)
-        if repository is None:
-            return
+    def commit(self, repository: Repository, name: str) -> None:
         lines = [json.loads(line) for line in self.body.splitlines()]
         files, changed = dict(repository.files), []
         for value, kind in ((line["value"], line["key"]) for line in lines[1:]):
-            changed.append(value["path"] if kind != "deletedFile" else f"-{value['path']}")
+            changed.append(value["path"] if kind == "file" else f"-{value['path']}")
             if kind == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             else:
                 del files[value["path"]]
         repository.files = files
         repository.commits.append((lines[0]["value"]["summary"], sorted(changed)))
-        link = f"{hub.url}/{name}/commit/{repository.sha}"
+        link = f"{self.server.url}/{name}/commit/{repository.sha}"
         self._json({"commitUrl": link, "commitOid": repository.sha, "success": True})
 
-    def info(self, hub: Hub, name: str) -> None:
-        repository = self._repository(name)
-        if repository is not None:
-            about = {"id": name, "modelId": name, "sha": repository.sha, "private": repository.private, "tags": []}
-            self._json({**about, "siblings": [{"rfilename": path} for path in sorted(repository.files)]})
+    def info(self, repository: Repository, name: str) -> None:
+        about = {"id": name, "modelId": name, "sha": repository.sha, "private": repository.private, "tags": []}
+        self._json({**about, "siblings": [{"rfilename": path} for path in sorted(repository.files)]})
 
-    def tree(self, hub: Hub, name: str) -> None:
-        repository = self._repository(name)
-        if repository is not None:
-            files = sorted(repository.files.items())
-            entries = [{"type": "file", "path": p, "size": len(c), "oid": blob_id(c)} for p, c in files]
-            self._json(entries)
+    def tree(self, repository: Repository, name: str) -> None:
+        files = sorted(repository.files.items())
+        self._json([{"type": "file", "path": p, "size": len(c), "oid": blob_id(c)} for p, c in files])
 
-    def resolve(self, hub: Hub, name: str, revision: str, path: str) -> None:
-        repository = self._repository(name)
-        if repository is None:
-            return
+    def resolve(self, repository: Repository, name: str, path: str) -> None:
         if path not in repository.files:
             return self._json({"error": "Entry not found"}, 404, **{"X-Error-Code": "EntryNotFound"})
         content = repository.files[path]
@@ -225,5 +198,5 @@ ROUTES = [
     (rf"POST /api/models/{_NAME}/commit/main", Handler.commit),
     (rf"GET /api/models/{_NAME}(?:/revision/\w+)?", Handler.info),
     (rf"GET /api/models/{_NAME}/tree/\w+", Handler.tree),
-    (rf"(?:GET|HEAD) /{_NAME}/resolve/(\w+)/(.+)", Handler.resolve),
+    (rf"(?:GET|HEAD) /{_NAME}/resolve/\w+/(.+)", Handler.resolve),
 ]

@@ -16,6 +16,8 @@ from transformers.utils import logging
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import CheckedSource
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.methods import get_method
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
 # or computed tables: per tensor of the checkpoint, per element of it, and beyond that.
@@ -80,6 +82,9 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
+        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+            if stored := getattr(part, "efficient_attention", None):
+                check_learned(stored.settings, part, sum(tensor.numel() for tensor in tensors.values()))
         with _limited_size(tensors):
             # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
             load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
@@ -109,6 +114,24 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
             f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
         )
     return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]), missing)
+
+
+def check_learned(chosen: EfficientAttentionConfig, config: object, present: int) -> None:
+    """Refuse hyperparameters with which a layer would learn more values than the whole model has, which are `present`.
+
+    They are mistyped, or those of a hostile checkpoint. The values are counted on the meta device, without memory.
+    """
+    length = getattr(config, "max_position_embeddings", None) or 1
+    for method in {entry.config for entry in chosen.entries}:
+        sizes = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "max_length": length}
+        with torch.device("meta"):
+            made = get_method(method.method).initial_parameters(method, **sizes)
+        learned = sum(tensor.numel() for tensor in made.values())
+        if learned > max(2 * present, 2**24):
+            raise UnsupportedAttentionError(
+                f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
+                f"model has {present}"
+            )
 
 
 def _model_class(checked: CheckedSource) -> tuple[type[PreTrainedModel], PreTrainedConfig, list[str]]:

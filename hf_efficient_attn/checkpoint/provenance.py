@@ -57,7 +57,11 @@ def provenance(checked: CheckedSource) -> dict[str, Any]:
     """
     origin = read_origin(checked.folder / FILE, checked.inside)
     if not os.path.lexists(checked.folder / FILE):
-        card = _front_matter(checked)
+        path, card = checked.folder / "README.md", dict[str, Any]()
+        if os.path.lexists(path):
+            regular_file(path, checked.inside, _MAX_CARD)
+            with refusing("README.md: its front matter cannot be read"):
+                card = metadata_load(path) or {}
         language = card.get("language")
         card["language"] = [language] if isinstance(language, str) else language
         origin |= {key: card[key] for key in _FROM_CARD if _FORMS[key](card.get(key))}
@@ -113,14 +117,3 @@ def check_install(text: str, where: str = "--install") -> None:
             f"{where} {text!r}: give what others can install, a URL (https://... or git+https://...) or a version "
             "(hf_efficient_attn==0.2.0); a path exists only on this machine, and a name alone could be another package"
         )
-
-
-def _front_matter(checked: CheckedSource) -> dict[str, Any]:
-    """The metadata of the source's model card."""
-    path = checked.folder / "README.md"
-    if not os.path.lexists(path):
-        return {}
-    if regular_file(path, checked.inside).st_size > _MAX_CARD:
-        raise UnsupportedAttentionError(f"README.md is larger than {_MAX_CARD} bytes, the limit for a model card")
-    with refusing("README.md: its front matter cannot be read"):
-        return metadata_load(path) or {}

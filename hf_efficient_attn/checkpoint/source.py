@@ -117,7 +117,7 @@ def _download(name: str, allow_pickle: bool) -> pathlib.Path:
         validate_repo_id(name)
         folder = snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
         if allow_pickle and not any(pathlib.Path(folder).glob("*.safetensors")):
-            patterns = [*_DOWNLOADED, "pytorch_model*.bin"]
+            patterns = [*_DOWNLOADED, "pytorch_model.bin"]
             snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
     except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise UnsupportedAttentionError(

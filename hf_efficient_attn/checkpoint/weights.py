@@ -15,7 +15,7 @@ from hf_efficient_attn.checkpoint.files import plain_name, read_object, refusing
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLED = "pytorch_model.bin"
 # Files that can run code when they are loaded.
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".msgpack", ".h5")
 
@@ -56,11 +56,12 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
         UnsupportedAttentionError: There are no weights, only pickles while `allow_pickle` is False, or a file is
             damaged; or an index names files in other folders.
     """
-    for single, index in [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)][: 1 + allow_pickle]:
-        is_sharded = not os.path.lexists(folder / single)
-        if is_sharded and not os.path.lexists(folder / index):
-            continue
-        paths = _files_of(read_object(folder / index, inside), folder, index) if is_sharded else [folder / single]
+    is_sharded, paths = False, [folder / SINGLE]
+    if not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / INDEX):
+        is_sharded, paths = True, _files_of(read_object(folder / INDEX, inside), folder)
+    elif allow_pickle and not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / PICKLED):
+        paths = [folder / PICKLED]
+    if os.path.lexists(paths[0]) or is_sharded:
         read = {path: _read(path, inside) for path in paths}
         metadata = {path: about for path, (_, about) in read.items()}
         return Weights({path: tensors for path, (tensors, _) in read.items()}, metadata, is_sharded)
@@ -68,7 +69,7 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
     if not pickles:
         raise UnsupportedAttentionError(f"{shown(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")
     hint = "--allow-pickle (allow_pickle=True) reads it with PyTorch's weights_only=True"
-    if PICKLED not in pickles and not (folder / PICKLED_INDEX).exists():
+    if PICKLED not in pickles:
         hint = f"load it with the program that wrote it and save it as {SINGLE}"
     raise UnsupportedAttentionError(
         f"{shown(str(folder))} holds its weights as {shown(pickles[0])}, not as safetensors; such a file can run any "
@@ -76,16 +77,15 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
     )
 
 
-def _files_of(listed: Mapping[str, Any], folder: pathlib.Path, index: str) -> list[pathlib.Path]:
+def _files_of(listed: Mapping[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
     """The weight files that an index names, in order."""
     weight_map = listed.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UnsupportedAttentionError(f"{index} has no weight_map, which says which file holds which tensor")
-    suffix = ".bin" if index == PICKLED_INDEX else ".safetensors"
-    names = {plain_name(name, f"{index}: weight_map") for name in weight_map.values()}
+        raise UnsupportedAttentionError(f"{INDEX} has no weight_map, which says which file holds which tensor")
+    names = {plain_name(name, f"{INDEX}: weight_map") for name in weight_map.values()}
     for name in names:
-        if not name.endswith(suffix):
-            raise UnsupportedAttentionError(f"{index}: weight_map names {shown(name)}, which is not a {suffix} file")
+        if not name.endswith(".safetensors"):
+            raise UnsupportedAttentionError(f"{INDEX}: weight_map names {shown(name)}, which is no safetensors file")
     return [folder / name for name in sorted(names)]
 
 

@@ -222,11 +222,10 @@ def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
     `work` raises `evaluation.progress.Interrupted` with the partial result. The command shows the result and ends with
-    `typer.Exit(status)`, by which `run` says that it was interrupted.
+    `typer.Exit(status)`. If nothing is complete, it ends with an error that says so.
 
     Returns:
-        The result or the partial result, and the exit status: 0 or 130. If nothing is complete, the command ends with
-        an error that says so, and status 130.
+        The result or the partial result, and the exit status: 0 or 130.
     """
     from hf_efficient_attn.evaluation.progress import Interrupted
 
@@ -280,7 +279,7 @@ class LiveTable:
     def __init__(self, headers: Sequence[str], widths: Sequence[int], *, left: Collection[str] = ()) -> None:
         both = zip(headers, widths, strict=True)
         self._columns = [("<" if title in left else ">", max(len(title), width)) for title, width in both]
-        self._print(_row(headers, self._columns, bold))
+        self._print(bold(_row(headers, self._columns)))
         self._print(_rule(self._columns))
 
     def add(self, cells: Sequence[Any]) -> None:
@@ -295,11 +294,11 @@ class LiveTable:
             typer.echo(line)
 
 
-def _row(cells: Sequence[Any], columns: Iterable[tuple[str, int]], style: Callable[[str], str] = str) -> str:
+def _row(cells: Sequence[Any], columns: Iterable[tuple[str, int]]) -> str:
     """A line of a table whose columns have the given alignments (< or >) and widths."""
     texts = ["" if cell is None else str(cell) for cell in cells]
     aligned = [f"{text:{sign}{width}}" for text, (sign, width) in zip(texts, columns, strict=True)]
-    return f"| {' | '.join(map(style, aligned))} |"
+    return f"| {' | '.join(aligned)} |"
 
 
 def _rule(columns: Iterable[tuple[str, int]]) -> str:

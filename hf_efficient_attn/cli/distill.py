@@ -137,7 +137,6 @@ class Rows:
 
     def __init__(self, *, is_silent: bool) -> None:
         self._is_silent = is_silent
-        self._table: common.LiveTable | None = None
 
     def execution(self, minutes: float | None = None) -> "Execution":
         """The functions that print, and the limit of time."""
@@ -158,26 +157,25 @@ class Rows:
         )
         if about["resumed_at"] is not None:
             typer.echo(f"Continues after step {about['resumed_at']}.")
+        typer.echo(
+            "loss: mean of the steps since the row before. held out: the relative error of the output on held-out "
+            "inputs, as a mean over the layers; in the stage outputs, the loss there.\n"
+        )
+        self._table = common.LiveTable(["stage", "step", "loss", "held out"], [7, 6, 8, 8], left=["stage"])
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row of the history."""
-        if self._table is None:
-            typer.echo()
-            self._table = common.LiveTable(["stage", "step", "loss", "held out"], [7, 6, 8, 8], left=["stage"])
         self._table.add([row["stage"], row["step"], _number(row["loss"]), _number(row["held_out"])])
 
     def conclude(self, done: dict[str, Any]) -> None:
         """Explain the table, and print the errors and what was written."""
         result = done["distillation"]
-        held_out = "the relative error of the output on held-out inputs, as a mean over the layers"
-        if result["outputs"] is not None:
-            held_out += "; in the stage outputs, the loss there"
-        typer.echo(f"\nloss: mean of the steps since the row before. held out: {held_out}.\n")
         rows = [
             (x["name"] if x["layer"] is None else x["layer"], _number(x["before"]), _number(x["after"]))
             for x in result["layers"]
         ]
         mean = ("mean", _number(result["error_before"]), _number(result["error_after"]))
+        typer.echo()
         common.print_table(("layer", "error before", "error after"), [*rows, mean])
         if result["outputs"] is not None:
             before, after = (_number(result["outputs"][key]) for key in ("before", "after"))

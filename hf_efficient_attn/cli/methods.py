@@ -23,7 +23,8 @@ _name = "A method, as listed by `methods`."
 def _describe(info: "MethodInfo") -> dict[str, Any]:
     """The facts about a method as plain values for JSON."""
     plain = {spec.name: getattr(info, spec.name) for spec in dataclasses.fields(info)}
-    others = {"config_class": info.config_class.__name__, "decoding": info.decoding}
+    config = info.config_class
+    others = {"config_class": config.__name__, "module": config.__module__, "decoding": info.decoding}
     return plain | {"learned_parameters": list(info.learned_parameters)} | others
 
 
@@ -67,21 +68,11 @@ def info(
     ]
     if as_json:
         return print_json(_describe(about) | {"hyperparameters": options})
-    own = about.config_class.__module__.startswith("hf_efficient_attn.")
-    forms = {"causal": about.causal, "Nq != Nk": about.rectangular, "recurrent": about.recurrent}
-    facts = {
-        "paper": ", ".join(filter(None, (about.paper, about.paper_url))),
-        "near field": about.near,
-        "far field": about.far,
-        "forms": ", ".join(form for form, exists in forms.items() if exists) or "square, bidirectional only",
-        "decoding": about.decoding,
-        "learned parameters": ", ".join(about.learned_parameters) or "none",
-        "config": f"{'hf_efficient_attn' if own else about.config_class.__module__}.{about.config_class.__name__}",
-    }
-    typer.echo(f"{bold(about.title)}\n{_wrap(about.summary)}\n")
-    for fact, value in facts.items():
-        if value:
-            typer.echo(_wrap(f"{fact}: {value}", hanging="    "))
+    typer.echo(bold(about.title))
+    for fact, value in _describe(about).items():
+        text = ", ".join(value) if isinstance(value, list) else {True: "yes", False: "no"}.get(value, value)
+        if text:
+            typer.echo(_wrap(f"{fact.replace('_', ' ')}: {text}", hanging="    "))
     typer.echo(f"\n{bold('Hyperparameters')}")
     for entry in options:
         limits = [f"default {entry['default']!r}"]

@@ -38,7 +38,7 @@ def push(
     plan = report.plan if report else hub.plan_push(folder, repository, private=private, install=install)
     size = sum(size for _, size in plan.files)
     if as_json:
-        done = {"url": report.url, "commit": report.commit, "warnings": list(report.warnings)} if report else {}
+        done = {"url": report.url, "commit": report.commit} if report else {}
         card = {"card": plan.card} if show_card else {}
         values = {
             "repository": plan.repo_id,
@@ -59,7 +59,7 @@ def push(
     lines += [] if plan.install is None else [f"Card: tells its readers to 'pip install {plan.install}'"]
     lines += [f"Card: {problem}" for problem in plan.problems]
     if report:
-        lines += [f"The hub says: {warning}" for warning in report.warnings] + [f"Sent to {report.url}"]
+        lines.append(f"Sent to {report.url}")
     else:
         lines += [f"--yes would refuse: {reason}" for reason in plan.refusals]
         lines.append("Weights of an earlier push that are not in the folder would be deleted from the repository.")

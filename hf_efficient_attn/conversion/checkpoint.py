@@ -12,26 +12,22 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.limits import set_limits
-from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
+from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
-from hf_efficient_attn.conversion.positions import extend_positions, position_tables
+from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.conversion.report import describe, exact_lengths, loading_lines, notes_of, num_positions
 from hf_efficient_attn.conversion.standalone import kernel_implementation, make_standalone
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.methods import MethodConfig, get_method
 
 
 def convert_checkpoint(
@@ -41,12 +37,7 @@ def convert_checkpoint(
     *,
     hyperparameters: Mapping[str, Any] | None = None,
     layers: Sequence[Layer] | None = None,
-    max_length: int | None = None,
-    base_model: str | None = None,
-    kernel: str | None = None,
-    has_code: bool = False,
-    force: bool = False,
-    allow_pickle: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write a checkpoint that `from_pretrained` loads with a method of this package once the package is imported.
 
@@ -55,21 +46,13 @@ def convert_checkpoint(
     written. The output folder appears only when everything is written.
 
     Args:
-        source: A folder or hub id, as for `open_checkpoint`.
-        output: The folder to write. It must not exist, or be empty, unless `force` is given.
+        source: As for `Conversion`.
+        output: As for `Conversion`.
         method: A name from `available_methods()`; "sdpa" for exact attention, which drops learned parameters; or the
             methods of all layers, for example the result of `hea.calibrate`.
         hyperparameters: Replace the defaults of the method, or those of a checkpoint that has the same method.
         layers: Indices of the layers to convert. All others become exact. None for all layers.
-        max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
-            (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
-        base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
-        kernel: Hub id of a repository that `hub.kernel.export_kernel` wrote for the method. The result names it as its
-            attention, so that it loads without this package.
-        has_code: Write a file with the code of the attention, with which the result loads without this package by
-            `trust_remote_code=True`. Methods with learned parameters are possible, too.
-        force: Replace an existing output folder when everything is written.
-        allow_pickle: As for `open_checkpoint`.
+        **options: Those of `Conversion`.
 
     Returns:
         A report of plain values: source, output, architecture, method, settings, layers (indices of the converted
@@ -84,17 +67,28 @@ def convert_checkpoint(
             Nothing has been written.
         OSError: A file could not be read or written. Nothing of the output remains.
     """
-    conversion = Conversion(
-        source, output, max_length=max_length, base_model=base_model, force=force, allow_pickle=allow_pickle
-    )
+    conversion = Conversion(source, output, **options)
     conversion.switch(method, hyperparameters or {}, layers)
-    return conversion.write(kernel=kernel, has_code=has_code)
+    return conversion.write()
 
 
 class Conversion:
-    """The conversion of one checkpoint, of which `convert_checkpoint`, with the same arguments, carries out all parts.
+    """The conversion of one checkpoint, of which `convert_checkpoint` carries out all parts.
 
     Between `switch` and `write` the learned parameters of the model can be trained, and its own parameters too.
+
+    Args:
+        source: A folder or hub id, as for `open_checkpoint`.
+        output: The folder to write. It must not exist, or be empty, unless `force` is given.
+        max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
+            (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
+        base_model: Hub id that the card names as the origin, if the files of a local folder do not state it.
+        kernel: Hub id of a repository that `export_kernel` wrote for the method. The result names it as its attention,
+            so that it loads without this package.
+        has_code: Write a file with the code of the attention, with which the result loads without this package by
+            `trust_remote_code=True`. Methods with learned parameters are possible, too.
+        force: Replace an existing output folder when everything is written.
+        allow_pickle: As for `open_checkpoint`.
 
     Attributes:
         checked: The source.
@@ -109,6 +103,8 @@ class Conversion:
         *,
         max_length: int | None = None,
         base_model: str | None = None,
+        kernel: str | None = None,
+        has_code: bool = False,
         force: bool = False,
         allow_pickle: bool = False,
     ) -> None:
@@ -124,7 +120,7 @@ class Conversion:
         if origin[TRAINED] is None and origin["max_length"] is None:
             origin[TRAINED] = num_positions(self.model)
         origin["max_length"] = max_length or origin["max_length"]
-        self._method = EXACT
+        self._method, self._kernel, self._has_code = EXACT, kernel, has_code
 
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer.
@@ -132,21 +128,13 @@ class Conversion:
         `switch` does this, too. The attention must have no learned tables of the present length.
 
         Raises:
-            UnsupportedAttentionError: The model has no position table, or a longer one; or the new one would be far
-                larger than the model: the number is then a mistake.
+            UnsupportedAttentionError: The model has no position table, or a longer one; or the new one is too large.
         """
         model, length = self.model, self._max_length
         positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
         if length is None or (is_rotary and positions is not None and length <= positions):  # these are computed
             return
         with refusing(f"--max-length {length}"):
-            width = sum(embedding.embedding_dim for _, embedding, _ in position_tables(model))
-            limit = max(8 * model.num_parameters(), 2**26) // width
-            if length > limit:
-                raise UnsupportedAttentionError(
-                    f"position tables of that length have {length * width:,} values, while the whole model has "
-                    f"{model.num_parameters():,} and was made for {positions:,} tokens; give at most {limit}"
-                )
             extend_positions(model, length)
 
     def switch(
@@ -165,30 +153,22 @@ class Conversion:
             if self._max_length is not None and stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
             self.extend()
-            for entry in chosen.entries if chosen else ():
-                _check_size(model, entry.config)
+            if chosen is not None:
+                check_learned(chosen, model.config, model.num_parameters())
             convert(model, chosen or method)
+        if self._kernel is not None:
+            kernel_implementation(model.config, self._kernel)  # refuse it before the work
 
-    def write(
-        self,
-        *,
-        kernel: str | None = None,
-        has_code: bool = False,
-        add_files: Callable[[pathlib.Path], None] | None = None,
-    ) -> dict[str, Any]:
+    def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
 
         Args:
-            kernel: As for `convert_checkpoint`.
-            has_code: As for `convert_checkpoint`.
             add_files: Adds files to the folder that it is given, before the model card is made from them.
 
         Returns:
             The report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
-        if kernel is not None:
-            kernel_implementation(model.config, kernel)  # before the work
         with staged(self.place) as draft:
             changes = find_changes(model, checked.weights, self._loaded.missing, draft)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
@@ -202,7 +182,7 @@ class Conversion:
             notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
             _check_result(draft, changes, self._loaded.unused)
-            make_standalone(draft, model.config, kernel, has_code)
+            make_standalone(draft, model.config, self._kernel, self._has_code)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
@@ -216,17 +196,15 @@ class Conversion:
         if self._loaded.unused:
             names = ", ".join(self._loaded.unused[:8])
             notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {names}")
-        if changes.dropped and self._method not in EXACT_IMPLEMENTATIONS:
-            notes.append(f"{len(changes.dropped)} learned parameters of another method or size are dropped")
         return {
             "source": self._source,
             "output": str(self.place.path),
             "architecture": type(model).__name__,
             "method": self._method,
             "settings": dict(model.config.efficient_attention or {}),
-            "layers": in_order(layer for group in groups for layer in group.layers),
+            "layers": in_order(layer for group in groups for layer in group["layers"]),
             "positions": num_positions(model),
-            "exact_up_to": [group._asdict() for group in groups],
+            "exact_up_to": groups,
             "limits": limits or [],
             "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
             "files": sizes,
@@ -236,28 +214,10 @@ class Conversion:
                 model,
                 self._output,
                 embeds_sentences="modules.json" in checked.companions,
-                kernel=kernel,
-                has_code=has_code,
+                kernel=self._kernel,
+                has_code=self._has_code,
             ),
         }
-
-
-def _check_size(model: PreTrainedModel, method: MethodConfig) -> None:
-    """Refuse hyperparameters, probably mistyped, with which a layer would learn more values than the whole model has.
-
-    The values are counted on the meta device, so no memory is used.
-    """
-    max_length = getattr(model.config, "max_position_embeddings", None) or 1
-    with torch.device("meta"):
-        made = get_method(method.method).initial_parameters(
-            method, num_heads=1, head_dim=1, value_dim=1, max_length=max_length
-        )
-    learned, present = sum(tensor.numel() for tensor in made.values()), model.num_parameters()
-    if learned > max(2 * present, 2**24):
-        raise UnsupportedAttentionError(
-            f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
-            f"model has {present}"
-        )
 
 
 def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) -> None:

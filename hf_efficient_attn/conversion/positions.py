@@ -65,9 +65,6 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
                 setattr(module, name, buffer.new_zeros(1, new_size))
         # The entries before `offset` are not counted in the config.
         config.max_position_embeddings = new_size - getattr(embedding, "offset", 0)
-        for other in ("n_positions", "n_ctx"):
-            if getattr(config, other, None) == old_size:
-                setattr(config, other, new_size)
     return model
 
 

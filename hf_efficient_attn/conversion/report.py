@@ -2,12 +2,12 @@
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.checkpoint.limits import sentence_limit
-from hf_efficient_attn.checkpoint.provenance import INSTALL, TRAINED
+from hf_efficient_attn.checkpoint.provenance import TRAINED
 from hf_efficient_attn.hub.facts import own_files_of
 from hf_efficient_attn.hub.remote_code import auto_classes
 from hf_efficient_attn.integration.attention import method_at
@@ -20,26 +20,19 @@ from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
 
 
-class ExactUpTo(NamedTuple):
-    """The layers that use one method, its hyperparameters that differ from the defaults, and its limit.
-
-    That is the number of tokens up to which these layers compute exact attention; 0 if they never do.
-    """
-
-    layers: list[Layer]
-    method: str
-    settings: dict[str, Any]
-    tokens: int
-
-
 def num_positions(model: PreTrainedModel) -> int | None:
     """The number of tokens that a text model takes, as its position table or its config says; None if neither does."""
     tables = [table.num_positions for table in find_tables(model, model.config)]
     return min(tables) if tables else getattr(model.config, "max_position_embeddings", None)
 
 
-def exact_lengths(model: PreTrainedModel) -> list[ExactUpTo]:
-    """The methods of a converted model with their layers, in the order of the layers."""
+def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """The methods of a converted model, in the order of the layers.
+
+    Returns:
+        For each method "layers", "method", "settings" (the hyperparameters that differ from the defaults) and "tokens":
+        the number of tokens up to which these layers compute exact attention, 0 if they never do.
+    """
     methods: dict[Layer, MethodConfig] = {}
     for module in attention_modules(model):
         method = method_at(module.config, method_of(module.config), module.location)
@@ -49,24 +42,26 @@ def exact_lengths(model: PreTrainedModel) -> list[ExactUpTo]:
     for layer in in_order(methods):
         layers.setdefault(methods[layer], []).append(layer)
     return [
-        ExactUpTo(labels, method.method, changed_hyperparameters(method), method.exact_length)
+        {
+            "layers": labels,
+            "method": method.method,
+            "settings": changed_hyperparameters(method),
+            "tokens": method.exact_length,
+        }
         for method, labels in layers.items()
     ]
 
 
-def describe(groups: Sequence[ExactUpTo], positions: int | None) -> list[str]:
+def describe(groups: Sequence[Mapping[str, Any]], positions: int | None) -> list[str]:
     """Sentences about the length from which a model differs from exact attention; `positions` as `num_positions`."""
     sentences = []
-    for tokens in dict.fromkeys(group.tokens for group in groups):
-        same = [group for group in groups if group.tokens == tokens]
-        names = ", ".join(dict.fromkeys(group.method for group in same))
-        if len(same) < len(groups):
-            names += f" (layers {ranges([layer for group in same for layer in group.layers])})"
-        if tokens:
-            sentences.append(f"{names}: up to {tokens} tokens are computed exactly, more are approximated")
-        else:
-            sentences.append(f"{names}: differs from exact attention at every length")
-    if groups and positions and positions <= min(group.tokens for group in groups):
+    for group in groups:
+        where = f" (layers {ranges(group['layers'])})" if len(groups) > 1 else ""
+        what = "differs from exact attention at every length"
+        if group["tokens"]:
+            what = f"up to {group['tokens']} tokens are computed exactly, more are approximated"
+        sentences.append(f"{group['method']}{where}: {what}")
+    if groups and positions and positions <= min(group["tokens"] for group in groups):
         sentences.append(
             f"the model takes {positions} tokens, so its output does not change: the method takes effect with longer "
             "inputs (--max-length) or smaller hyperparameters only"
@@ -99,8 +94,6 @@ def notes_of(
         )
     if origin["base_model"] is None:
         notes.append("the card does not name the original model: if it is on the hub, give --base-model ORG/NAME")
-    if origin[INSTALL] is not None:
-        notes.append(f"as in the source, the card tells its readers to 'pip install {origin[INSTALL]}'")
     return notes
 
 

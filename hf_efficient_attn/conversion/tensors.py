@@ -1,7 +1,6 @@
 """Which tensors of a checkpoint a conversion changes, and the weight files of the result."""
 
 import pathlib
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.checkpoint.weights import INDEX, SINGLE, Weights
+from hf_efficient_attn.checkpoint.weights import INDEX, PICKLED, SINGLE, Weights
 from hf_efficient_attn.io.json import write_json
 
 _LEARNED = "learned_parameters"
@@ -86,7 +85,7 @@ def write_weights(draft: pathlib.Path, weights: Weights, changes: Changes) -> No
     for path, stored in tqdm(weights.files.items(), unit="file", desc="writing", disable=None, leave=False):
         names = [*(stored.keys() - changes.dropped), *(added if path == last else ())]
         tensors = {name: (changes.new[name] if name in changes.new else stored[name]).contiguous() for name in names}
-        target = re.sub(r"^pytorch_model", "model", path.stem) + ".safetensors"
+        target = SINGLE if path.name == PICKLED else path.name
         # Transformers requires the format.
         save_file(tensors, draft / target, metadata={**weights.metadata[path], "format": "pt"})
         shutil.copymode(draft / "config.json", draft / target)  # save_file makes it readable for its owner only

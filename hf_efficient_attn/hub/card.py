@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.facts import TASKS, Facts, clean, read_facts
+from hf_efficient_attn.hub.facts import Facts, clean, read_facts
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry, changed_hyperparameters
 from hf_efficient_attn.io.writing import replacing
@@ -65,9 +65,9 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
 
     The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
     card, byte for byte. Of a README.md that exists, the part between the markers is replaced, and in the front matter
-    the card's own keys. All other text, tags and keys are kept, also those of a README.md without markers. A licence
-    without an identifier on the hub becomes "other", with its name. The key `base_model_relation` is not set, because
-    none of its four values (adapter, merge, quantized, finetune) describes a conversion.
+    the card's own keys. All other text, tags and keys are kept, also those of a README.md without markers. The
+    key `base_model_relation` is not set, because none of its four values (adapter, merge, quantized, finetune)
+    describes a conversion.
 
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to
@@ -101,6 +101,10 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
     title = name or facts.folder.resolve().name or "Model"
     with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
         body = re.sub(r"\n{3,}", "\n\n", _template().render(_context(facts, title))).strip()
+    assert isinstance(card.data, ModelCardData)
+    # Earlier versions of this package wrote their measurements there.
+    others = [x for x in card.data.eval_results or () if not str(x.metric_type).startswith("exact_attention_")]
+    card.data.eval_results = others or None
     old, new = card.data.to_dict(), front_matter(facts).to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
     data = ModelCardData(**{**old, **new, "tags": [*new.get("tags", ()), *kept] or None})
@@ -120,15 +124,12 @@ def for_repository(text: str, repo_id: str) -> str:
 
 def front_matter(facts: Facts) -> ModelCardData:
     """The card's own keys of the front matter."""
-    origin, license_name = facts.origin, None
-    if origin["license"] and not _LICENSE.fullmatch(origin["license"]):
-        license_name = re.sub(r"[^a-z0-9.]+", "-", origin["license"].lower()).strip("-.") or "unnamed"
+    origin = facts.origin
     tags = [tag for tag in origin["tags"] or () if tag not in _OTHER_TAGS]
     return ModelCardData(
         library_name="transformers",
         base_model=origin["base_model"],
-        license=origin["license"] if license_name is None else "other",
-        license_name=license_name,
+        license=origin["license"] if _LICENSE.fullmatch(origin["license"] or "") else None,
         language=origin["language"],
         pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
@@ -196,7 +197,6 @@ def _context(facts: Facts, title: str) -> dict[str, Any]:
         "own_type": own_type,
         "pipeline": pipeline_of(facts),
         "repository": _PLACEHOLDER,
-        "tasks": TASKS,
         "title": title,
     }
 

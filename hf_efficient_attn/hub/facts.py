@@ -11,23 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
+import torch
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, read_origin
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.io.json import read_json_object
-from hf_efficient_attn.methods import MethodConfig, available_methods
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method
 
-TASKS = {
-    "embedding": "feature-extraction",
-    "causal-lm": "text-generation",
-    "masked-lm": "fill-mask",
-    "text-to-text": "text2text-generation",
-    "speech-to-text": "automatic-speech-recognition",
-    "image-classification": "image-classification",
-}
 # Keys of a measurement that can be missing.
 _OPTIONAL = dict.fromkeys(("peak_memory_mib", "error", "agreement", "first_token_seconds", "tokens_per_second"))
 
@@ -69,7 +61,6 @@ class Facts:
         kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
         code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
             there is no such code.
-        learned: The names of the parameters that the methods learn, without those of the layers.
         benchmark: The contents of `benchmark.json`, with the measurements sorted by length; None without the file. A
             measurement is `own` if it was made with the methods, hyperparameters and layers of the checkpoint.
         distillation: The contents of `distillation.json`, or None.
@@ -83,7 +74,6 @@ class Facts:
     origin: dict[str, Any]
     kernel: str | None
     code: str | None
-    learned: tuple[str, ...]
     benchmark: dict[str, Any] | None
     distillation: dict[str, Any] | None
 
@@ -96,6 +86,13 @@ class Facts:
     def methods(self) -> list[str]:
         """The names of all methods in the model."""
         return list(dict.fromkeys(config.method for config in self.configs))
+
+    @property
+    def learned(self) -> list[str]:
+        """The names of the parameters that the methods learn."""
+        sizes = dict.fromkeys(("num_heads", "head_dim", "value_dim", "max_length"), 1)
+        with torch.device("meta"):
+            return sorted({x for c in self.configs for x in get_method(c.method).initial_parameters(c, **sizes)})
 
     @property
     def own_files(self) -> list[OwnFile]:
@@ -147,7 +144,6 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         origin=origin,
         kernel=implementation if isinstance(implementation, str) and "/" in implementation else None,
         code=_auto_class(config.get("auto_map"), name),
-        learned=_learned_names(folder),
         benchmark=_benchmark(folder, choices[0][1] if len(choices) == 1 else None),
         distillation=_read(folder / "distillation.json"),
     )
@@ -197,16 +193,6 @@ def _windowed(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(index for index, kind in enumerate(config.get("layer_types") or ()) if "sliding" in kind)
 
 
-def _learned_names(folder: pathlib.Path) -> tuple[str, ...]:
-    """The names of learned parameters, from the headers of the weights."""
-    found: list[str] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with refusing(f"{path} cannot be read"), safe_open(path, framework="pt") as weights:
-            found += weights.keys()
-    names = {key.rpartition(".")[2] for key in found if ".learned_parameters." in key}
-    return tuple(sorted(name for name in names if name.isidentifier()))
-
-
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
     """The contents of a JSON file with finite numbers, with every text in one line; None if it does not exist."""
 
@@ -228,8 +214,6 @@ def _benchmark(folder: pathlib.Path, own: EfficientAttentionConfig | None) -> di
     measured = _read(folder / name)
     if measured is None:
         return None
-    if measured.get("task") not in TASKS:
-        raise UnsupportedAttentionError(f"{name}: task must be one of {', '.join(TASKS)}")
     with refusing(f"{name} is not as 'hf-efficient-attn benchmark' writes it"):
         rows = [
             {**_OPTIONAL, **row, "own": _is_same(row["method"], row["settings"], own)}

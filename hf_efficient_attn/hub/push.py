@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import shlex
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -67,15 +66,11 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class PushReport:
-    """What `push` sent: the plan that was carried out, the address of the repository, and the id of the commit.
-
-    `warnings` are what the hub reported about the card.
-    """
+    """What `push` sent: the plan that was carried out, the address of the repository, and the id of the commit."""
 
     plan: PushPlan
     url: str
     commit: str
-    warnings: tuple[str, ...]
 
 
 def plan_push(
@@ -197,31 +192,25 @@ def push(
     api = HfApi(token=token, library_name="hf_efficient_attn")
     sent = {name: plan.folder / name for name, _ in plan.files} | {NAME: plan.card.encode()}
     done = "nothing had been sent"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            ModelCard(plan.card).validate()
-            url = str(api.create_repo(repo_id, private=True if private else None, exist_ok=True))
-            done = "the repository exists or was created, and its files are as they were"
-            about = api.model_info(repo_id)
-            if private and not about.private:
-                raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
-            old = [file.rfilename for file in about.siblings or () if file.rfilename.endswith(_WEIGHTS)]
-            commit = api.create_commit(
-                repo_id,
-                [
-                    *(CommitOperationAdd(name, content) for name, content in sent.items()),
-                    *(CommitOperationDelete(name) for name in old if name not in sent),
-                ],
-                commit_message=message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn",
-            )
-        # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
-        except (OSError, _HTTPError, RuntimeError, ValueError) as error:
-            cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-            raise PushError(f"{clean(str(cause), 400) or type(cause).__name__}; {done}") from error
-    # Warnings of other libraries do not concern the user.
-    about_card = dict.fromkeys(str(item.message) for item in caught if NAME in str(item.message))
-    return PushReport(plan, url, commit.oid, tuple(clean(text, 500) for text in about_card))
+    try:
+        ModelCard(plan.card).validate()
+        url = str(api.create_repo(repo_id, private=True if private else None, exist_ok=True))
+        done = "the repository exists or was created, and its files are as they were"
+        about = api.model_info(repo_id)
+        if private and not about.private:
+            raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
+        old = [file.rfilename for file in about.siblings or () if file.rfilename.endswith(_WEIGHTS)]
+        additions = [CommitOperationAdd(name, content) for name, content in sent.items()]
+        commit = api.create_commit(
+            repo_id,
+            [*additions, *(CommitOperationDelete(name) for name in old if name not in sent)],
+            commit_message=message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn",
+        )
+    # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
+    except (OSError, _HTTPError, RuntimeError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        raise PushError(f"{clean(str(cause), 400) or type(cause).__name__}; {done}") from error
+    return PushReport(plan, url, commit.oid)
 
 
 def _publishable_files(folder: pathlib.Path) -> dict[str, int]:

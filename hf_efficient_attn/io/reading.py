@@ -26,12 +26,8 @@ def text_of(path: pathlib.Path) -> str:
         UnsupportedAttentionError: The file does not exist, is a folder, is not UTF-8 text or is damaged, a line of
             JSON has no string "text", or there is no text at all.
     """
-    if path.is_dir():
-        raise UnsupportedAttentionError(
-            f"{path}: a folder; texts come from a single file (.txt, .txt.gz, .jsonl or .jsonl.gz)"
-        )
     if not path.is_file():
-        raise UnsupportedAttentionError(f"{path}: no such file; texts are .txt, .txt.gz, .jsonl or .jsonl.gz files")
+        raise UnsupportedAttentionError(f"{path}: not a file; texts are .txt, .txt.gz, .jsonl or .jsonl.gz files")
     if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
         parts = []
         for number, values in read_json_lines(path):

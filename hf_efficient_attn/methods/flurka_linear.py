@@ -20,6 +20,7 @@ class FlurkaLinearConfig(EluFeatures, FlurkaConfig):
     title = "FLuRKA, linear transformer"
     summary = "learned projections along the sequence, and elu(x) + 1 features of the contracted keys"
     far = "learned projections, then `linear`"
+    exportable = True
     kernel = "linear"
     kernel_fields = ("feature_map", "num_features", "seed")
     learned_parameters = TABLES + MAPS

@@ -21,6 +21,7 @@ class FlurkaPerformerConfig(FavorFeatures, FlurkaConfig):
     title = "FLuRKA, Performer"
     summary = "learned projections along the sequence, and random features of the contracted keys (FAVOR+)"
     far = "learned projections, then `performer`"
+    exportable = True
     kernel = "performer"
     kernel_fields = ("num_features", "feature_map")
     budget = (("num_features", 1), ("projection_dim", 1))  # a query attends to the features

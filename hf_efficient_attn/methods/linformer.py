@@ -38,6 +38,7 @@ class LinformerConfig(ProjectionConfig):
     title = "Linformer"
     paper = "Wang, Li, Khabsa, Fang, Ma 2020"
     year = 2020
+    exportable = True
     mixes_queries = False
     summary = "attention to learned projections of keys and values along the sequence"
     paper_url = "https://arxiv.org/abs/2006.04768"

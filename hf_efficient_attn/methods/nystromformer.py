@@ -37,6 +37,7 @@ from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.landmarks import LandmarkOptions, add_convolution, landmark_attention, landmark_naive
 from hf_efficient_attn.ops.shards import Shards
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class NystromformerConfig(MethodConfig):
     year = 2021
     causal = False
     rectangular = True
+    exportable = True
     learned_parameters = ("conv_weight",)
     summary = "the softmax matrix from its rows and columns at the means of segments"
     paper_url = "https://arxiv.org/abs/2102.03902"
@@ -127,7 +129,13 @@ def forward(
 ) -> Tensor:
     """Fast form; see `register_method`. As a `ShardedForm` it exchanges the landmarks."""
     kernel = _kernel(config, query, key, options)
-    if shards is None and min(query.shape[2], key.shape[2]) <= config.num_landmarks:
+    if exporting_to_onnx() and (kernel is not None or config.pinv == "solve"):
+        raise UnsupportedAttentionError(
+            "nystromformer cannot be exported to ONNX with pinv='solve' or a convolution: set pinv='iterative' and "
+            "conv_kernel_size=0"
+        )
+    few = not exporting_to_onnx() and min(query.shape[2], key.shape[2]) <= config.num_landmarks
+    if shards is None and few:
         out = exactly(query, key, value, options)
     else:
         tensors, chosen = (query, key, value, options.key_mask), _landmarks(config, options)

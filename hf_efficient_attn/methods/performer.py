@@ -26,6 +26,7 @@ class PerformerConfig(FavorFeatures):
     year = 2020
     causal = True
     rectangular = True
+    exportable = True
     learned_parameters = NAMES
     summary = "positive orthogonal random features of the softmax kernel (FAVOR+)"
     paper_url = "https://arxiv.org/abs/2009.14794"

@@ -253,8 +253,6 @@ def window_attention(
 
     def of_mask(mask: Tensor | None, *tensors: Any) -> Tensor:
         form = functools.partial(_window_and_global, call, mask)
-        if exporting_to_onnx():  # the same graph for every length and batch
-            return form(*tensors)
         return sliced(form, *tensors, size=size, draws=drops, recompute=recompute)
 
     if key_mask is None or exporting_to_onnx():

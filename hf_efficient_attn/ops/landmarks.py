@@ -11,6 +11,7 @@ from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, me
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
 from hf_efficient_attn.ops.tokens import inverse, slice_size, sliced, take, valid_first
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # `damped_solve` damps squared singular values below this share of |A|_1 |A|_inf. They are more noise than signal, and
 # six steps of the iteration damp all below a share of 1e-3 as well.
@@ -27,11 +28,13 @@ class Segments(NamedTuple):
         lengths: int64 (R, L), how many positions each segment covers, masked positions included. A segment begins
             where the previous segment ends.
         equal: whether the segments are known to be equal parts of the sequence.
+        members: for graphs of ONNX, which has no sums of segments: bool (R, L, N), the tokens of each segment.
     """
 
     sizes: Tensor
     lengths: Tensor
     equal: bool
+    members: Tensor | None = None
 
 
 def segment_sizes(num_tokens: Tensor, num_segments: int) -> Tensor:
@@ -56,6 +59,10 @@ def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments:
     else:
         rank = key_mask.cumsum(1)  # (B, total)
         sizes = segment_sizes(rank[:, -1], num_segments)  # (B, L)
+        if exporting_to_onnx():
+            last = sizes.cumsum(1)[..., None]  # (B, L, 1)
+            rank = rank.masked_fill(~key_mask, 0)[:, None]  # (B, 1, N)
+            return Segments(sizes, sizes, False, (rank <= last) & (rank > last - sizes[..., None]))
         ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1  # (B, L)
     ends = ends.clamp(own.start, own.stop) - own.start
     ends[:, -1] = own.stop - own.start  # with the padding behind the last token
@@ -68,6 +75,9 @@ def segment_sums(x: Tensor, segments: Segments) -> Tensor:
     if segments.equal:  # a fifth of the time
         parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
         return parts.sum(3, dtype=accumulation_dtype(x.dtype))
+    if segments.members is not None:
+        members = segments.members.to(accumulation_dtype(x.dtype))[:, None]
+        return members @ x.to(members.dtype)  # (B, 1, L, N) @ (B, H, N, D) -> (B, H, L, D)
     lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()  # (B, H, L)
     x = x.to(accumulation_dtype(x.dtype))
     sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)
@@ -119,18 +129,21 @@ def landmark_attention(
     (batch, num_heads, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
     acc_dtype, dtype = accumulation_dtype(query.dtype), product_dtype(query)
     dtype = acc_dtype if dtype == torch.float16 else dtype
+    if key_mask is None and exporting_to_onnx():  # one graph for few and for many tokens
+        key_mask = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
     all_keys, total_len, own = key_mask, kv_len, slice(0, kv_len)
     if shards is not None:
         all_keys, total_len, own = shards.key_mask, shards.total, shards.own
     segments = of_queries = find_segments(all_keys, total_len, own, options.num_landmarks, device)
     masked_query = query
     if q_len != kv_len:  # other tokens, which have no mask
-        of_queries = find_segments(None, q_len, slice(0, q_len), options.num_landmarks, device)
+        ones = torch.ones(1, q_len, dtype=torch.bool, device=device) if exporting_to_onnx() else None
+        of_queries = find_segments(ones, q_len, slice(0, q_len), options.num_landmarks, device)
     elif key_mask is not None:
         masked_query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
     few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)  # (B,)
     # Each of a few tokens is a landmark by itself.
-    any_few = all_keys is not None and bool(few.any())
+    any_few = all_keys is not None and (exporting_to_onnx() or bool(few.any()))
     sums = [segment_sums(masked_query, of_queries), segment_sums(key, segments)]
     sums += [segment_sums(value, segments)] if any_few else []
     sums = sums if shards is None else total(sums, shards.group)

@@ -17,7 +17,7 @@ from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
 from hf_efficient_attn.ops.features import EMPTY, Features
-from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size, sliced
+from hf_efficient_attn.ops.tokens import ceil_div, count_blocks, integers, pad_to_blocks, slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # With up to `_FEW_FEATURES` features a chunk has `_SMALL_CHUNK` tokens, with more it has `_CHUNK`. A segment has
@@ -97,7 +97,7 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
     """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
     # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
-    numel = len(tokens.key) * max(count_of(features, tokens), tokens.key.shape[2])
+    numel = tokens.key.shape[0] * max(count_of(features, tokens), tokens.key.shape[2])
     step, state = slice_size(2 * numel, tokens.key.device), None
     for key, value, key_mask in _segments(step, *tokens[1:]):
         state = update_state(state, key, value, key_mask, features)
@@ -106,8 +106,6 @@ def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) ->
         assert state is not None
         return query_state(query, state, features, dropout_p).out
 
-    if exporting_to_onnx():
-        return some_queries(tokens.query)
     return sliced(some_queries, tokens.query, size=step, dim=1, recompute=False)
 
 
@@ -185,11 +183,25 @@ class _Factors(NamedTuple):
     largest: Tensor
 
 
+def _largest_so_far(x: Tensor, size: int) -> Tensor:
+    """Return the largest of x (BH, C * S) up to each position: (BH, C * S)."""
+    if not exporting_to_onnx():
+        return x.cummax(1).values
+    chunks = x.unflatten(1, (-1, size))  # (BH, C, S); ONNX has no running maximum
+    ones = torch.ones(size, size, dtype=torch.bool, device=x.device)
+    inside = chunks.unsqueeze(2).masked_fill(~ones.tril(), -torch.inf).amax(3)  # (BH, C, S)
+    chunk = torch.arange(chunks.shape[1], device=x.device)
+    earlier = chunk < chunk.unsqueeze(1)  # (C, C)
+    before = inside[:, None, :, -1].masked_fill(~earlier, -torch.inf).amax(2)  # (BH, C)
+    return torch.maximum(inside, before.unsqueeze(2)).flatten(1)
+
+
 def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
     """Compute the factors for log weights (BH, N) and the log (BH,) of the state before them."""
-    log_weight = pad(log_weight, (0, -log_weight.shape[1] % size), value=EMPTY)
+    length = log_weight.shape[1]
+    log_weight = pad(log_weight, (0, count_blocks(length, size) * size - length), value=EMPTY)
     start = log_weight.new_full((log_weight.shape[0], 1), EMPTY) if start is None else start.unsqueeze(1)
-    all_largest = torch.maximum(log_weight.detach().cummax(1).values, start)  # (BH, C * S)
+    all_largest = torch.maximum(_largest_so_far(log_weight.detach(), size), start)  # (BH, C * S)
     log_weight, largest = (x.unflatten(1, (-1, size)) for x in (log_weight, all_largest))  # (BH, C, S)
     ends = largest[:, :, -1]  # (BH, C)
     before = torch.cat((start, ends), 1)  # (BH, C + 1)

@@ -249,7 +249,7 @@ def projection_attention(
         table.scale(x).to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
         for table, x in zip(both, parts, strict=True)
     )
-    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(query.shape[1], 0)
+    bias = mask_bias(projected_key_mask(both, query.shape[0]), dtype).repeat_interleave(query.shape[1], 0)
     out = attention_to_few_keys(
         query.flatten(0, 1), keys, values, bias, scale=scale, dropout_p=dropout_p, dtype=value.dtype
     )

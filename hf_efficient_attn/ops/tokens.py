@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_efficient_attn.ops.attend import attend, keeps_pairs, triton_applies
 from hf_efficient_attn.ops.shards import Seed, head_slice, seed_value
-from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs
+from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs, unrecorded
 
 # The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
 CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
@@ -63,6 +63,8 @@ def sliced(
     Returns:
         The same result as one call with the whole tensors.
     """
+    if exporting_to_onnx():  # the same graph for every length and batch
+        return function(*tensors)
     given = [x for x in tensors if x is not None]
     total = given[0].shape[dim]
     if size >= total:
@@ -99,7 +101,7 @@ _KEPT, _KEPT_BYTES = 512, 1 << 25
 
 
 def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
-    return make(*arguments, device)
+    return make(*arguments, device) if _contain_tensor(arguments) else unrecorded(make, *arguments, device)
 
 
 @replaced_in_graphs(_make)

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 def is_compiling() -> bool:
@@ -69,6 +71,14 @@ def exporting_to_onnx() -> bool:
 def in_onnx_export() -> bool:
     """Whether `torch.onnx.export` runs. `integration` marks the result as a constant for Dynamo."""
     return bool(torch.onnx.is_in_onnx_export())
+
+
+def unrecorded(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Call a function of plain values. A graph for ONNX contains its result only, not the operators that compute it."""
+    if exporting_to_onnx() and not torch.compiler.is_dynamo_compiling():
+        with _disable_current_modes():
+            return function(*arguments)
+    return function(*arguments)
 
 
 def draw_seed(device: torch.device) -> Tensor:

@@ -166,11 +166,9 @@ CASES = {
     "config a link to itself": (instead("config.json", pathlib.Path("config.json")), "cannot be"),
     "no model_type": (config(model_type="DELETED"), "model_type"),
     "code elsewhere": (config(model_type="mine", auto_map={"AutoModel": "mine.Mine"}), "never run"),
-    "model_type a list": (config(model_type=["bert"]), "model_type"),
     "hidden_size 1e12": (config(hidden_size=10**12), "far larger"),
-    "hidden_size a float": (config(hidden_size=1e12), "built"),
     "hidden_size zero": (config(hidden_size=0), ""),
-    "60,000 layers": (config(num_hidden_layers=60_000), "far larger"),
+    "1,000 layers": (config(num_hidden_layers=1_000), "far larger"),
     "3 layers of 2": (config(num_hidden_layers=3), "lacks"),
     "1 layer of 2": (config(num_hidden_layers=1, efficient_attention={"method": "linear", "layers": [1]}), "layers"),
     "vocabulary": (config(vocab_size=61), "where config.json asks"),
@@ -186,7 +184,7 @@ CASES = {
     "missing layers": (chosen(method="longformer", layers=[7]), "layers [7]"),
     "newer format": (chosen(method="longformer", version=99), "newer"),
     "missing learned parameters": (chosen(method="linformer", projection_dim=8), "lacks"),
-    "learned parameters too large": (chosen(method="linformer", projection_dim=2**20), "far larger"),
+    "learned parameters too large": (chosen(method="linformer", projection_dim=2**20), "would learn"),
     "settings not a dictionary": (config(efficient_attention=["longformer"]), "dictionary"),
     "long method": (chosen(method="k" * 1_000_000), "unknown attention method"),
     "tokenizer elsewhere": (edit("tokenizer_config.json", vocab_file="../../secret"), "leads out"),
@@ -203,7 +201,6 @@ CASES = {
     "weights a folder": (instead(WEIGHTS, os.mkdir), "not a regular file"),
     "header beyond the file": (raw(lambda header, data: (header, data, 2**63)), "damaged"),
     "header not JSON": (raw(lambda header, data: (b"{" * 64, b"")), "header"),
-    "header empty": (raw(lambda header, data: (b"{}      ", b"")), "lacks"),
     "overlap": (entry(data_offsets=[0, 4096]), "damaged"),
     "dtype unknown": (entry(dtype="F33"), "damaged"),
     "integers for weights": (entry(dtype="I32"), "quantised"),
@@ -232,7 +229,7 @@ def test_damaged_checkpoints_are_refused(case, folder, capsys):
         ("../whole/model.safetensors", "plain name"),
         ("/etc/hostname", "plain name"),
         ("..\\model.safetensors", "plain name"),
-        ("pytorch_model.bin", "not a .safetensors file"),
+        ("pytorch_model.bin", "no safetensors file"),
         (3, "plain name"),
         ("model-00009-of-00009.safetensors", "cannot be read"),
     ],
@@ -257,10 +254,9 @@ def test_sources_that_do_not_exist(source, tmp_path, capsys):
 
 
 def test_a_file_or_an_empty_folder_is_not_a_source(tmp_path, sources):
-    with pytest.raises(UnsupportedAttentionError, match="is a file"):
-        open_checkpoint(sources / "whole" / "config.json")
-    with pytest.raises(UnsupportedAttentionError, match=r"no config\.json"):
-        open_checkpoint(tmp_path)
+    for path, message in ((sources / "whole" / "config.json", "is a file"), (tmp_path, r"no config\.json")):
+        with pytest.raises(UnsupportedAttentionError, match=message):
+            open_checkpoint(path)
 
 
 @pytest.mark.parametrize(

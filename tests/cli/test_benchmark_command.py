@@ -479,7 +479,7 @@ def test_peak_memory():
         (["GPT2", "--set", "window_size=3"], "--methods"),
         (["GPT2", "--lengths", "0"], "not a number of tokens"),
         (["GPT2", "--data", "nothing.txt"], "nothing.txt: no such file"),
-        (["GPT2", "--data", "."], ": a folder; texts come from a single file"),
+        (["GPT2", "--data", "."], ": not a file; texts are .txt"),
         (["GPT2", "--data", "SHORT", "--lengths", "100"], "has 3 tokens, but an input of 100 tokens needs 100"),
         (["BARE"], "no tokenizer"),
         (["BERT", "--lengths", "2"], "an input of 2 tokens"),

@@ -28,11 +28,9 @@ def status(*arguments):
 
 
 def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsys):
-    assert status("info", "kdeformer") == 0
-    assert "config: hf_efficient_attn.KDEformerConfig" in capsys.readouterr().out
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
     assert status("info", "kdeformer") == 0
-    assert "config: my_file.KDEformerConfig" in capsys.readouterr().out
+    assert "\nmodule: my_file\n" in capsys.readouterr().out
     assert status("info", "my_method") == 2
     assert (
         "If a file of your own registers it, import that file first (--import FILE of the commands)."
@@ -170,7 +168,6 @@ def test_parse_methods():
 
 def test_parse_lengths_and_layers():
     assert cli.parse_lengths(["512, 1024", "512", "2048"]) == [512, 1024, 2048]
-    assert cli.parse_layers("8, 0-3,2") == [0, 1, 2, 3, 8]
     assert cli.parse_layers("1-2,t2t.1, t2t.0") == ["t2t.0", "t2t.1", 1, 2]
     for text in ("", "a b", "t2t.0-t2t.1", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):
         with pytest.raises(UnsupportedAttentionError, match="0-5,8"):

@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.evaluation.capture import forward
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.training import distill_checkpoint, distillation
@@ -43,12 +42,12 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(p, second[name]) for name, p in first.items())
 
 
-def stop_after(monkeypatch, number, kind=Distillation):
+def stop_after(monkeypatch, number, kind=Distillation, times=1):
     """Press Ctrl-C in the step with a number."""
     step, count = kind.step, iter(range(1, 10**6))
 
     def interrupted(self, batch):
-        if next(count) == number:
+        for _ in range(times if next(count) == number else 0):
             signal.raise_signal(signal.SIGINT)
         return step(self, batch)
 
@@ -86,20 +85,17 @@ def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys): 
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_held_out_inputs_are_not_learned_from(made, text):  # noqa: F811
-    model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, 30, 2, 100)
+def test_inputs(made, text):  # noqa: F811
+    """Held-out inputs are not learned from, a stream can skip batches, and no token is masked."""
+    source = made("bert", True)
+    model = transformers.BertForMaskedLM.from_pretrained(source).eval()
+    data = TrainingData(model, source, text, 30, 2, 100)
     numbers = [*data.train, *data.held_out]
     assert len(set(numbers)) == len(numbers) == 50 and len(data.held_out) == 2
     skipped, whole = (data.stream(seed=3, skip=skip) for skip in (5, 0))
     assert torch.equal(next(skipped)["input_ids"], [next(whole) for _ in range(6)][5]["input_ids"])
-    assert len(TrainingData(model, made("bert"), text, 30, 2, 4).train) == 4
-
-
-def test_no_token_is_masked(made, text):  # noqa: F811
-    source = made("bert", True)
-    model = transformers.BertForMaskedLM.from_pretrained(source).eval()
     data = TrainingData(model, source, text, 40, 2, 4)
+    assert len(data.train) == 4
     masked = ModelData(model, source, text, longest=40, rows=2).inputs(40, 0, 2)
     ids = data.batch(0)["input_ids"]
     assert (masked.values["input_ids"] == 4).any() and not (ids == 4).any()
@@ -146,11 +142,13 @@ def test_what_is_printed_and_the_card(base, tmp_path, capsys):
     assert "Distillation" not in (tmp_path / "other" / "README.md").read_text()
     for key in ("tokens", "layers", "plan", "error_before"):
         (tmp_path / "out" / "distillation.json").write_text(json.dumps(found | {key: "many"}))
-        with pytest.raises(hea.UnsupportedAttentionError, match=rf"distillation\.json: {key} must be"):
+        with pytest.raises(hea.UnsupportedAttentionError, match=r"no card can be made of .*distillation\.json"):
             write_card(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("target", "lora"), [("hidden_states", False), ("logits", True)])
+@pytest.mark.parametrize(
+    ("target", "lora"), [("logits", True), pytest.param("hidden_states", False, marks=pytest.mark.exhaustive)]
+)
 def test_second_stage(target, lora, made, text, tmp_path, capsys):  # noqa: F811
     source = made("bert", True)
     options = [*SMALL, "--finetune-target", target, *(ADAPTERS if lora else SECOND)]
@@ -169,8 +167,13 @@ def test_second_stage(target, lora, made, text, tmp_path, capsys):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("options", "number", "kind"),
-    [((), 4, Distillation), (SECOND, 2, Distillation), (SECOND, 3, Finetuning), (ADAPTERS, 2, Finetuning)],
-    ids=["layers", "both", "outputs", "lora"],
+    [
+        ((), 4, Distillation),
+        (ADAPTERS, 2, Finetuning),
+        pytest.param(SECOND, 2, Distillation, marks=pytest.mark.exhaustive),
+        pytest.param(SECOND, 3, Finetuning, marks=pytest.mark.exhaustive),
+    ],
+    ids=["layers", "lora", "both", "outputs"],
 )
 def test_a_continued_command_equals_an_uninterrupted_one(options, number, kind, base, tmp_path, capsys, monkeypatch):
     """Ctrl-C ends the first call, a limit of time the second after one step, and the third ends the training."""
@@ -211,20 +214,9 @@ def test_the_present_state_can_be_written(base, tmp_path, capsys, monkeypatch):
 
 
 def test_ctrl_c_twice_ends_at_once(base, tmp_path, capsys, monkeypatch):
-    step = Distillation.step
-
-    def twice(self, batch):
-        if self.step_number == 4:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        return step(self, batch)
-
-    monkeypatch.setattr(Distillation, "step", twice)
+    stop_after(monkeypatch, 5, times=2)
     assert command(*base, "-o", tmp_path / "out") == 130
-    assert "Stopped after 3 of 6 steps" in capsys.readouterr().err
-    monkeypatch.setattr(Distillation, "step", step)
-    assert command(*base, "-o", tmp_path / "out") == 0
-    assert "Continues after step 3." in capsys.readouterr().out, "the state of the last row"
+    assert "Stopped after 3 of 6 steps" in capsys.readouterr().err  # the state of the last row
 
 
 def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
@@ -241,20 +233,16 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
     save_file(tensors, different / "model.safetensors", metadata={"format": "pt"})
     for position, value, message in (
         (base.index("--steps") + 1, 7, "--steps 6"),
-        (base.index("--length") + 1, 41, "--length 40"),
         (base.index("num_features=16"), "num_features=8", "other settings"),
         (base.index("--data") + 1, other, "other data"),
         (1, different, "other source"),
     ):
-        capsys.readouterr()
-        assert command(*[value if i == position else x for i, x in enumerate(base)], "-o", tmp_path / "out") == 2
-        shown = capsys.readouterr().err
+        changed = [value if i == position else x for i, x in enumerate(base)]
+        shown = refused(capsys, *changed, "-o", tmp_path / "out")
         assert message in shown and "--restart discards it" in shown
     assert (tmp_path / "out.partial" / "state.pt").read_bytes() == state
-    with monkeypatch.context() as changed:
-        changed.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
-        assert command(*base, "-o", tmp_path / "out") == 2
-    assert "other version" in capsys.readouterr().err
+    monkeypatch.setattr(distill_checkpoint, "FORMAT_OF_STATE", 3)
+    assert "other version" in refused(capsys, *base, "-o", tmp_path / "out")
     assert command(*base, "--seed", 1, "-o", tmp_path / "out") == 2
     assert command(*base, "--seed", 1, "--restart", "-o", tmp_path / "out") == 0
 
@@ -280,10 +268,6 @@ def test_divergence(base, tmp_path, capsys, monkeypatch):
     assert command(*base, "--write-now", "-o", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 3
 
-    calls = iter(range(8, 1000))
-    assert command(*base, "-o", tmp_path / "early") == 2
-    assert capsys.readouterr().err.strip().endswith("use a smaller --learning-rate than 0.02")
-
 
 def refused(capsys, *arguments):
     capsys.readouterr()
@@ -299,7 +283,7 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
         ("empty.txt", " \n", "there is no text in it"),
         ("short.txt", "w1 w2 w3 " * 40, "has 3 windows of 40 tokens, which are a single batch of 2"),
         ("tiny.txt", "w1 w2 w3 w4 w5 w6", "has 6 tokens, but an input of 40"),
-        ("none.txt", None, "no such file"),
+        ("none.txt", None, "not a file"),
     ):
         if content is not None:
             (tmp_path / name).write_text(content)
@@ -314,33 +298,20 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     for options, message in (
         (["--length", 200], "--length 200: the model takes 128 tokens"),
         (["--loss", "outputs"], "Did you mean 'output'?"),
-        (["--lora-rank", 2], "--lora-rank needs --finetune-steps"),
+        (["--lora-rank", 2], "need --finetune-steps"),
         ([*SECOND, "--finetune-target", "logit"], "Did you mean 'logits'?"),
         ([*SECOND, "--finetune-target", "logits"], "has no logits"),
         (["--learning-rate", 0], "must be a number above 0"),
         (["--write-now"], "no state is saved in"),
-        (["--write-now", "--restart"], "give one of them"),
-        (["--write-now", "--minutes", 1], "--write-now does not train, so that --minutes limits nothing"),
+        (["--write-now", "--restart"], "--write-now does not train"),
+        (["--write-now", "--minutes", 1], "--write-now does not train"),
     ):
         assert message in refused(capsys, *base, *options, *out)
     assert "neither a folder nor the id" in refused(capsys, "distill", "no/such/model", *given[2:], *HEDGEHOG, *out)
+    assert "not a positive number of minutes" in refused(capsys, *base, "--minutes", 0, *out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     assert "exists already; --force" in refused(capsys, *base, *out)
-    capsys.readouterr()
-    assert command(*base, "--minutes", 0, "-o", tmp_path / "other") == 2
-    assert "not a positive number of minutes" in capsys.readouterr().err
-
-
-def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
-    # Only a method that is exact up to some length and learns something; a user's own can be one.
-    def is_exact(self, call, method):
-        self.idle = f"sequences of {call.tokens} tokens are within the budget"
-        return True
-
-    monkeypatch.setattr(Distillation, "_is_exact", is_exact)
-    assert command(*base, "-o", tmp_path / "out") == 2
-    assert "sequences of 40 tokens are within the budget" in capsys.readouterr().err
 
 
 def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
@@ -354,11 +325,9 @@ def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
 
 
 def test_longer_texts_than_the_model_takes(made, text, tmp_path, capsys):  # noqa: F811
-    given = ["distill", made("bert"), "--data", text, *HEDGEHOG, "--batch-size", 1, "--steps", 3, "--length", 200]
+    given = ["distill", made("bert"), "--data", text, *HEDGEHOG, "--batch-size", 1, "--steps", 1, "--length", 200]
     done = run_json(capsys, *given, "--max-length", 256, "-o", tmp_path / "out")
     assert done["positions"] == 256 and done["distillation"]["tokens"] == 200
-    model = transformers.BertModel.from_pretrained(tmp_path / "out").eval()
-    assert forward(model, {"input_ids": torch.full((1, 256), 7)})[0].shape[1] == 256
 
 
 def test_layers_and_weights_loss_of_a_source_that_is_then_converted(base, tmp_path, capsys):

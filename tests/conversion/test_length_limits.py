@@ -45,11 +45,10 @@ def convert(*arguments):
 
 # Limits of texts
 
-NAMES = ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"]
+NAME = "sentence_bert_config.json"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_max_length_raises_every_limit(name, tmp_path, capsys):
+def test_max_length_raises_every_limit(tmp_path):
     own = {
         "max_seq_length": 64,
         "do_lower_case": False,
@@ -57,16 +56,17 @@ def test_max_length_raises_every_limit(name, tmp_path, capsys):
         "processor_kwargs": {"model_max_length": 66},
         "processing_kwargs": {"text": {"max_length": 67, "padding": True}},
     }
-    source = sentence_model(tmp_path / "source", **{name: own, f"1_Pooling/{NAMES[0]}": {"max_seq_length": 68}})
+    others = {"1_Pooling/" + NAME: {"max_seq_length": 68}, "sentence_xlm-roberta_config.json": {"max_seq_length": 70}}
+    source = sentence_model(tmp_path / "source", **{NAME: own}, **others)
     tokenizer = read(source, "tokenizer.json")
     tokenizer["truncation"] = {"direction": "Right", "max_length": 69, "strategy": "LongestFirst", "stride": 0}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
-    line = [source, "--method", "linear", "--max-length", 300]
-    assert convert(*line, "-o", tmp_path / "out") == 0
-    out = capsys.readouterr().out
+    done = convert_checkpoint(source, tmp_path / "out", "linear", max_length=300)
     for key, old in [("max_seq_length", 64), ("tokenizer_args.model_max_length", 65), ("truncation.max_length", 69)]:
-        assert f"{key} 300 in place of {old}; the rest is unchanged" in out
-    assert read(tmp_path / "out", name) == {
+        assert any(f"{key} 300 in place of {old}; the rest is unchanged" in note for note in done["notes"])
+    assert {"file": NAME, "key": "max_seq_length", "before": 64, "after": 300} in done["limits"]
+    assert {limit["before"] for limit in done["limits"]} == {*range(64, 71), 128} and len(done["limits"]) == 8
+    assert read(tmp_path / "out", NAME) == {
         "max_seq_length": 300,
         "do_lower_case": False,
         "tokenizer_args": {"model_max_length": 300, "x": 1},
@@ -76,13 +76,8 @@ def test_max_length_raises_every_limit(name, tmp_path, capsys):
     assert read(tmp_path / "out", "tokenizer.json") == {
         **tokenizer, "truncation": {**tokenizer["truncation"], "max_length": 300}
     }  # fmt: skip
-    assert read(tmp_path / "out", f"1_Pooling/{NAMES[0]}") == {"max_seq_length": 300}
-    assert read(source, name) == own
-    assert convert(*line, "-o", tmp_path / "again", "--json") == 0
-    limits = json.loads(capsys.readouterr().out)["limits"]
-    assert {"file": name, "key": "max_seq_length", "before": 64, "after": 300} in limits
-    assert {"file": "tokenizer_config.json", "key": "model_max_length", "before": 128, "after": 300} in limits
-    assert len(limits) == 7 and all(limit["after"] == 300 for limit in limits)
+    assert all(read(tmp_path / "out", other) == {"max_seq_length": 300} for other in others)
+    assert read(source, NAME) == own
 
 
 def test_limits_that_are_not_set_or_larger(tmp_path):
@@ -92,72 +87,70 @@ def test_limits_that_are_not_set_or_larger(tmp_path):
     ):  # fmt: skip
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / NAMES[0]).write_text(json.dumps(before))
+        (folder / NAME).write_text(json.dumps(before))
         (folder / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
         (folder / "tokenizer.json").write_text('{"truncation": null}')
         changed = set_limits(folder, 300)
         # A text of more tokens than the model takes would be an error, so the larger limit of sentences shrinks.
-        assert read(folder, NAMES[0]) == (before if after is None else after)
+        assert read(folder, NAME) == (before if after is None else after)
         assert [limit["before"] for limit in changed] == ([512] if after == {"max_seq_length": 300} else [])
         assert len(find_limits(folder)) == 1 + (type(before.get("max_seq_length")) is int)
 
 
 def test_the_limits_of_another_model_in_a_subfolder_stay(tmp_path):
-    other = {"config.json": {"model_type": "bert"}, NAMES[0]: {"max_seq_length": 7}, "tokenizer_config.json": {}}
+    other = {"config.json": {"model_type": "bert"}, NAME: {"max_seq_length": 7}, "tokenizer_config.json": {}}
     for name, values in other.items():
         for part in ("", "query_0"):
             (tmp_path / part).mkdir(exist_ok=True)
             (tmp_path / part / name).write_text(json.dumps(values))
-    assert [limit["file"] for limit in set_limits(tmp_path, 300)] == [NAMES[0]]
-    assert read(tmp_path / "query_0", NAMES[0]) == {"max_seq_length": 7}
+    assert [limit["file"] for limit in set_limits(tmp_path, 300)] == [NAME]
+    assert read(tmp_path / "query_0", NAME) == {"max_seq_length": 7}
 
 
 def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):
-    source = sentence_model(tmp_path / "source", **{NAMES[0]: {"max_seq_length": 64}})
+    source = sentence_model(tmp_path / "source", **{NAME: {"max_seq_length": 64}})
     note = (
         "texts are truncated at 64 tokens (max_seq_length in sentence_bert_config.json), although the model takes 128"
     )
     first = convert_checkpoint(source, tmp_path / "first", "linear")
     assert any(note in text and "--max-length 128" in text for text in first["notes"]) and first["limits"] == []
-    assert read(tmp_path / "first", NAMES[0]) == {"max_seq_length": 64}
+    assert read(tmp_path / "first", NAME) == {"max_seq_length": 64}
     # What the note says works, and then there is nothing to note.
     second = convert_checkpoint(tmp_path / "first", tmp_path / "second", "linear", max_length=128)
-    assert read(tmp_path / "second", NAMES[0]) == {"max_seq_length": 128} and second["positions"] == 128
+    assert read(tmp_path / "second", NAME) == {"max_seq_length": 128} and second["positions"] == 128
     third = convert_checkpoint(tmp_path / "second", tmp_path / "third", "linear")
     assert not any("truncated" in text for text in [*second["notes"], *third["notes"]])
     assert sentence_limit(tmp_path / "third").tokens == 128
-    (source / NAMES[0]).write_text("[]")
-    with pytest.raises(UnsupportedAttentionError, match=NAMES[0]):
+    (source / NAME).write_text("[]")
+    with pytest.raises(UnsupportedAttentionError, match=NAME):
         convert_checkpoint(source, tmp_path / "no", "linear", max_length=300)
     assert not (tmp_path / "no").exists()
 
 
 def test_rotary_positions_need_no_extension_up_to_what_the_model_takes(tmp_path):
-    source = sentence_model(tmp_path / "source", "llama", **{NAMES[0]: {"max_seq_length": 64}})
+    source = sentence_model(tmp_path / "source", "llama", **{NAME: {"max_seq_length": 64}})
     done = convert_checkpoint(source, tmp_path / "out", "linear", max_length=128)
-    assert read(tmp_path / "out", NAMES[0]) == {"max_seq_length": 128} and done["parameters"]["new"] == []
-    with pytest.raises(UnsupportedAttentionError, match="rotary positions"):
+    assert read(tmp_path / "out", NAME) == {"max_seq_length": 128} and done["parameters"]["new"] == []
+    with pytest.raises(UnsupportedAttentionError, match=r"--max-length 129: .*raise max_position_embeddings"):
         convert_checkpoint(source, tmp_path / "no", "linear", max_length=129)
+    with pytest.raises(UnsupportedAttentionError, match=r"cannot be extended: .*interpolate_pos_encoding=True"):
+        hea.extend_positions(tiny_model("vit"), 300)
 
 
-def test_a_model_in_the_folder_of_a_module(tmp_path, capsys):
+def test_a_model_in_the_folder_of_a_module(tmp_path):
     """An old layout of sentence-transformers: the Transformer has a folder like every other module."""
-    whole, inner = tmp_path / "whole", tmp_path / "whole" / "0_Transformer"
-    sentence_model(inner, **{NAMES[0]: {"max_seq_length": 64}})
-    shutil.rmtree(inner / "1_Pooling")
-    (inner / "modules.json").rename(whole / "modules.json")
-    (whole / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}, {"path": "1_Pooling"}]))
-    assert convert(whole, "--method", "linear", "-o", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "no config.json" in error and "modules.json" in error
-    assert convert(inner, "--method", "linear", "--max-length", 300, "-o", tmp_path / "out") == 0
-    assert read(tmp_path / "out", NAMES[0]) == {"max_seq_length": 300}
+    inner = sentence_model(tmp_path / "whole" / "0_Transformer", **{NAME: {"max_seq_length": 64}})
+    (tmp_path / "whole" / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}]))
+    with pytest.raises(UnsupportedAttentionError, match=r"no config\.json.*modules\.json"):
+        convert_checkpoint(tmp_path / "whole", tmp_path / "out", "linear")
+    convert_checkpoint(inner, tmp_path / "out", "linear", max_length=300)
+    assert read(tmp_path / "out", NAME) == {"max_seq_length": 300}
 
 
 def test_sentence_transformers_reads_the_whole_text(minilm, tmp_path):
     library = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     source = shutil.copytree(minilm, tmp_path / "source")
-    assert read(source, NAMES[0])["max_seq_length"] == 256
+    assert read(source, NAME)["max_seq_length"] == 256
     chosen = {"window_size": 64}
     done = convert_checkpoint(source, tmp_path / "out", "longformer", hyperparameters=chosen, max_length=640)
     exec(done["load"], found := {})
@@ -182,25 +175,25 @@ def test_every_method_says_up_to_where_it_is_exact(instance):
     assert instance.config().exact_length == instance.budget
 
 
-def test_convert_says_where_texts_differ(tmp_path, capsys):
-    with quiet():
-        tiny_model("bert", head=True).save_pretrained(tmp_path / "source")
-    for options, message in (
-        (["--method", "longformer:window_size=7"], "longformer: up to 8 tokens are computed exactly"),
-        (["--method", "linear"], "linear: differs from exact attention at every length"),
-        (["--method", "kdeformer"], "the model takes 128 tokens, so its output does not change"),
-    ):
-        assert convert(tmp_path / "source", *options, "-o", tmp_path / "out", "--force") == 0
-        assert message in capsys.readouterr().out
-    assert convert(tmp_path / "source", "--method", "sdpa", "-o", tmp_path / "out", "--force", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["exact_up_to"] == []
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("longformer", "longformer: up to 8 tokens are computed exactly"),
+        ("linear", "linear: differs from exact attention at every length"),
+        ("kdeformer", "the model takes 128 tokens, so its output does not change"),
+    ],
+)
+def test_where_texts_differ(method, message):
+    model = hea.convert(tiny_model("bert"), method, **({"window_size": 7} if method == "longformer" else {}))
+    assert any(message in text for text in describe(exact_lengths(model), num_positions(model)))
+    assert exact_lengths(hea.convert(model, "sdpa")) == []
 
 
 def test_a_mix_of_methods():
     model = tiny_model("bert")
     mix = [{"layers": [1], "method": "longformer", "window_size": 4}, {"layers": [0], "method": "linear"}]
     groups = exact_lengths(hea.convert(model, {"layers": mix}))
-    assert [group._asdict() for group in groups] == [
+    assert groups == [
         {"layers": [0], "method": "linear", "settings": {}, "tokens": 0},
         {"layers": [1], "method": "longformer", "settings": {"window_size": 4}, "tokens": 5},
     ]

@@ -9,19 +9,25 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from instances import APPROXIMATE
-from tiny_models import DECODERS, FAMILIES, METHODS, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
+from tiny_models import (
+    DECODERS,
+    FAMILIES,
+    FAMILY_VALUES,
+    METHODS,
+    SMALL,
+    output,
+    tiny_batch,
+    tiny_class,
+    tiny_config,
+    tiny_model,
+)
 
 OURS = {"attn_implementation", "efficient_attention"}
-each_method = pytest.mark.parametrize("method", METHODS)
 AUTO = {
-    "bert": transformers.AutoModelForMaskedLM,
-    "roberta": transformers.AutoModelForMaskedLM,
-    "distilbert": transformers.AutoModelForMaskedLM,
-    "vit": transformers.AutoModelForImageClassification,
-    "deit": transformers.AutoModelForImageClassification,
-    "gpt2": transformers.AutoModelForCausalLM,
-    "llama": transformers.AutoModelForCausalLM,
+    "ForMaskedLM": transformers.AutoModelForMaskedLM,
+    "ForImageClassification": transformers.AutoModelForImageClassification,
+    "LMHeadModel": transformers.AutoModelForCausalLM,
+    "ForCausalLM": transformers.AutoModelForCausalLM,
 }
 
 
@@ -29,14 +35,15 @@ def saved_config(folder) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-@each_method
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_saves_and_loads(family, method, tmp_path):
     model = tiny_model(family, method, head=True)
     inputs = tiny_batch(family, padding="right")
     first, choice = output(model, inputs), model.config.efficient_attention
     assert choice.items() >= {"method": method, **SMALL[method], "version": 1}.items()
-    for turn, cls in enumerate((tiny_class(family, head=True), AUTO[family], AUTO[family])):
+    auto = AUTO[FAMILY_VALUES[family][3]]
+    for turn, cls in enumerate((tiny_class(family, head=True), auto, auto)):
         folder = tmp_path / str(turn)
         model.save_pretrained(folder)
         assert saved_config(folder)["attn_implementation"] == method
@@ -48,7 +55,7 @@ def test_three_saves_and_loads(family, method, tmp_path):
         assert not OURS & set(json.loads((folder / "generation_config.json").read_text()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_back_to_exact_leaves_nothing_behind(family, tmp_path):
     model = tiny_model(family)
     inputs, before = tiny_batch(family), copy.deepcopy(model.state_dict())
@@ -164,49 +171,3 @@ def test_models_copy_and_pickle(tmp_path):
     assert torch.equal(output(copy.deepcopy(model), inputs), expected)
     torch.save(model, tmp_path / "model.pt")
     assert torch.equal(output(torch.load(tmp_path / "model.pt", weights_only=False), inputs), expected)
-
-
-# The real weights
-
-
-REAL = {
-    "minilm": (transformers.AutoModel, lambda: {"input_ids": torch.randint(1000, 20000, (2, 300))}),
-    "deit-tiny-imagenet": (
-        transformers.AutoModelForImageClassification, lambda: {"pixel_values": torch.randn(1, 3, 224, 224)},
-    ),
-    "gpt2-char-shakespeare": (
-        transformers.AutoModelForCausalLM, lambda: {"input_ids": torch.randint(0, 65, (2, 200))},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@each_method
-@pytest.mark.parametrize("name", REAL)
-def test_real_checkpoints(name, method, data, minilm, tmp_path):
-    torch.manual_seed(0)
-    (auto, make), folder = REAL[name], minilm if name == "minilm" else data / "models" / name
-    inputs = make()
-    budget = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(64)
-    options = {"attn_implementation": method, "efficient_attention": budget.to_dict()}
-    model = auto.from_pretrained(folder, **options)
-    exact = output(realigned(auto.from_pretrained(folder)), inputs)
-    first = output(realigned(model), inputs)
-    assert not torch.equal(first, exact) and torch.isfinite(first).all()
-    for turn in range(2):
-        model.save_pretrained(tmp_path / str(turn))
-        saved, model = model.state_dict(), realigned(auto.from_pretrained(tmp_path / str(turn)))
-        assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
-        assert torch.equal(output(model, inputs), first)
-    assert torch.equal(output(realigned(hea.convert(model, "sdpa")), inputs), exact)
-
-
-def realigned(model):
-    """Copy every parameter to newly allocated, aligned memory.
-
-    A parameter that was read from a file is aligned as it is in the file, and products of differently aligned weights
-    are rounded differently, in exact models too. Learned parameters shift everything that follows them in the file.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model

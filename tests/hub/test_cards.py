@@ -47,8 +47,6 @@ def test_front_matter(tmp_path):
     assert ModelCard(text).data.to_dict() == {
         "library_name": "transformers",
         "base_model": "someone/tiny-bert",
-        "license": "other",
-        "license_name": "my-own-v2",
         "language": ["en"],
         "pipeline_tag": "fill-mask",
         "tags": ["efficient-attention", "hf_efficient_attn", "kdeformer", "exbert"],
@@ -73,19 +71,6 @@ def test_every_method_has_a_card(method, tmp_path):
     assert (limit in text) == (keys > 0)
     assert ("differs from that of the original attention at every length" in text) == (keys == 0)
     assert hub_server.card_errors(text) == []
-
-
-def test_the_hub_accepts_the_card(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    text = card_of(tmp_path, benchmark=converted.benchmark())
-    with hub_server.serve() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"), raising=False)
-        ModelCard(text).validate()
-        with pytest.raises(ValueError, match="identifier"):
-            ModelCard(text.replace("license: apache-2.0", "license: My Own")).validate()
 
 
 MIX = EfficientAttentionConfig(
@@ -224,16 +209,13 @@ def test_what_nobody_else_can_install_is_refused(text, tmp_path):
         write_card(tmp_path)
 
 
-def test_learned_parameters_are_read_from_the_weights(tmp_path):
+def test_learned_parameters_are_those_of_the_weights(tmp_path):
     model = converted.make(tmp_path, "bert", "linformer")
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if ".learned_parameters." in name}
     text = (tmp_path / "README.md").read_text()
     listed = re.search(r"new parameters that the attention learns \((.*?)\)", text)[1]
     assert {name.strip("`") for name in listed.split(" and ")} == names != set()
     assert "fine-tune the model before use" in text
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(UnsupportedAttentionError, match=r"model\.safetensors"):
-        write_card(tmp_path)
 
 
 def test_the_same_files_give_the_same_card(tmp_path):
@@ -247,8 +229,8 @@ def test_the_same_files_give_the_same_card(tmp_path):
 
 def test_what_a_user_wrote_is_kept(tmp_path):
     card = ModelCard(card_of(tmp_path, benchmark=converted.benchmark()))
-    mine = {"type": "accuracy", "value": 0.5}
-    result = {"task": {"type": "fill-mask"}, "dataset": {"type": "glue", "name": "GLUE"}, "metrics": [mine]}
+    mine, ours = {"type": "accuracy", "value": 0.5}, {"type": "exact_attention_top1", "value": 0.9}
+    result = {"task": {"type": "fill-mask"}, "dataset": {"type": "glue", "name": "GLUE"}, "metrics": [mine, ours]}
     data = {**card.data.to_dict(), "thumbnail": "mine.png", "license": "mit"}
     data |= {"tags": [*data["tags"], "my-tag"], "model-index": [{"name": "x", "results": [result]}]}
     body = f"Before.\n{START}\nforged\n{END}\nAfter.\n"
@@ -302,14 +284,11 @@ def test_a_checkpoint_converted_back_has_a_card(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "task"),
     [
-        ("BertForMaskedLM", "fill-mask"),
         ("WhisperForConditionalGeneration", "automatic-speech-recognition"),
         ("WhisperModel", None),
         ("GPT2LMHeadModel", "text-generation"),
-        ("LlamaForCausalLM", "text-generation"),
         ("BertModel", "feature-extraction"),
         ("ViTModel", "image-feature-extraction"),
-        ("ViTForImageClassification", "image-classification"),
         ("SomethingElse", None),
     ],
 )
@@ -327,16 +306,9 @@ def test_a_method_of_another_package_has_to_be_imported(tmp_path, monkeypatch):
     sentence = "The method `kdeformer` is not part of `hf_efficient_attn`. The file `mine/my_file.py` registers it"
     assert text.count(sentence) == 1 and text.index(sentence) < text.index("```python")
     # Each block that can be run alone imports the file: those of Transformers, a pipeline and sentence-transformers.
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "import hf_efficient_attn" in block]
-    assert len(blocks) == 3
-    for block in blocks:
-        lines = block.splitlines()
-        assert lines[0].startswith("import hf_efficient_attn")
-        assert lines[1] == "import mine.my_file  # registers kdeformer"
-        assert lines[2].startswith("from ")
-    assert re.search(
-        r"\nhf-efficient-attn convert someone/tiny-bert --method kdeformer .* --import mine/my_file.py\n", text
-    )
+    imports = r"```python\nimport hf_efficient_attn.*\nimport mine.my_file  # registers kdeformer\nfrom "
+    assert len(re.findall(imports, text)) == 3
+    assert re.search(r"\nhf-efficient-attn convert someone/tiny-bert .* --import mine/my_file.py\n", text)
     assert '`hf-efficient-attn benchmark "ORG/NAME" --import mine/my_file.py`' in text
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "__main__")
     text = card_of(tmp_path)
@@ -361,7 +333,6 @@ BROKEN = {
     "tags": ({"origin": converted.origin(tags=[1])}, "tags cannot be [1]"),
     "two lines": ({"origin": converted.origin(license="a\n# b")}, "license cannot be 'a"),
     "version": ({"origin": converted.origin(hf_efficient_attn=1)}, "hf_efficient_attn cannot be 1"),
-    "task": ({"benchmark": converted.benchmark(task="chess")}, "task must be one of"),
     "measurements": ({"benchmark": converted.benchmark(measurements={})}, "benchmark.json"),
     "machine": ({"benchmark": converted.benchmark(machine="fast")}, "benchmark.json"),
     "row": ({"benchmark": converted.benchmark(measurements=["x"])}, "benchmark.json"),
@@ -393,7 +364,7 @@ def test_values_that_are_not_numbers_are_refused(seconds, tmp_path):
 def test_text_from_files_does_not_change_the_structure_of_the_card(signs, tmp_path):
     written, plain = _card_with(tmp_path, f"a {signs}"), _card_with(tmp_path, "a word")
     assert hub_server.card_errors(written) == []
-    assert ModelCard(written).data.to_dict().keys() == ModelCard(plain).data.to_dict().keys() | {"license_name"}
+    assert ModelCard(written).data.to_dict().keys() == ModelCard(plain).data.to_dict().keys()
     assert (written.splitlines().count(START), written.splitlines().count(END)) == (1, 1)
     body, expected = (OWN_PART.search(text)[1].splitlines() for text in (written, plain))
     assert len(body) == len(expected)
@@ -424,8 +395,7 @@ def test_escaped_text_is_one_line():
 
 def test_the_template_is_in_the_package_and_linked_from_model_cards():
     link = ROOT / "model_cards" / "card.md.jinja"
-    assert link.is_symlink()
-    assert not link.readlink().is_absolute()
+    assert link.is_symlink() and not link.readlink().is_absolute()
     assert link.resolve() == ROOT / "hf_efficient_attn" / "hub" / "card.md.jinja"
     assert "hf_efficient_attn.hub = *.jinja" in (ROOT / "setup.cfg").read_text()
 

@@ -16,7 +16,14 @@ EXPORTABLE = [
     ("linear", {"feature_map": "hedgehog", "num_features": 12}),
     ("linear", {"feature_map": "t2r", "num_features": 12}),
     ("linear", {"feature_map": "exp", "num_features": 12, "window_size": 16}),
+    ("performer", {"num_features": 12}),
+    ("nystromformer", {"num_landmarks": 16}),
+    ("linformer", {"projection_dim": 8}),
+    ("flurka_linear", {"projection_dim": 8}),
+    ("flurka_performer", {"projection_dim": 8, "num_features": 12}),
 ]
+NAMES = [f"{method}-{'-'.join(map(str, values.values()))}" for method, values in EXPORTABLE]
+CORE = [0, 8, 9]  # of these rows
 
 
 class Attention(torch.nn.Module):
@@ -24,7 +31,7 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.config = hea.method_info(method).config_class(**hyperparameters)
         self.is_causal = is_causal
-        sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "max_length": 40}
+        sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "max_length": 300}
         learned = get_method(method).initial_parameters(self.config, **sizes) if learns(self.config) else {}
         self.learned = torch.nn.ParameterDict({name: x + 0.1 * torch.randn_like(x) for name, x in learned.items()})
 
@@ -48,10 +55,12 @@ def test_only_tested_methods_are_exportable():
 )
 @pytest.mark.parametrize(
     ("method", "hyperparameters"),
-    [EXPORTABLE[0], *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in EXPORTABLE[1:])],
-    ids=["linear", "longformer", "longformer-global", "linear-window", "hedgehog", "t2r", "exp-window"],
+    [pytest.param(*row, marks=[] if i in CORE else pytest.mark.exhaustive) for i, row in enumerate(EXPORTABLE)],
+    ids=NAMES,
 )
 def test_the_graph_is_right_for_other_lengths_and_masks(method, hyperparameters, is_causal, tmp_path):
+    if is_causal and not hea.method_info(method).causal:
+        pytest.skip("no causal form")
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime computes the exported graph")
     module, path = Attention(method, hyperparameters, is_causal), tmp_path / "attention.onnx"
@@ -73,7 +82,7 @@ def causes(error):
 
 
 @pytest.mark.parametrize(
-    "method", ["kdeformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("linformer", "performer"))]
+    "method", ["kdeformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("eva", "reformer"))]
 )
 def test_other_methods_are_refused_in_a_sentence(method, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
@@ -83,9 +92,18 @@ def test_other_methods_are_refused_in_a_sentence(method, tmp_path):
         torch.onnx.export(model, batch, tmp_path / "model.onnx", dynamo=True, verbose=False)
     (refusal,) = [error for error in causes(caught.value) if isinstance(error, hea.UnsupportedAttentionError)]
     assert f"{method} cannot be exported to ONNX" in str(refusal)
-    assert "linear or longformer" in str(refusal)
+    assert " or ".join(methods_with("exportable")) in str(refusal)
     assert str(refusal) in str(caught.value)  # the exporter shows it
     assert not (tmp_path / "model.onnx").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("values", [{"pinv": "solve"}, {"conv_kernel_size": 3}])
+def test_a_nystromformer_that_onnx_cannot_express_is_refused(values, tmp_path):
+    module = Attention("nystromformer", {"num_landmarks": 8, **values}, is_causal=False)
+    with pytest.raises(Exception) as caught:
+        torch.onnx.export(module, inputs(2, 40, 0), tmp_path / "attention.onnx", dynamo=True, verbose=False)
+    assert any("set pinv='iterative'" in str(error) for error in causes(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import get_method, on_register
 from hf_efficient_attn.ops.shards import HeadSlice
+from hf_efficient_attn.ops.tracing import unrecorded
 
 
 @functools.lru_cache(maxsize=256)
@@ -17,7 +18,8 @@ def parameter_shapes(
 ) -> dict[str, torch.Size]:
     """Return the shapes of the learned parameters of a layer with these sizes, by name."""
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "value_dim": 1, "max_length": max_length}
-    return {name: x.shape for name, x in get_method(config.method).initial_parameters(config, **sizes).items()}
+    initial = functools.partial(get_method(config.method).initial_parameters, config, **sizes)
+    return {name: x.shape for name, x in unrecorded(initial).items()}
 
 
 @on_register

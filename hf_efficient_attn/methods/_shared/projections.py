@@ -129,7 +129,7 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     kv_len, mask = key.shape[2], _query_mask(query, key, options)
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
     # (B, H, P, .), mask (B, P)
-    keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, len(key))
+    keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, key.shape[0])
     return _attend(config, "forward", query, keys, values, options, mask, key_mask).to(value.dtype)
 
 
@@ -159,7 +159,7 @@ def forward_hidden_states(
     with torch.autocast(device, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
-    key_mask = projected_key_mask(both, len(hidden_states))  # (B, P)
+    key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
     with torch.autocast(device, enabled=False):
         out = _attend(config, "forward", query, keys, values, options, options.key_mask, key_mask)
         return out.to(query.dtype)
