@@ -16,7 +16,7 @@ from transformers.utils import logging
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import CheckedSource
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import get_method
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
@@ -84,7 +84,7 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
                 counts[tensor.dtype] += tensor.numel()
         for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
             if stored := getattr(part, "efficient_attention", None):
-                check_learned(stored.settings, part, sum(tensor.numel() for tensor in tensors.values()))
+                check_learned(as_settings(stored), part, sum(tensor.numel() for tensor in tensors.values()))
         with _limited_size(tensors):
             # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
             load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)

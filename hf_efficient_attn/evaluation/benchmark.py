@@ -116,12 +116,8 @@ def benchmark_checkpoint(
     with memory_errors("give shorter lengths or a smaller batch"):
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         model = load_model(checked).eval()
-        task, own, is_pair, is_image = (
-            task_of(model),
-            own_settings(model),
-            is_encoder_decoder(model),
-            takes_pictures(model),
-        )
+        task, own = task_of(model), own_settings(model)
+        is_pair, is_image = is_encoder_decoder(model), takes_pictures(model)
         settings = _settings(methods, own, model)
         # The model's own number, before its positions are extended.
         native = max_positions(model)

@@ -478,7 +478,7 @@ def test_peak_memory():
         (["GPT2", "--methods", "kdeformer", "--set", "window_size=3"], "none of the chosen methods"),
         (["GPT2", "--set", "window_size=3"], "--methods"),
         (["GPT2", "--lengths", "0"], "not a number of tokens"),
-        (["GPT2", "--data", "nothing.txt"], "nothing.txt: no such file"),
+        (["GPT2", "--data", "nothing.txt"], "nothing.txt: not a file"),
         (["GPT2", "--data", "."], ": not a file; texts are .txt"),
         (["GPT2", "--data", "SHORT", "--lengths", "100"], "has 3 tokens, but an input of 100 tokens needs 100"),
         (["BARE"], "no tokenizer"),
