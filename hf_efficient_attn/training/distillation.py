@@ -185,9 +185,9 @@ class Distillation(Training):
                 self.copies[learned] = copies
         if not self.copies:
             reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
-            raise UnsupportedAttentionError(
-                reason or "no layer of the model has learned parameters to distill: choose layers whose method has them"
-            )
+            if reason is not None:
+                raise UnsupportedAttentionError(reason)
+            raise UnsupportedAttentionError("no layer learns new parameters: choose layers whose method learns some")
         trained = [p for copies in self.copies.values() for p in copies.values()]
         # A step of Adam is about as large as the learning rate, whatever the gradient is. For the initial map of a head
         # with 32 dimensions the share of the user's rate is 1, for averages of two tokens out of 512 it is .16.
