@@ -8,7 +8,7 @@ mean over these heads, where E is the output of exact attention in float64. The 
 `scaled_dot_product_attention` in float32 divided by that of the method, the median over rounds. MiniLM's heads have 32
 dimensions. Most models have 64, so the inputs whose time is measured are padded with zeros to 64. The budget of a
 method is what it costs in columns (`with_budget`). `auto` has a bound of the error instead. The first point is exact
-attention whose products are computed in bfloat16. A row is on the frontier if no other is both faster and more accurate.
+attention with products in bfloat16. A row is on the frontier if no other is both faster and more accurate.
 
 Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloat16 about twice as fast at an error of
 .001, and `nearfar` on the frontier at every budget.
