@@ -11,9 +11,8 @@ docs/results.md has the tables.
 
 Speed is a ratio. In every round exact attention runs before and after each method, in the same dtype, with the same
 causality and the same passes, so that slow changes of a busy machine cancel (`hf_efficient_attn.evaluation.timing`).
-The table shows the median, minimum and maximum over the rounds. Memory is what PyTorch allocates in a call. `--check`
-measures all settings that have a goal, or those that the other options select, and exits with status 1 if a goal is
-missed. Causal measurements omit methods without a causal form.
+`--check` measures all settings that have a goal, or those that the other options select. Causal measurements omit
+methods without a causal form.
 
 `--auto` measures whether `auto` is ever slower than exact attention, or without a bound of the error (max_error=0) than
 the faster of exact attention and `nearfar`. The inputs have 12 heads: normal random numbers, bidirectional (bert) and

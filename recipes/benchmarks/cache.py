@@ -12,8 +12,6 @@ streaming language models with attention sinks").
 earlier, "same token" the share of positions at which the most likely next token is that of exact decoding, and
 "generated" the share of tokens that are equal when each decodes 64 tokens greedily after a prompt of 1,024.
 
-DATA holds `text/books` and `models/gpt2-books`. The default is $HEA_DATA or ../shared/data.
-
 Duration: about 10 minutes on one core. Expected: with 256 columns the loss on plain text is that of exact decoding to
 within .02 nats, where a window of the same memory loses .3, or .15 with the first tokens. None of them copies a passage
 from far back. The share of generated tokens is small, because texts part at the first token that differs.

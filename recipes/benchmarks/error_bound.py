@@ -15,9 +15,6 @@ crossover=1, which is set here, every length is decided by the bound and every a
 table has the time of the copies that tell which heads to attempt, and of the exact rows that bound the error of all
 heads, as shares of exact attention in float32 (CPU time, the smallest of some runs).
 
-DATA holds `text/books`, `squad`, `images`, and `models/deit-tiny-imagenet` and `models/gpt2-books`. The default is
-$HEA_DATA or ../shared/data.
-
 Duration: about 20 minutes on one core for three methods with 64 and 128 rows; an hour with --auto and all lengths.
 Expected: at most 1 % of layers missed at each number of rows, and medians of bound / error of 1.4 with 64 rows, 1.3
 with 96 and 1.25 with 128. With --auto at most 1 % of heads missed; at most 5 % of exact attention's time with 4,096

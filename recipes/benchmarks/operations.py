@@ -13,9 +13,7 @@ BigGAN it runs on four quarters of the queries. Ours takes all 4,096 queries at 
 all 1,024 keys, so that it computes exactly. BigGAN omits methods without a rectangular form. Times are ratios of exact
 attention's time to the method's in the same run (`hf_efficient_attn.evaluation.timing`), for a batch of one.
 
-Duration: about a minute on one core. Expected: the table of recipes/README.md. The authors' kdeformer needs 3.02 times
-fewer products than exact attention on BigGAN (4.14 in the paper, since PyTorch's kernel takes keys of the dimension of
-the values) and 18.8 times fewer on T2T-ViT (18.3).
+Duration: about a minute on one core. Expected: the table of recipes/README.md.
 """
 
 import contextlib

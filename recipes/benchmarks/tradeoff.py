@@ -6,10 +6,9 @@ The inputs are those of MiniLM on a novel (DATA/text/books; windows of 512 token
 `recipes.benchmarks.error`), and a head of every layer becomes a head of one call. The error is |A - E|_op / |E|_op, the
 mean over these heads, where E is the output of exact attention in float64. The speed is the time of
 `scaled_dot_product_attention` in float32 divided by that of the method, the median over rounds. MiniLM's heads have 32
-dimensions. Most models have 64, so the inputs whose time is measured are padded with zeros to 64, which changes neither
-the scores nor the output. The budget of a method is what it costs in columns (`with_budget`). `auto` has a bound of the
-error instead. The first point is exact attention whose products are computed in bfloat16, which needs no method. A row
-is on the frontier if no other row is both faster and more accurate.
+dimensions. Most models have 64, so the inputs whose time is measured are padded with zeros to 64. The budget of a
+method is what it costs in columns (`with_budget`). `auto` has a bound of the error instead. The first point is exact
+attention with products in bfloat16. A row is on the frontier if no other is both faster and more accurate.
 
 Duration: about 15 minutes on two idle cores. Expected: exact attention in bfloat16 about twice as fast at an error of
 .001, and `nearfar` on the frontier at every budget.

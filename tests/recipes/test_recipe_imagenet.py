@@ -101,6 +101,7 @@ LAYOUTS = {
     "numbered in an outer folder": (["set/n01440764_a.jpg", "set/n02012849_b.jpg"], {"": ["n01440764", "n02012849"]}),
     "numbered splits": (["train/n01440764_a.jpg", "val/n02012849.jpg"], {"train": ["n01440764"], "val": ["n02012849"]}),
     "numbered classes": (["n01440764/n01440764_1.jpg", "n02012849/x.jpg"], {"": ["n01440764", "n02012849"]}),
+    "named classes": (["tench/n01440764_1.jpg", "crane/n02012849_1.jpg"], {"": ["crane", "tench"]}),
     "ImageNet": (
         ["train/n01440764/n01440764_1.JPEG", "val/n02012849/n02012849_2.JPEG"],
         {"train": ["n01440764"], "val": ["n02012849"]},

@@ -126,16 +126,9 @@ def _splits(where: str, names: Sequence[str], reader: Callable[[Any], bytes]) ->
     if not keys:
         kinds = ", ".join(SUFFIXES)
         raise ValueError(f"{where} holds no picture ({kinds}) and no data set of the datasets library")
-    numbered = all(WORDNET.match(key.rpartition("/")[2]) for key in keys)
-    splits: dict[str, list[tuple[str, str]]] = {}
-    around = set()
-    for key in keys:
-        *folders, file = key.split("/")
-        name = file[:9] if numbered else folders.pop() if folders else ""
-        split = next((folder for folder in folders if folder.lower() in TRAIN_SPLITS + EVAL_SPLITS), "")
-        around.add((bool(name), bool(split), *(folder for folder in folders if folder not in (split, name))))
-        splits.setdefault(split, []).append((key, name))
-    if len(around) > 1 or not all(is_known for is_known, *_ in around):
+    is_numbered = all(WORDNET.match(key.rpartition("/")[2]) for key in keys)
+    splits = (is_numbered and _arranged(keys, True)) or _arranged(keys, False)
+    if not splits:
         examples = {key.count("/"): key for key in reversed(keys)}
         raise ValueError(
             f"{where}: the class of a picture is unknown, as in {', '.join(sorted(examples.values())[:3])}. "
@@ -146,6 +139,19 @@ def _splits(where: str, names: Sequence[str], reader: Callable[[Any], bytes]) ->
         split: Pictures(f"{where}, {split}" if split else where, *map(tuple, zip(*pairs, strict=True)), reader)
         for split, pairs in splits.items()
     }
+
+
+def _arranged(keys: Sequence[str], is_numbered: bool) -> dict[str, list[tuple[str, str]]] | None:
+    """File and class of each picture by split; None if the folders do not show them."""
+    splits: dict[str, list[tuple[str, str]]] = {}
+    around = set()
+    for key in keys:
+        *folders, file = key.split("/")
+        name = file[:9] if is_numbered else folders.pop() if folders else ""
+        split = next((folder for folder in folders if folder.lower() in TRAIN_SPLITS + EVAL_SPLITS), "")
+        around.add((bool(name), bool(split), *(folder for folder in folders if folder not in (split, name))))
+        splits.setdefault(split, []).append((key, name))
+    return splits if len(around) == 1 and next(iter(around))[0] else None
 
 
 def _rows(where: str, data: Dataset) -> Pictures:
