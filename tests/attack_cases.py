@@ -263,10 +263,6 @@ PROMISES: dict[str, Promise] = dict([
     ),
     _promise("naive_gradients", _naive_gradients),
     _promise("whole_budget", _budget, applies=lambda i: i.limit in ("exact", "bounded")),
-    _promise(
-        "compiles",
-        lambda d: {**d.form(), "padding": d.choice("none", "left", "holes"), **d.shape(content="normal")}, share=0.01,
-    ),
     _promise("refused", lambda d: {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()}),
     _promise(
         "largest_tensor",

@@ -4,7 +4,6 @@ Each is a small change of the same correct dense attention. `broken(name)` regis
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,8 +111,6 @@ def writes_to_its_inputs(c: Call) -> Tensor:
     return out
 
 
-_CALLS = itertools.count()
-
 METHODS: dict[str, Callable[[Call], Tensor]] = {
     "correct": lambda c: c.dense(),
     # Masked keys are zero and add nothing to the numerator, but they count in the denominator.
@@ -131,7 +128,6 @@ METHODS: dict[str, Callable[[Call], Tensor]] = {
     # The budget has no effect, or the error decreases with it, but not to 0.
     "never_converges": lambda c: c.dense(query=c.query * 0.5),
     "stops_short": lambda c: c.dense(query=c.query * (0.9 - 0.5 / c.config.columns)),
-    "counts_its_calls": lambda c: c.dense(scale=c.scale * (1.0 + 0.01 * next(_CALLS))),
     "queries_without_keys_give_nan": lambda c: c.scores().softmax(-1) @ c.value,
     # Masks with a large negative number, so a query whose keys are all masked attends to all of them.
     "queries_without_keys_give_means": lambda c: c.scores().clamp(min=-1e9).softmax(-1) @ (c.value + 1.0),

@@ -61,6 +61,15 @@ def test_the_graph_calls_the_eager_form(instance, is_causal):
     assert graphs.calls() == len(graphs.operators) > 0
 
 
+@pytest.mark.exhaustive
+def test_inductor():
+    tensors = [x.requires_grad_() for x in inputs(2, 2, 61, 8, dtype=torch.float64)]
+    config, mask = hea.KDEformerConfig(block_size=8, num_samples=16), padding_mask("left", 2, 61)
+    outs = [f(config, tensors, mask) for f in (attend, torch.compile(attend, fullgraph=True))]
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), tensors) for out in outs))
+
+
 def test_under_autocast_the_products_of_the_method_are_in_its_own_dtype():
     form, config, tensors = compiled(Graphs()), hea.KDEformerConfig(block_size=8, num_samples=16), inputs(1, 2, 90, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -107,27 +107,6 @@ def test_output_is_that_of_the_papers_sums(case):
     check(ours, maps=lambda head: [w[head] for w in learned.values()])
 
 
-@pytest.mark.parametrize(("is_causal", "scale"), [(False, 0.6), (True, -0.6)])
-def test_gradients_of_a_learned_proposal(is_causal, scale):
-    """Gradients of the maps agree with finite differences and with those of the readable form."""
-    query, key, value = inputs(batch=2, q_len=20, head_dim=3, dtype=torch.float64)
-    mask = torch.arange(20) < torch.tensor([[20], [17]])
-    config = hea.EvaConfig(window_size=4, num_landmarks=4, proposal="learned")
-    leaves = [x.requires_grad_() for x in maps(num_heads=2, head_dim=3).values()]
-
-    def output(form, first, second):
-        out = form(config, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale,
-                   proposal_query=first, proposal_key=second)  # fmt: skip
-        return out.masked_fill(~mask[:, None, :, None], 0.0)
-
-    assert torch.autograd.gradcheck(lambda *x: output(hea.attention, *x), leaves)
-    outs = [output(form, *leaves) for form in (hea.attention, hea.naive_attention)]
-    close(*outs)
-    for ours, other in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in outs), strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-8, atol=1e-8)
-        assert ours.abs().sum() > 1e-3
-
-
 def test_maps_of_a_wrong_shape_are_refused():
     tensors = inputs(q_len=20, head_dim=6)
     for wrong in (numbers(3, 6, 6), numbers(2, 6, 5), numbers(6, 6), numbers(2, 2, 6, 6)):

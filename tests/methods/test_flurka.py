@@ -136,25 +136,6 @@ def test_refusals(method):
             hea.attention(method, *tensors, projection_dim=6, **{name: numbers(*shape)})
 
 
-@each_projection
-def test_gradients_of_tables(method):
-    """Gradients of both tables agree with finite differences, also for input shorter than the tables."""
-    query, key, value = inputs(batch=2, num_heads=2, q_len=9, head_dim=3, dtype=torch.float64)
-    mask = torch.arange(9) < torch.tensor([[9], [5]])
-    leaves = [(0.5 * numbers(4, 12, seed=s)).requires_grad_() for s in (1, 2)]
-    sizes = options(method, projection_dim=4)
-
-    def output(first, second):
-        learned = {"key_projection": first, "value_projection": second}
-        return hea.attention(method, query, key, value, attention_mask=mask, **sizes, **learned)
-
-    assert torch.autograd.gradcheck(output, leaves, fast_mode=True)
-    assert torch.autograd.grad(output(*leaves).sum(), leaves)[0][:, 9:].abs().max() > 0
-    means = [t.double().requires_grad_() for t in start(method, 12, projection_dim=4).values()]
-    output(*means).square().sum().backward()
-    assert all(table.grad.isfinite().all() and table.grad.abs().sum() > 0 for table in means)
-
-
 @each_method
 def test_projections_without_weight_are_left_out(method):
     """A projection whose weights are all 0 in either table is left out. It is not a key of zeros."""

@@ -126,8 +126,8 @@ def test_convolution_by_hand():
     assert ours[0, 0, mask[0], 0].tolist() == pytest.approx([mean + 310, mean + 631, mean + 63])
 
 
-def test_initial_kernels_and_their_gradient():
-    tensors, kernel = inputs(num_heads=3, q_len=40, dtype=torch.float64), numbers(3, 5).requires_grad_()
+def test_initial_kernels():
+    tensors = inputs(num_heads=3, q_len=40, dtype=torch.float64)
     config = hea.NystromformerConfig(num_landmarks=8, conv_kernel_size=5)
     start = get_method("nystromformer").initial_parameters
     sizes = {"num_heads": 3, "head_dim": 8, "value_dim": 8, "max_length": 40}
@@ -135,7 +135,6 @@ def test_initial_kernels_and_their_gradient():
     assert (tuple(weight.shape), weight.dtype, weight.abs().sum()) == ((3, 5), torch.float32, 0.0)
     assert start(hea.NystromformerConfig(), **sizes) == {}
     assert torch.equal(hea.attention(config, *tensors), nystromformer(*tensors, num_landmarks=8))
-    assert torch.autograd.gradcheck(lambda k: hea.attention(config, *tensors, conv_weight=k), [kernel], fast_mode=True)
 
 
 @pytest.mark.parametrize(("size", "shape"), [(3, (2, 5)), (3, (1, 3)), (0, (2, 3))])

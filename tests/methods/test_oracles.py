@@ -23,47 +23,33 @@ from instances import inputs, numbers, relative_error
 NUM_HEADS, HEAD_DIM = 2, 8
 
 
-def longformer_layer(window: int) -> LongformerSelfAttention:
-    """One layer of Transformers' Longformer in float64, with the same weights in both sets of projections."""
-    torch.manual_seed(0)
-    size = NUM_HEADS * HEAD_DIM
-    config = LongformerConfig(hidden_size=size, num_attention_heads=NUM_HEADS, attention_window=[2 * window])
-    layer = LongformerSelfAttention(config, 0).double().eval()
-    for name in ("query", "key", "value"):
-        getattr(layer, f"{name}_global").load_state_dict(getattr(layer, name).state_dict())
-    return layer
-
-
-def projected(layer, hidden_states):
-    """Query, key and value (B, H, N, D) of the layer's own projections."""
-    return (
-        getattr(layer, n)(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
-        for n in ("query", "key", "value")
-    )
-
-
 @pytest.mark.parametrize("global_tokens", [0, 1, 3])
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("window", [4, 16])
 def test_longformer_of_transformers(window, padding, global_tokens):
-    layer, length = longformer_layer(window), 96
-    hidden_states = 3.0 * numbers(2, length, NUM_HEADS * HEAD_DIM, seed=1)
+    """One layer in float64, with the same weights in both sets of projections."""
+    torch.manual_seed(0)
+    size, length = NUM_HEADS * HEAD_DIM, 96
+    config = LongformerConfig(hidden_size=size, num_attention_heads=NUM_HEADS, attention_window=[2 * window])
+    layer = LongformerSelfAttention(config, 0).double().eval()
+    for name in ("query", "key", "value"):
+        getattr(layer, f"{name}_global").load_state_dict(getattr(layer, name).state_dict())
+    hidden_states = 3.0 * numbers(2, length, size, seed=1)
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, length - padding :] = False
     # Its own encoding: a negative number is padding, and a positive one is a global token.
     codes = torch.zeros(2, length, dtype=torch.float64)
     codes[:, :global_tokens] = 10000.0
     codes[~mask] = -10000.0
+    masks = {"is_index_masked": codes < 0, "is_index_global_attn": codes > 0, "is_global_attn": global_tokens > 0}
     with torch.no_grad():
-        theirs = layer(
-            hidden_states,
-            attention_mask=codes,
-            is_index_masked=codes < 0,
-            is_index_global_attn=codes > 0,
-            is_global_attn=global_tokens > 0,
-        )[0]
+        theirs = layer(hidden_states, attention_mask=codes, **masks)[0]
+        projected = (
+            getattr(layer, n)(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
+            for n in ("query", "key", "value")
+        )
         ours = hea.functional.longformer_attention(
-            *projected(layer, hidden_states), attention_mask=mask, window_size=window, global_tokens=global_tokens
+            *projected, attention_mask=mask, window_size=window, global_tokens=global_tokens
         )
     ours = ours.transpose(1, 2).flatten(2)
     # It computes the softmax in float32.

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,16 +20,16 @@ import hf_efficient_attn as hea
 import promises
 from attack_cases import PROMISES, Case, arguments, attack
 from each import each_form, each_instance
+from hf_efficient_attn.methods import learns
 from instances import DEFAULTS, FIRST, INSTANCES, VARIANTS, forms, inputs
+from test_heads import HEADS, KV_HEADS, parameters_of
 
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
-# Not in the matrix: what has tests of its own.
-OF_ATTACKS_ONLY = ("seeds", "compiles")
 EVERY = [*forms(), *((variant, False) for variant in VARIANTS)]
 MATRIX = [
     pytest.param(name, i, c, id=f"{name}-{i}{'-causal' if c else ''}")
     for (name, promise), (i, c) in product(PROMISES.items(), EVERY)
-    if name not in OF_ATTACKS_ONLY and promise.applies(i) and (c or name not in OF_CAUSAL_FORMS)
+    if name != "seeds" and promise.applies(i) and (c or name not in OF_CAUSAL_FORMS)
 ]
 ATTACKS = []
 for number, (promise, how) in enumerate(PROMISES.items()):
@@ -162,6 +163,29 @@ def test_every_element_of_the_gradients(instance, is_causal):
     promises.check_gradients(instance, is_causal, 13, 2)
 
 
+LEARNING = [(i, c) for i, c in EVERY if learns(i.config())]
+
+
+@pytest.mark.parametrize(("instance", "is_causal"), LEARNING, ids=str)
+def test_gradients_of_learned_parameters(instance, is_causal):
+    """They agree with finite differences, and with those of the readable form."""
+    config, tensors = instance.reduced.config(), inputs(2, HEADS, 20, num_kv_heads=KV_HEADS, dtype=torch.float64)
+    mask, options = torch.arange(20) < torch.tensor([[20], [13]]), {"is_causal": is_causal, "scale": 0.6}
+    learned = {name: x.double().requires_grad_() for name, x in parameters_of(config, tensors[2]).items()}
+
+    def output(form, *values):
+        parameters = dict(zip(learned, values, strict=True))
+        out = form(config, *tensors, attention_mask=mask, parameters=parameters, **options)
+        return out.masked_fill(~mask[:, None, :, None], 0.0)
+
+    leaves = tuple(learned.values())
+    assert torch.autograd.gradcheck(partial(output, hea.attention), leaves, fast_mode=True)
+    outs = [output(form, *leaves) for form in (hea.attention, hea.naive_attention)]
+    for ours, other in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in outs), strict=True):
+        promises.assert_close(ours, other, 1e-8)
+        assert ours.abs().sum() > 1e-3
+
+
 # 8. The budget.
 
 
@@ -175,15 +199,7 @@ def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
         promises.check_converges(instance, is_causal)
 
 
-# 9. torch.compile.
-
-
-@pytest.mark.parametrize("name", [pytest.param("kdeformer", marks=pytest.mark.exhaustive), "linear"])
-def test_compiles_with_inductor(name):
-    promises.check_compiles(next(i for i in INSTANCES if i.method == name), name == "linear", backend="inductor")
-
-
-# 10. Refusals: the message states what is refused, why, and what to do instead.
+# 9. Refusals: the message states what is refused, why, and what to do instead.
 
 
 def refuses(sentence: str):
@@ -224,7 +240,7 @@ def test_refuses_unknown_names_and_suggests_the_most_similar(instance):
         hea.attention(3, *tensors)
 
 
-# 11. Memory.
+# 10. Memory.
 
 LONG = 32768
 CHILD = """

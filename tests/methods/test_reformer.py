@@ -138,29 +138,6 @@ def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) ->
     return Rounds(order, order, start.expand(*codes.shape[:2], -1), size, span, count)
 
 
-def inner_queries(plan: Rounds, before: int, after: int) -> torch.Tensor:
-    """The queries, bool (BH, N), whose chunks have all neighbours in every round, so that the circle has no effect."""
-    chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.block_q
-    return ((chunk >= before) & (chunk < plan.start.shape[2] - after)).all(1)
-
-
-def their_layer(size: int, before: int, after: int, **options) -> LSHSelfAttention:
-    torch.manual_seed(0)
-    config = TheirConfig(
-        hidden_size=NUM_HEADS * HEAD_DIM,
-        num_attention_heads=NUM_HEADS,
-        attention_head_size=HEAD_DIM,
-        lsh_attn_chunk_length=size,
-        lsh_num_chunks_before=before,
-        lsh_num_chunks_after=after,
-        num_hashes=1,
-        is_decoder=False,
-        lsh_attention_probs_dropout_prob=0.0,
-        **options,
-    )
-    return LSHSelfAttention(config, 0).double().eval()
-
-
 def split(x):
     return x.unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
 
@@ -169,10 +146,13 @@ def split(x):
 @pytest.mark.parametrize(("before", "after"), [(1, 0), (1, 1), (0, 0)])
 def test_lsh_attention_of_transformers(before, after, padding):
     """One round with our buckets (it counts pairs of several rounds more than once). Its keys are already scaled."""
-    layer, length = their_layer(8, before, after, num_buckets=[4, 6]), 96
-    hidden = 3.0 * numbers(2, length, NUM_HEADS * HEAD_DIM, seed=1)
-    key_mask = torch.ones(2, length, dtype=torch.bool)
-    key_mask[1, length - padding :] = False
+    torch.manual_seed(0)
+    sizes = {"hidden_size": NUM_HEADS * HEAD_DIM, "num_attention_heads": NUM_HEADS, "attention_head_size": HEAD_DIM}
+    chunks = {"lsh_attn_chunk_length": 8, "lsh_num_chunks_before": before, "lsh_num_chunks_after": after}
+    layer = LSHSelfAttention(TheirConfig(**sizes, **chunks, num_buckets=[4, 6], is_decoder=False), 0).double().eval()
+    hidden = 3.0 * numbers(2, 96, NUM_HEADS * HEAD_DIM, seed=1)
+    key_mask = torch.ones(2, 96, dtype=torch.bool)
+    key_mask[1, 96 - padding :] = False
     query, value = flat(split(layer.query_key(hidden)), split(layer.value(hidden)))
     mask = key_mask.repeat_interleave(NUM_HEADS, 0) if padding else None
     codes = bucket_codes(query, numbers(3, 1, 2, HEAD_DIM, seed=2), torch.tensor([[2, 3]]))
@@ -181,12 +161,13 @@ def test_lsh_attention_of_transformers(before, after, padding):
     # Its padding has its own bucket, after all others.
     codes = codes if mask is None else codes.masked_fill(~mask[:, None], 24)
     with torch.no_grad():
-        theirs = layer(hidden, attention_mask=key_mask, buckets=codes.view(2, NUM_HEADS, length))[0]
-    theirs = split(theirs).flatten(0, 1)
-    inner = inner_queries(plan, before, after) if before + after else torch.ones_like(ours[..., 0], dtype=torch.bool)
+        theirs = layer(hidden, attention_mask=key_mask, buckets=codes.view(2, NUM_HEADS, 96))[0]
+    # Queries whose chunks have all neighbours, so that the circle has no effect.
+    chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.block_q
+    inner = ((chunk >= before) & (chunk < plan.start.shape[2] - after)).all(1) | (before + after == 0)
     inner = inner & key_mask.repeat_interleave(NUM_HEADS, 0)
     assert inner.float().mean() > 0.6
-    close(ours[inner], theirs[inner], 1e-5)
+    close(ours[inner], split(theirs).flatten(0, 1)[inner], 1e-5)
 
 
 def test_shared_queries_ignore_the_given_keys_and_their_own_token():

@@ -9,7 +9,6 @@ import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from each import close
 from hf_efficient_attn.ops import tokens
@@ -24,6 +23,7 @@ from hf_efficient_attn.ops.sampling import (
 )
 from hf_efficient_attn.ops.tokens import normal, uniform
 from instances import numbers
+from naive import attend_naive
 
 CPU = torch.device("cpu")
 
@@ -31,20 +31,13 @@ CPU = torch.device("cpu")
 # Partials and their merge.
 
 
-def partial_of(query: Tensor, key: Tensor, value: Tensor) -> Partial:
-    """A partial (..., Nq, Dv) by the definition. It is empty if there is no key."""
-    scores = query @ key.transpose(-1, -2)
-    if scores.shape[-1] == 0:
-        shape = query.shape[:-1]
-        return Partial(query.new_zeros(*shape, value.shape[-1]), query.new_full(shape, -torch.inf))
-    return Partial(scores.softmax(-1) @ value, scores.logsumexp(-1))
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99), st.sampled_from((1.0, 30.0, 1e4)))
 def test_merge_of_any_split_is_the_whole(sizes, seed, size):
     query, key, value = numbers(2, 5, 3, seed=seed) * size, numbers(2, sum(sizes), 3, seed=1), numbers(2, sum(sizes), 4)
-    parts = [partial_of(query, k, v) for k, v in zip(key.split(sizes, 1), value.split(sizes, 1), strict=True)]
-    for ours, other in zip(merge(*parts), partial_of(query, key, value), strict=True):
+    parts = [
+        attend_naive(query, k, v, scale=1.0) for k, v in zip(key.split(sizes, 1), value.split(sizes, 1), strict=True)
+    ]
+    for ours, other in zip(merge(*parts), attend_naive(query, key, value, scale=1.0), strict=True):
         close(ours, other)
 
 

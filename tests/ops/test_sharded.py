@@ -88,15 +88,12 @@ def measure(case: Case) -> dict[str, float]:
     for x in grads[3:]:
         dist.all_reduce(x)
     valid = torch.ones(BATCH, LENGTH, dtype=torch.bool) if mask is None else mask
-    pairs = {"out": (found, out[:, :, shards.own], valid[:, None, shards.own, None])}
-    for name, mine, other in zip(("query", "key", "value"), grads, wanted, strict=False):
-        pairs[name] = mine, other[:, :, shards.own], torch.tensor(True)
-    for name, mine, other in zip(parameters, grads[3:], wanted[3:], strict=True):
-        pairs[name] = mine, other, torch.tensor(True)
+    out, found = (x.masked_fill(~valid[:, None, shards.own, None], 0.0) for x in (out[:, :, shards.own], found))
+    names = ("out", "query", "key", "value", *parameters)
+    others = [out, *(x[:, :, shards.own] for x in wanted[:3]), *wanted[3:]]
     scale = max(1.0, *(float(x.abs().max()) for x in wanted)) * LIMITS[case.dtype]
-    return {
-        k: float((torch.where(ok, a - b, 0.0).abs().max() / scale).nan_to_num(99.0)) for k, (a, b, ok) in pairs.items()
-    }
+    differences = ((a - b).abs().max() / scale for a, b in zip((found, *grads), others, strict=True))
+    return {name: float(x.nan_to_num(99.0)) for name, x in zip(names, differences, strict=True)}
 
 
 def measure_all(cases: list[Case]) -> dict[str, dict[str, float]]:
@@ -104,12 +101,7 @@ def measure_all(cases: list[Case]) -> dict[str, dict[str, float]]:
 
 
 def cases(rows: list[int], masks: tuple[str, ...]) -> list[Case]:
-    found = []
-    for i in rows:
-        config = INSTANCES[i].config()
-        for mask in masks:
-            found += [Case(i, c, mask, 2) for c in (False, True) if config.causal or not c]
-    return found
+    return [Case(i, c, mask, 2) for i in rows for mask in masks for c in (False, True)[: 1 + INSTANCES[i].info.causal]]
 
 
 def summarized(rows: list[int]) -> list[Case]:
@@ -127,22 +119,23 @@ NEARFAR = [i for i, x in enumerate(INSTANCES) if x.method == "nearfar"]
 FIRST = [i for i, x in enumerate(INSTANCES) if x.method not in [y.method for y in INSTANCES[:i]]]
 
 
-def check(results: list[dict[str, dict[str, float]]]) -> None:
-    wrong = {
-        f"{name} in process {rank}": {k: x for k, x in errors.items() if not x < 1.0}
-        for rank, result in enumerate(results)
+def check(size: int, folder, every: list[Case]) -> None:
+    wrong = [
+        f"{name} in process {rank}: {what} {error}"
+        for rank, result in enumerate(processes.run(size, folder, measure_all, every))
         for name, errors in result.items()
-    }
-    wrong = {name: errors for name, errors in wrong.items() if errors}
-    assert not wrong, "\n".join(f"{name}: {errors}" for name, errors in wrong.items())
+        for what, error in errors.items()
+        if not error < 1.0
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    check(processes.run(2, tmp_path, measure_all, cases(FIRST, ("right",)) + summarized(NEARFAR)))
+    check(2, tmp_path, cases(FIRST, ("right",)) + summarized(NEARFAR))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_rows_and_masks(tmp_path, size):
     every = cases(list(range(len(INSTANCES))), ("none", "right", "left", "few")) + summarized(NEARFAR)
-    check(processes.run(size, tmp_path, measure_all, every))
+    check(size, tmp_path, every)
