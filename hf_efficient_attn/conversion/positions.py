@@ -65,6 +65,8 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
                 setattr(module, name, buffer.new_zeros(1, new_size))
         # The entries before `offset` are not counted in the config.
         config.max_position_embeddings = new_size - getattr(embedding, "offset", 0)
+        if hasattr(config, "n_ctx"):  # in files of early versions
+            config.n_ctx = config.max_position_embeddings
     return model
 
 

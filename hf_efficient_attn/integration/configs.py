@@ -1,8 +1,7 @@
 """`efficient_attention` on every Transformers config, and its entry in `config.json`."""
 
 import functools
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
@@ -43,6 +42,19 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
+class _ReadOnly(dict[str, Any]):
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedAttentionError(
+            "config.efficient_attention is read-only: assign a new dictionary, "
+            "config.efficient_attention = {**config.efficient_attention, key: value}"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
 def _stored(config: object) -> EfficientAttentionConfig | None:
     """The settings that a config stores."""
     stored: Any = config.__dict__.get(_ATTRIBUTE)
@@ -52,7 +64,7 @@ def _stored(config: object) -> EfficientAttentionConfig | None:
     return settings
 
 
-def _get(config: PreTrainedConfig) -> MappingProxyType[str, Any] | None:
+def _get(config: PreTrainedConfig) -> dict[str, Any] | None:
     """None, or a read-only dictionary.
 
     It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
@@ -62,7 +74,7 @@ def _get(config: PreTrainedConfig) -> MappingProxyType[str, Any] | None:
     """
     settings = _stored(config)
     # The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
-    return None if settings is None else MappingProxyType(settings.to_dict())
+    return None if settings is None else _ReadOnly(settings.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:

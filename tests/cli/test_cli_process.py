@@ -18,7 +18,7 @@ from hf_efficient_attn import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAME = "hf-efficient-attn"
-COMMANDS = sorted(command.callback.__name__ for command in cli.app.registered_commands)
+COMMANDS = sorted(command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands)
 SLOW = {"torch", "transformers", "matplotlib", "numpy", "huggingface_hub"}
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 
@@ -217,7 +217,7 @@ def test_summaries_are_complete(columns, monkeypatch):
     assert "..." not in shown.partition("Commands:")[2]
     for found in cli.app.registered_commands:
         summary = " ".join(found.callback.__doc__.split("\n\n")[0].split())
-        assert f"{found.callback.__name__} {summary}" in " ".join(shown.split())
+        assert f"{found.callback.__name__.replace('_', '-')} {summary}" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

@@ -316,12 +316,6 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     assert "exists already; --force" in refused(capsys, *base, *out)
 
 
-def test_sequences_within_the_budget_are_refused(base, tmp_path, capsys, monkeypatch):
-    # Only a method that is exact up to some length and learns something; a user's own can be one.
-    monkeypatch.setattr(hea.LinearConfig, "exact_length", 100)
-    assert "sequences are within the budget of the method" in refused(capsys, *base, "-o", tmp_path / "out")
-
-
 def test_half_precision(made, text, tmp_path, capsys):  # noqa: F811
     source = tmp_path / "source"
     shutil.copytree(made("bert"), source)

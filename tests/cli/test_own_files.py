@@ -47,6 +47,7 @@ def refusal(capsys, *arguments):
 def test_every_command_imports_the_file_first(name, capsys, tmp_path):
     needed = {
         "info": ["random_keys"],
+        "export-kernel": ["random_keys", "-o", "y"],
         "convert": ["x", "-o", "y"],
         "distill": ["x", "--data", "y", "-o", "z", "--method", "random_keys"],
         "push": ["x", "a/b"],

@@ -309,10 +309,13 @@ def test_the_length_belongs_to_what_was_calibrated():
     ("values", "message"),
     [
         *(
-            ({"method": "longformer", "calibrated_length": length}, r"calibrated_length=.* must be a number of tokens")
+            (
+                {"method": "longformer", "calibrated_length": length},
+                r"calibrated_length=.* must be an integer of 1 or more",
+            )
             for length in (0, -1, 2.5, "70", True)
         ),
-        ({"layers": [{"layers": [0], "method": "longformer", "calibrated_length": 70}]}, "belongs beside 'layers'"),
+        ({"layers": [{"layers": [0], "method": "longformer", "calibrated_length": 70}]}, "in a mix every entry is"),
         ({"method": "longformer", "calibrated_lenght": 70}, "Did you mean 'calibrated_length'"),
     ],
 )
