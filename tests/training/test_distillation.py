@@ -136,8 +136,8 @@ def test_losses_are_those_of_dense_matrices(family, padding, monkeypatch):
 
 
 REFUSED = [
-    ("no data", "linear", HEDGEHOG, [], {}, "batches has no batch"),
-    ("one batch", "linear", HEDGEHOG, 1, {}, "batches has one batch"),
+    ("no data", "linear", HEDGEHOG, [], {}, "there is no batch"),
+    ("one batch", "linear", HEDGEHOG, 1, {}, "there is a single batch"),
     ("text", "linear", HEDGEHOG, "a text", {}, "a batch is a mapping"),
     ("nothing to learn", "linear", {}, 4, {}, "use feature_map='hedgehog' or feature_map='t2r' or feature_map='exp'"),
     ("convolution", "nystromformer", {"num_landmarks": 8}, 4, {}, "use conv_kernel_size=3"),
