@@ -188,7 +188,7 @@ def shuffled(items: Sequence[Any], seed: int) -> Iterator[Any]:
 def _check_count(count: int) -> None:
     if count < 2:
         raise UnsupportedAttentionError(
-            f"batches has {'one batch' if count else 'no batch'}, and the learned parameters would fit one without "
+            f"there is {'a single' if count else 'no'} batch, and the learned parameters would fit one batch without "
             "generalising: give at least two, better twenty or more, of the kind of data that the model is used on"
         )
 

@@ -84,9 +84,9 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
     if is_fixed and any(stage.distill or layout != kept for stage, layout in zip(stages, layouts, strict=True)):
         raise UnsupportedAttentionError(
             f"the stages {', '.join(stage.attention for stage in stages)} do not learn the same parameters, or one is "
-            "distilled, but FSDP, DeepSpeed and DataParallel keep the parameters of the start, and PEFT saves "
-            "only its adapters: use stages that learn the same parameters, with PEFT none, without 'distill', or train "
-            "all parameters with DistributedDataParallel"
+            "distilled, but FSDP, DeepSpeed and DataParallel keep the parameters that exist at the start, and PEFT "
+            "saves only its adapters: use stages that learn the same parameters, with PEFT none, without 'distill', or "
+            "train all parameters with DistributedDataParallel"
         )
     for stage, now, before in zip(stages[1:], layouts[1:], layouts, strict=False):
         if stage.distill and now.items() <= before.items():

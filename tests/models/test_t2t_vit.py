@@ -223,7 +223,12 @@ def test_compiles_to_one_graph(tokens_type, method):
 
 
 @pytest.mark.parametrize(
-    ("tokens_type", "method"), [("performer", "sdpa"), *(("transformer", method) for method in METHODS)]
+    ("tokens_type", "method"),
+    [
+        ("performer", "sdpa"),
+        *(("transformer", method) for method in ("kdeformer", "flurka_linear", "nystromformer")),
+        *(pytest.param("transformer", method, marks=pytest.mark.exhaustive) for method in METHODS),
+    ],
 )
 def test_gradients_reach_every_parameter(tokens_type, method):
     model = hea.convert(tiny(tokens_type=tokens_type), method, **SMALL.get(method, {})).train()

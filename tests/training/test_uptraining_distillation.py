@@ -269,7 +269,7 @@ def distilled(trainer) -> list[tuple]:
 )
 def test_callback(own, tmp_path):
     """Only the distilled parameters differ from a run without it: data and random states are those of the training."""
-    options = {"save_strategy": "steps", "save_steps": 1}
+    options = {"save_strategy": "steps", "save_steps": 2}
 
     def trained(folder, stages, resume=None, seed=0):
         given = {"distillation_batches": batches()} if own and stages is TWO else {}
@@ -283,7 +283,7 @@ def test_callback(own, tmp_path):
     assert again.samples == order.samples and again.draws == order.draws
     assert losses(whole) != losses(plain) and switches(whole) == switches(plain) == [(3, "linformer", "flurka_linear")]
     assert distilled(whole) == [(3, "flurka_linear", 10)]
-    for resume in ("checkpoint-1", "checkpoint-4"):
+    for resume in ("checkpoint-2", "checkpoint-4"):
         again, _ = trained(tmp_path / "whole", TWO, resume, seed=1)
         assert losses(again) == losses(whole) and distilled(again) == distilled(whole)
         assert all(torch.equal(p, values(whole.model)[name]) for name, p in again.model.named_parameters())
@@ -291,7 +291,7 @@ def test_callback(own, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"bf16": True}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}],
+    [{"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}],
     ids=lambda options: next(iter(options)),
 )
 def test_training_options(options, tmp_path):
