@@ -119,9 +119,8 @@ class EfficientAttentionConfig(KnownFields):
             items.append({**named, "method": entry.config.method, **chosen})
         is_mix = len(items) > 1 or items[0]["method"] != self.method
         values: dict[str, Any] = {"method": self.method, "layers": items} if is_mix else items[0]
-        if self.calibrated_length is None:
-            return {**values, "version": 1}
-        return {**values, "calibrated_length": self.calibrated_length, "version": FORMAT_VERSION}
+        length = {} if self.calibrated_length is None else {"calibrated_length": self.calibrated_length}
+        return {**values, **length, "version": FORMAT_VERSION if length else 1}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], method: str | None = None) -> "EfficientAttentionConfig":
@@ -157,10 +156,7 @@ def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
 
 @replaced_in_graphs(nothing)
 def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
-    """Warn once for each choice of a sequence that is longer than those that the choice was calibrated on.
-
-    No warning is given while a graph is traced: the length would become a condition of the graph.
-    """
+    """Warn once for each choice, outside of graphs, of a sequence longer than those that it was calibrated on."""
     limit = settings.calibrated_length
     if limit is None or kv_len <= limit or "_warned" in vars(settings):
         return
