@@ -35,17 +35,6 @@ def look_up(method="kdeformer", total_dim=LARGE_DIM, dtype=torch.float32, is_cau
 # The search.
 
 
-class Curve:
-    """A ratio by a formula, and the seconds of the method; each ratio is off by up to 2%."""
-
-    def __init__(self, formula, seconds=lambda length: 0.0):
-        self.formula, self.seconds, self.lengths = formula, seconds, []
-
-    def __call__(self, length):
-        self.lengths.append(length)
-        return self.formula(length) * (1.02 if len(self.lengths) % 2 else 0.98), self.seconds(length)
-
-
 def grows(crossing):
     return lambda n: n**2 / (0.6 * crossing * n + 0.4 * crossing**2)
 
@@ -61,15 +50,21 @@ def grows(crossing):
     ],
 )
 def test_a_crossing_is_found(formula, shortest, expected):
-    curve = Curve(formula)
-    assert measuring.find_crossover(curve, shortest) == pytest.approx(expected, rel=0.06)
-    assert len(curve.lengths) <= 7
+    lengths = []
+
+    def measure(length):  # each ratio is off by up to 2%
+        lengths.append(length)
+        return formula(length) * (1.02 if len(lengths) % 2 else 0.98), 0.0
+
+    assert measuring.find_crossover(measure, shortest) == pytest.approx(expected, rel=0.06)
+    assert len(lengths) <= 7
 
 
 def test_a_length_that_would_take_long_to_measure_is_extrapolated():
-    curve = Curve(lambda n: n / 50000, lambda n: n / 8000)
-    assert measuring.find_crossover(curve, 256) == pytest.approx(50000, rel=0.05)
-    assert max(curve.lengths) <= 8192
+    lengths = []
+    measure = lambda n: (lengths.append(n) or n / 50000, n / 8000)  # noqa: E731
+    assert measuring.find_crossover(measure, 256) == pytest.approx(50000, rel=0.05)
+    assert max(lengths) <= 8192
 
 
 MEASURED = {"num_heads": 2, "dtype": torch.float32, "device": CPU, "is_causal": True}
@@ -96,9 +91,8 @@ def _half_a_second(timer, min_run_time):
 
 
 def test_every_kind_of_call_is_measured(monkeypatch):
-    def measure(length, *, config, num_heads, dtype, device, is_causal):
-        crossing = (1000 if num_heads == 16 else 3000) * (2 if is_causal else 1) + (dtype == torch.bfloat16)
-        return length / crossing, 0.0
+    def measure(length, *, num_heads, dtype, is_causal, **rest):
+        return length / ((1000 if num_heads == 16 else 3000) * (2 if is_causal else 1)), 0.0
 
     monkeypatch.setattr(measuring, "measure_ratio", measure)
     found = measuring.measure_crossover("kdeformer", CPU)
@@ -203,9 +197,8 @@ def _file(rows):
 def test_a_damaged_file_is_named_once_and_replaced(content, cache):
     cache.parent.mkdir()
     cache.write_bytes(content)
-    with pytest.warns(
-        UserWarning, match="crossover.json holds no lengths that can be used .* crossover --renew`"
-    ) as found:
+    message = "crossover.json holds no lengths that can be used .* crossover --renew`"
+    with pytest.warns(UserWarning, match=message) as found:
         assert look_up() == crossover.built_in_table("cpu")["float32"].large
         look_up()
     assert len(found) == 1
@@ -250,21 +243,16 @@ def test_the_command_measures_once(cache, measurements, capsys):
     assert "| float32 causal | >1000000 | >1000000 |" in first
     assert f"Measured now, and written to {cache}" in first
     assert run() == 0
-    assert "1001" in (second := capsys.readouterr().out)
-    assert f"read from {cache}" in second
-    assert len(measurements) == 1
-    assert run("--renew", "--threads", "3") == 0
-    assert len(measurements) == 2
-    assert measurements[1][2] == 3
-    assert look_up() == 500  # of the usual number of threads
-
-
-def test_the_command_as_json(cache, measurements, capsys):
+    assert "1001" in (second := capsys.readouterr().out) and f"read from {cache}" in second
     assert run("--json") == 0
     assert json.loads(capsys.readouterr().out) == {
-        "method": "kdeformer", "machine": measuring.machine_name(CPU), "file": str(cache), "measured_now": True,
+        "method": "kdeformer", "machine": measuring.machine_name(CPU), "file": str(cache), "measured_now": False,
         "lengths": {"float32": {"small": 1001, "large": 500}, "float32 causal": {"small": NEVER, "large": NEVER}},
     }  # fmt: skip
+    assert len(measurements) == 1
+    assert run("--renew", "--threads", "3") == 0
+    assert [threads for *_, threads in measurements[1:]] == [3]
+    assert look_up() == 500  # of the usual number of threads
 
 
 def test_the_command_refuses_before_it_measures(cache, measurements, capsys):
