@@ -41,7 +41,8 @@ class _Command(TyperCommand):
         deleted and partial results are printed.
         """
         if sys.stderr is None or not sys.stderr.isatty():  # huggingface_hub then writes errors only
-            os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_VERBOSITY="error")
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         elif self.package not in sys.modules:
             typer.echo("Loading PyTorch ...", err=True)
         importlib.import_module(self.package)

@@ -174,12 +174,12 @@ class Rows:
             (x["name"] if x["layer"] is None else x["layer"], _number(x["before"]), _number(x["after"]))
             for x in result["layers"]
         ]
-        mean = ("mean", _number(result["error_before"]), _number(result["error_after"]))
+        rows.append(("mean", _number(result["error_before"]), _number(result["error_after"])))
         typer.echo()
-        common.print_table(("layer", "error before", "error after"), [*rows, mean])
-        if result["outputs"] is not None:
-            before, after = (_number(result["outputs"][key]) for key in ("before", "after"))
-            typer.echo(f"\nFine-tuning: the loss on held-out inputs was {before} before and is {after} now.")
+        common.print_table(("layer", "error before", "error after"), rows)
+        if (outputs := result["outputs"]) is not None:
+            loss = f"{_number(outputs['before'])} before and is {_number(outputs['after'])} now"
+            typer.echo(f"\nFine-tuning: the loss on held-out inputs was {loss}.")
         typer.echo("\n" + "\n".join(describe_conversion(done)))
 
 

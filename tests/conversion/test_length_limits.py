@@ -147,6 +147,7 @@ def test_a_model_in_the_folder_of_a_module(tmp_path):
     assert read(tmp_path / "out", NAME) == {"max_seq_length": 300}
 
 
+@pytest.mark.exhaustive
 def test_sentence_transformers_reads_the_whole_text(minilm, tmp_path):
     library = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     source = shutil.copytree(minilm, tmp_path / "source")
