@@ -294,8 +294,8 @@ def prepare_output(
         raise ValueError(f"--output_dir {folder} is a file: give a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
         raise ValueError(
-            f"the output folder {folder} is not empty: choose another, or give --resume_from_checkpoint True to "
-            "continue the run in it, or --overwrite"
+            f"the output folder {folder} is not empty: choose another, or give --overwrite; recipes on Trainer "
+            "continue the run in it with --resume_from_checkpoint True"
         )
     # All processes check the folder before the first one writes to it.
     state.wait_for_everyone()
