@@ -84,20 +84,13 @@ def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | Non
     return entries if own is None else {"": own, **entries}
 
 
-def requested_methods(implementation: object) -> list[str]:
-    """The methods of this package that an `attn_implementation` argument names."""
-    if isinstance(implementation, dict):
-        return [name for value in implementation.values() for name in requested_methods(value)]
-    return [implementation] if isinstance(implementation, str) and implementation in available_methods() else []
-
-
 def check_parts(config: PreTrainedConfig, implementation: object) -> None:
     """Refuse parts that a composite model does not have in an `attn_implementation`. Transformers ignores them."""
     # Trainer reads the config.json of a checkpoint as a plain config, which does not know the parts of its model.
     if not isinstance(implementation, dict) or type(config) is PreTrainedConfig:
         return
     for key, value in implementation.items():
-        if key not in ("", *config.sub_configs) and requested_methods(value):
+        if key not in ("", *config.sub_configs) and (isinstance(value, dict) or value in available_methods()):
             unknown = unknown_name(f"part of {type(config).__name__}", key, sorted(config.sub_configs))
             raise UnsupportedAttentionError(
                 f"attn_implementation: {unknown} Give a model without parts the name of one method"

@@ -101,11 +101,8 @@ def _needs_of_a_matrix(
         if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
             yield "attends to a window of its own that only a mask knows", module, location.name
         size, positions = (getattr(config, x, None) for x in ("attention_chunk_size", "max_position_embeddings"))
-        if (
-            size is not None
-            and "chunked" in (models.layer_type(module, config) or "")
-            and size < (positions or size + 1)
-        ):
+        is_chunked = size is not None and "chunked" in (models.layer_type(module, config) or "")
+        if is_chunked and size < (positions or size + 1):
             yield "attends within chunks of its own", module, location.name
         # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
         if not owner._supports_sdpa:
@@ -127,13 +124,12 @@ def _around_attention(
 
 def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
     """Refuse layers that the model does not have, items of `layers` with windows only, and modules of two entries."""
-    configs = {id(found.config): settings_of(found.config, str(method_of(found.config))) for found in chosen}
-    selected: dict[Layer | None, list[models.AttentionModule]] = {
-        x: [] for s in configs.values() for x in s.named_layers()
-    }
+    selected: dict[Layer | None, list[models.AttentionModule]] = {}
     for found in chosen:
+        settings = settings_of(found.config, str(method_of(found.config)))
+        selected |= {x: selected.get(x, []) for x in settings.named_layers()}
         layer, name, methods = found.location.layer, found.location.name, []
-        for entry in configs[id(found.config)].entries:
+        for entry in settings.entries:
             items = [x for x in entry.layers or (None,) if x is None or is_selected(x, layer, name)]
             methods += [entry.config.method] if items else []
             for item in items if models.uses_interface(type(found.module)) else ():

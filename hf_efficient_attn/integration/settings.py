@@ -197,17 +197,15 @@ def _as_list(layers: Any) -> list[Any] | None:
         raise UnsupportedAttentionError(
             f"'layers' must be a list of layer indices or of entries, not {shown(layers)}: write layers=[...]"
         )
-    layers = list(layers)
-    if not layers:
-        raise UnsupportedAttentionError(
-            "'layers' is empty, so that nothing would change; leave it out to choose all layers"
-        )
-    return layers
+    items = list(layers)
+    if not items:
+        raise UnsupportedAttentionError("'layers' is empty, so that nothing would change; leave it out for all layers")
+    return items
 
 
 def _mix_entry(entry: Any, method: str | None) -> Entry:
-    keys = () if not isinstance(entry, Mapping) else ("version", "calibrated_length")
-    if not keys or entry.get("layers") is None or any(key in entry for key in keys):
+    is_entry = isinstance(entry, Mapping) and entry.get("layers") is not None
+    if not is_entry or any(key in entry for key in ("version", "calibrated_length")):
         raise UnsupportedAttentionError(
             f"'layers' contains {shown(entry)}; in a mix every entry is "
             '{"layers": [indices], "method": name, hyperparameters}'

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.integration import learned, models, own_forward, positions, refusals
 from hf_efficient_attn.integration.cache import StateLayer
-from hf_efficient_attn.integration.configs import check_parts, method_of, requested_methods, settings_of
+from hf_efficient_attn.integration.configs import check_parts, method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.masks import refuse_packed_rows
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
@@ -49,10 +49,7 @@ def switch(
             change_configs()
         checked = [(root, _checked(root, is_complete)) for root in roots]
         for root, modules in checked:
-            _switch_modules(modules, is_complete)
-            parts = models.models_in(root)
-            if any(method_of(part.config) for part in parts):
-                _attach_checks(parts)
+            _switch_modules(root, modules, is_complete)
     except BaseException:
         before.restore()
         raise
@@ -71,8 +68,8 @@ def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionM
     return modules
 
 
-def _switch_modules(modules: Sequence[models.AttentionModule], is_complete: bool) -> None:
-    """Give attention modules what their method needs, and warn of those that stay exact, once for each module."""
+def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_complete: bool) -> None:
+    """Give the modules of a model what their method needs, and warn of attention that stays exact."""
     crossing: dict[str, list[tuple[nn.Module, models.ModuleLocation]]] = {}
     windowed: list[tuple[nn.Module, models.ModuleLocation]] = []
     for found in modules:
@@ -94,14 +91,12 @@ def _switch_modules(modules: Sequence[models.AttentionModule], is_complete: bool
     refusals.warn_of_exact_layers(reason, windowed)
     for reason, group in crossing.items():
         refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", group)
-
-
-def _attach_checks(parts: Sequence[PreTrainedModel]) -> None:
-    """Give the models in a model the checks of their calls."""
-    for part, tables in positions.tables_of(parts).items():
+    parts = models.models_in(root)
+    tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
+    for part, found_tables in tables.items():
         models.hook_once(part, _refuse_call)
-        if tables:
-            setattr(part, positions.TABLES, tables)
+        if found_tables:
+            setattr(part, positions.TABLES, found_tables)
         for module in part.modules():
             models.adapt_pooling(module)
 
@@ -167,8 +162,7 @@ def _is_part() -> bool:
 
 def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
     """Leave the config of a refused model as it was: the original writes the implementation into it first."""
-    names = requested_methods(kwargs.get("attn_implementation"))
-    before = models.Snapshot([], models.with_parts([config]) if names else [])
+    before = models.Snapshot([], models.with_parts([config]))
     try:
         model: PreTrainedModel = original(cls, config, **kwargs)
     except BaseException:
