@@ -18,7 +18,6 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.head_numbers import refuse_lost_padding
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.tracing import unwrapped
 
@@ -105,7 +104,6 @@ def padding_mask(
         return None
     if mask is None:
         return torch.ones(batch_size, kv_length, dtype=dtype, device=device)
-    refuse_lost_padding(mask, is_causal)
     return mask.to(dtype)
 
 

@@ -100,9 +100,10 @@ def _needs_of_a_matrix(
             yield models.matrix_need(module, is_attention=True), module, location.name
         if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
             yield "attends to a window of its own that only a mask knows", module, location.name
-        size, positions = (getattr(config, x, None) for x in ("attention_chunk_size", "max_position_embeddings"))
-        is_chunked = size is not None and "chunked" in (models.layer_type(module, config) or "")
-        if is_chunked and size < (positions or size + 1):
+        size: Any = getattr(config, "attention_chunk_size", None)
+        positions = getattr(config, "max_position_embeddings", None)
+        is_shorter = size is not None and (positions is None or size < positions)
+        if is_shorter and "chunked" in (models.layer_type(module, config) or ""):
             yield "attends within chunks of its own", module, location.name
         # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
         if not owner._supports_sdpa:

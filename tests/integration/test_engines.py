@@ -1,11 +1,6 @@
-"""Engines that divide a model over processes: Ulysses, tensor parallelism, FSDP2, and what is refused."""
+"""Engines that divide a model over processes: tensor parallelism, FSDP2, and what is refused."""
 
-import contextlib
 import copy
-import importlib
-import os
-import sys
-import types
 
 import pytest
 import torch
@@ -15,7 +10,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 import processes
-from hf_efficient_attn.ops.shards import Shards, to_heads, to_tokens
 from processes import refused
 
 LENGTH = 48
@@ -26,7 +20,6 @@ METHODS = {
     "eva": {"num_landmarks": 4, "window_size": 4},
     "nearfar": {"block_size": 4, "num_samples": 12},
 }
-STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
 def llama(method, num_kv_heads=4, noise=0.1):
@@ -64,79 +57,16 @@ def largest_error(whole, divided, is_summed=lambda name: True):
     return max(errors)
 
 
-@contextlib.contextmanager
-def emulated_ulysses(name, _):
-    """What DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers` does: it wraps the attention function."""
-    state = types.ModuleType(STATE)
-    state._SEQUENCE_PARALLEL_GROUP = dist.group.WORLD
-    state.get_sequence_parallel_rank, state.get_sequence_parallel_world_size = dist.get_rank, dist.get_world_size
-    attend, size = ALL_ATTENTION_FUNCTIONS[name], dist.get_world_size()
+def test_an_engine_that_gives_attention_some_heads_is_refused(monkeypatch):
+    """As DeepSpeed's Ulysses does, it puts a function of its own in the place of the method's."""
+    attend = ALL_ATTENTION_FUNCTIONS["kdeformer"]
 
-    def wrapper(module, query, key, value, attention_mask, *args, **kwargs):
-        shards = Shards(dist.group.WORLD, (query.shape[2],) * size, dist.get_rank())
-        num_heads, copies = query.shape[1], max(1, size // key.shape[1])
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        tensors = to_heads((query, key, value), shards)
-        out = attend(module, *tensors, None, *args, **kwargs)[0]
-        return to_tokens(out.transpose(1, 2), num_heads, shards).transpose(1, 2), None
+    def wrapper(module, query, key, value, *args, **kwargs):
+        return attend(module, query[:, :4], key[:, :2], value[:, :2], *args, **kwargs)
 
-    sys.modules[STATE] = state
-    ALL_ATTENTION_FUNCTIONS[name] = wrapper
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS[name] = attend
-        del sys.modules[STATE]
-
-
-@contextlib.contextmanager
-def deepspeed_ulysses(name, model):
-    """DeepSpeed's own, on the CPU, without an operator that would be compiled."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    deepspeed, attend = importlib.import_module("deepspeed"), ALL_ATTENTION_FUNCTIONS[name]
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    engine = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
-    engine.register_with_transformers(model, name, sequence_parallel_size=dist.get_world_size(), micro_batch_size=2)
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS[name], state = attend, sys.modules[STATE]
-        state._SEQUENCE_PARALLEL_GROUP = state._SEQUENCE_DATA_PARALLEL_GROUP = None
-
-
-def by_ulysses(method, num_kv_heads, engine):
-    """The largest difference of the logits and of the gradients from one process, and the refusal of padding."""
-    model, size, rank = llama(method, num_kv_heads), dist.get_world_size(), dist.get_rank()
-    divided, own = copy.deepcopy(model), slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
-    wanted, right = model(ids()).logits, torch.ones(2, LENGTH // size, dtype=torch.int64)
-    left, call = right.clone(), {"position_ids": torch.arange(LENGTH)[None, own].repeat(2, 1), "use_cache": False}
-    right[:, -3:], left[:, :3] = 0, 0
-    with engine(method, divided):
-        found = divided(ids()[:, own], **call).logits
-        found.square().sum().backward()
-        if num_kv_heads == 1:
-            assert refused(lambda: divided(ids()[:, own], attention_mask=right, **call)) is None
-            lost = refused(lambda: divided(ids()[:, own], attention_mask=left, **call))
-            sys.modules[STATE]._SEQUENCE_PARALLEL_GROUP = None
-            unknown = refused(lambda: divided(ids()[:, own], **call))
-            assert "without the attention_mask" in lost and "it is not known which they are" in unknown
-    wanted.square().sum().backward()
-    return max(relative(found, wanted[:, own]), largest_error(model, divided))
-
-
-def ulysses(cases, engine):
-    return {case: by_ulysses(*case, engine) for case in cases}
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("engine", [emulated_ulysses, deepspeed_ulysses])
-def test_ulysses(tmp_path, size, engine):
-    if engine is deepspeed_ulysses:  # DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed
-        pytest.importorskip("deepspeed")
-    cases = [("performer", 4), ("eva", 4), ("nearfar", 4), ("linear", 2), ("kdeformer", 1)]
-    for errors in processes.run(size, tmp_path, ulysses, cases, engine):
-        assert all(error < 1e-6 for error in errors.values()), errors
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "kdeformer", wrapper)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"4 of 8 heads, .* not known which .*Ulysses \(sp_size\)"):
+        llama("kdeformer")(ids())
 
 
 def by_tensor_parallelism(folder, methods):
@@ -205,7 +135,7 @@ def in_context_parallelism():
 def test_context_parallelism_is_refused(tmp_path):
     for inside, outside in processes.run(2, tmp_path, in_context_parallelism):
         assert outside is None
-        assert "cp_size" in inside and "sp_size" in inside and "hf_efficient_attn.sequence_parallel" in inside
+        assert "cp_size" in inside and "hf_efficient_attn.sequence_parallel" in inside
 
 
 def test_modules_that_accelerate_prepared_for_context_parallelism_are_refused():
