@@ -16,19 +16,6 @@ def generate(model, inputs, new: int = 12, **options) -> torch.Tensor:
     return ids[:, length:]
 
 
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("method", SAME_BY_STEP)
-@each_family
-def test_the_cache_gives_the_same_tokens(family, method, padding):
-    model, inputs = tiny_model(family, method, head=True), tiny_batch(family, padding=padding)
-    for options in ({"do_sample": True, "top_k": 10}, {"num_beams": 3, "num_return_sequences": 2}):
-        tokens = []
-        for use_cache in (True, False):
-            torch.manual_seed(3)
-            tokens.append(generate(model, inputs, use_cache=use_cache, **options))
-        assert torch.equal(*tokens)
-
-
 @each_method
 @each_family
 def test_decoding_steps_with_the_cache(family, method):

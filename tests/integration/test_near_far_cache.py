@@ -15,7 +15,7 @@ from hf_efficient_attn import cli
 from hf_efficient_attn.integration.near_far_cache import NearFarLayer
 from hf_efficient_attn.io.text import read_text
 from hf_efficient_attn.ops import coreset as coreset_ops
-from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
+from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, empty_coreset
 from instances import inputs
 from recipes.benchmarks import cache as recipe
 from tiny_models import DECODERS, tiny_batch, tiny_model
@@ -268,17 +268,6 @@ def test_masked_tokens_anywhere_change_nothing(seed):
         valid = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
         alone, _ = layer_outputs(*valid, 16, int(mask[row, :12].sum()))
         torch.testing.assert_close(out[row : row + 1, :, mask[row]], alone, atol=1e-4, rtol=1e-4)
-
-
-def test_landmarks_for_as_many_keys_are_exact():
-    query, key, value = (x[0] for x in inputs(1, 3, 40, 8, value_dim=5, dtype=torch.float64))
-    coreset = empty_coreset(key, value, 40)
-    coreset = add_keys(coreset, key[:, :25], value[:, :25], scale=0.3, seed=0, batch=1)
-    coreset = add_keys(coreset, key[:, 25:], value[:, 25:], scale=0.3, seed=0, batch=1)
-    out, lse = coreset_partial(query, coreset, scale=0.3)
-    scores = 0.3 * query @ key.mT
-    torch.testing.assert_close(out, scores.softmax(2) @ value, atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(lse, scores.logsumexp(2), atol=1e-2, rtol=1e-2)
 
 
 def add_keys_naive(

@@ -227,22 +227,6 @@ def test_a_refused_container_keeps_the_models_in_it(order):
         assert torch.equal(output(model, inputs), out)
 
 
-def tiny_gpt_oss():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
-    config = transformers.GptOssConfig(**sizes, **experts, head_dim=8, intermediate_size=16, vocab_size=60)
-    return transformers.GptOssModel(config).eval()
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_model_that_refuses_sdpa_keeps_the_others(order):
-    container = torch.nn.ModuleList([tiny_gpt_oss(), bert("linformer")][::order])
-    before = State(container)
-    with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
-        hea.convert(container, "sdpa")
-    before.check(container)
-
-
 def test_loading_leaves_the_callers_config_alone(tmp_path):
     auto, folder = transformers.AutoModel, tmp_path / "gpt2"
     tiny_model("bert").save_pretrained(tmp_path)
@@ -287,7 +271,7 @@ def test_loading_fails_at_every_call(tmp_path):
         assert vars(config) == before
         if not failure.raised:
             break
-        k += 29
+        k += 61
     assert k > 100
 
 

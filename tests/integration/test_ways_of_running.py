@@ -58,17 +58,6 @@ def saved_and_loaded(program) -> nn.Module:
     return torch.export.load(file).module()
 
 
-@pytest.mark.exhaustive
-@each_method
-@pytest.mark.parametrize("family", MODELS)
-def test_an_exported_graph_of_fixed_shapes(family, method):
-    make, names = MODELS[family]
-    model = Positional(tiny_model(family, method), names)
-    with torch.no_grad():
-        loaded = saved_and_loaded(torch.export.export(model, make(2, 70)))
-        torch.testing.assert_close(loaded(*make(2, 70)), model(*make(2, 70)), atol=1e-5, rtol=1e-5)
-
-
 @each_method
 @pytest.mark.parametrize("family", MODELS)
 def test_an_exported_graph_of_dynamic_shapes(family, method):
