@@ -61,8 +61,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         if method is not None and (location.is_cross or (not is_causal and query.shape[2] != key.shape[2])):
             reason = refusals.why_cross_attention_is_exact(method, config)
             if reason is not None:
-                reason = f"{reason}: cross attention stays exact in"
-                refusals.warn_of_exact_layers(reason, [(module, location)])
+                refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
                 method = None
         cached = _cached_layer(name, location, key, method if is_causal else None)
         parameters: Mapping[str, Tensor] = {}

@@ -94,19 +94,18 @@ def ranges(layers: Iterable[Layer]) -> str:
 
     Three or more names with successive numbers become a range too, such as "encoder.layers.0-5".
     """
+    texts = [str(layer) for layer in in_order(layers)]
+
+    def run_of(index: int) -> tuple[str, int]:
+        """What is before a number, and the number minus the index, which is the same for successive numbers."""
+        found = _RANGE.fullmatch(texts[index])
+        return (found["before"], int(found["first"]) - index) if found else (texts[index], 0)
+
     words: list[str] = []
-    runs: list[tuple[str, list[int]]] = []  # what is before the number, and the successive numbers
-    for layer in in_order(layers):
-        found = _RANGE.fullmatch(str(layer))
-        before, numbers = (found["before"], [int(found["first"])]) if found else (str(layer), [])
-        if numbers and runs and runs[-1][0] == before and runs[-1][1][-1] == numbers[0] - 1:
-            runs[-1][1].extend(numbers)
-        else:
-            runs.append((before, numbers))
-    for before, numbers in runs:
-        is_long = len(numbers) >= (_SHORTEST_NAME_RANGE if before else 2)
-        single = [f"{before}{number}" for number in numbers] or [before]
-        words += [f"{before}{numbers[0]}-{numbers[-1]}"] if is_long else single
+    for (before, _), group in itertools.groupby(range(len(texts)), run_of):
+        run = [texts[index] for index in group]
+        is_long = len(run) >= (_SHORTEST_NAME_RANGE if before else 2)
+        words += [f"{run[0]}-{run[-1].removeprefix(before)}"] if is_long else run
     return ",".join(words)
 
 

@@ -30,13 +30,7 @@ class LearnedParameters(nn.Module):
     them. Device and dtype are those of the parameters; None for the current default.
     """
 
-    def __init__(
-        self,
-        method: MethodConfig,
-        sizes: dict[str, int],
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, method: MethodConfig, sizes: dict[str, int], device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.method, self.sizes = method, sizes
         start = self.start_values()

@@ -185,13 +185,12 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         layer, window = layer_of(module, name), None if is_cross else window_of(module, config)
         location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window)
         found.append(AttentionModule(module, location, config, owner))
-    stacks: dict[Layer | None, set[str]] = {}
+    stacks = {(one.location.layer, stem_of(one.location.name)) for one in found}
+    shared: list[Layer | None] = [layer for layer, _ in stacks if isinstance(layer, int)]
     for one in found:
-        stacks.setdefault(one.location.layer, set()).add(stem_of(one.location.name))
-    for one in found:
-        layer, name = one.location.layer, one.location.name
-        is_shared = isinstance(layer, int) and len(stacks[layer]) > 1
-        yield one._replace(location=one.location._replace(label=stem_of(name))) if is_shared else one
+        is_shared = shared.count(one.location.layer) > 1
+        label = stem_of(one.location.name) if is_shared else one.location.layer
+        yield one._replace(location=one.location._replace(label=label))
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -288,10 +287,10 @@ def matrix_need(module: nn.Module, *, is_attention: bool) -> str | None:
 
 def attention_table(kind: type[nn.Module]) -> str | None:
     """The table, with an entry for "eager", from which a model takes its attention class; None without one."""
-    for cls in kind.__mro__:
+    for cls in (cls for cls in kind.__mro__ if issubclass(cls, PreTrainedModel)):
         if _WITHOUT_TABLE.fullmatch(cls.__name__):
             return None
-        for name, value in vars(sys.modules[cls.__module__]).items() if issubclass(cls, PreTrainedModel) else ():
+        for name, value in vars(sys.modules[cls.__module__]).items():
             if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
                 return name
     return None

@@ -236,26 +236,19 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
 
 
 def shard_attention(
-    method: MethodConfig | None,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    shards: Shards,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    **options: Any,
+    method: MethodConfig | None, tensors: tuple[Tensor, Tensor, Tensor], shards: Shards, **options: Any
 ) -> Tensor:
     """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None.
 
-    The options are the seed and the parameters of `methods.attention`.
+    The options are is_causal, scale, dropout_p, seed and parameters of `methods.attention`.
     """
-    query, key, value = tensors
-    if key.shape[2] != query.shape[2] or query.shape[2] != shards.lengths[shards.rank]:
+    (query, key, _), own = tensors, shards.lengths[shards.rank]
+    if key.shape[2] != query.shape[2] or query.shape[2] != own:
         raise UnsupportedAttentionError(
-            f"sequence_parallel: a layer has {query.shape[2]} queries and {key.shape[2]} keys, and the call "
-            f"{shards.lengths[shards.rank]} tokens in this process: caches and cross attention cannot be divided"
+            f"sequence_parallel: a layer has {query.shape[2]} queries and {key.shape[2]} keys, and the call {own} "
+            "tokens in this process: caches and cross attention cannot be divided"
         )
-    if dropout_p:
+    if options.pop("dropout_p"):
         raise UnsupportedAttentionError(
             "sequence_parallel: dropout of attention weights would draw other numbers in each process than one process "
             "draws: set it to 0 in the config (attention_probs_dropout_prob, attention_dropout or attn_pdrop)"
@@ -263,9 +256,10 @@ def shard_attention(
     if method is not None:
         if shards.seed is not None:  # in training all processes draw the same, which the model's call has agreed upon
             options["seed"] = (shards.seed + options["seed"]) % (2**31 - 1)
-        return sharded_attention(method, query, key, value, shards=shards, is_causal=is_causal, scale=scale, **options)
+        return sharded_attention(method, *tensors, shards=shards, **options)
+    exact = {"is_causal": options["is_causal"], "scale": options["scale"], "dropout_p": 0.0}
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, _: HeadSlice) -> Tensor:
-        return exact_layer(query, key, value, shards.key_mask, is_causal=is_causal, scale=scale, dropout_p=0.0)
+        return exact_layer(query, key, value, shards.key_mask, **exact)
 
-    return over_heads(some_heads, query, key, value, shards)
+    return over_heads(some_heads, *tensors, shards)

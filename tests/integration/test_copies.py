@@ -16,7 +16,7 @@ CASES = [
     ("bert", "linformer", {"share": "kv"}),
     ("distilbert", "flurka_linear", {}),
 ]
-CHOSEN = {"kdeformer", "linear", "linformer", "flurka_linear", "flurka_eva", "eva"}
+CHOSEN = {"kdeformer", "linear", "flurka_eva"}
 
 
 def cases():

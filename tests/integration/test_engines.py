@@ -90,9 +90,10 @@ def by_tensor_parallelism(folder, methods):
 
 
 def test_tensor_parallelism(tmp_path):
-    for method in METHODS:
+    methods = ("kdeformer", "linear", "eva")
+    for method in methods:
         llama(method).save_pretrained(tmp_path / "models" / method)
-    arguments = str(tmp_path / "models"), list(METHODS)
+    arguments = str(tmp_path / "models"), methods
     for found in processes.run(2, tmp_path / "run", by_tensor_parallelism, *arguments):
         assert all(max(errors) < 1e-6 for errors in found.values()), found
 

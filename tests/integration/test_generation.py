@@ -6,7 +6,11 @@ import torch
 import hf_efficient_attn as hea
 from tiny_models import DECODERS, METHODS, SAME_BY_STEP, SMALL, tiny_batch, tiny_model
 
-each_method = pytest.mark.parametrize("method", METHODS)
+# A sample for the core suite, of sampled keys, states, landmarks, learned tables and chunks. Tests on tensors have all.
+FEW = ("kdeformer", "linear", "nearfar", "longformer", "linformer", "flurka_eva")
+few_methods = pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in METHODS]
+)
 each_family = pytest.mark.parametrize("family", DECODERS)
 
 
@@ -16,7 +20,7 @@ def generate(model, inputs, new: int = 12, **options) -> torch.Tensor:
     return ids[:, length:]
 
 
-@each_method
+@few_methods
 @each_family
 def test_decoding_steps_with_the_cache(family, method):
     """Logits of one token, and of three, after a prompt are those of the whole sequence, where that is promised."""
@@ -39,7 +43,7 @@ def test_decoding_steps_with_the_cache(family, method):
                 torch.testing.assert_close(last, exact[:, -step:], atol=1e-4, rtol=1e-4)
 
 
-@each_method
+@few_methods
 @each_family
 def test_batches_with_left_padding_generate_as_each_alone(family, method):
     model, inputs = tiny_model(family, method, head=True), tiny_batch(family, padding="left")

@@ -12,8 +12,9 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.masks import read_mask
 from instances import INSTANCES, inputs, padding_mask
+from test_generation import few_methods
 from test_model_types import REFUSALS, SAMPLE, case
-from tiny_models import METHODS, SMALL
+from tiny_models import SMALL
 
 MASKED = [name for name, kind in SAMPLE.items() if kind in ("text", "decoder", "pair") and name not in REFUSALS]
 
@@ -79,7 +80,7 @@ def test_the_same_gradients(name, method):
     check(name, method)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@few_methods
 @pytest.mark.parametrize("name", ["Bert", pytest.param("Aimv2Text", marks=pytest.mark.exhaustive)])
 def test_every_method(name, method):
     if name == "Aimv2Text" and not hea.method_info(method).causal:

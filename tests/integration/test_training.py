@@ -7,9 +7,9 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from test_generation import few_methods
 from tiny_models import (
     DECODERS,
-    METHODS,
     RANDOM,
     SMALL,
     output,
@@ -18,10 +18,8 @@ from tiny_models import (
     tiny_model,
 )
 
-each_method = pytest.mark.parametrize("method", METHODS)
 
-
-@each_method
+@few_methods
 def test_dropout_and_draws_in_training(method):
     model = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     inputs = tiny_batch("bert")
@@ -55,7 +53,7 @@ def eager_and_compiled(family, model, inputs):
 
 
 @pytest.mark.exhaustive
-@each_method
+@few_methods
 @pytest.mark.parametrize(("family", "padding"), [("bert", "left"), ("gpt2", "none")])
 def test_compiling_to_one_graph(family, padding, method):
     layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
@@ -95,7 +93,7 @@ def test_compiling_with_inductor():
     torch.testing.assert_close(output(compiled, inputs), output(model, inputs), atol=1e-4, rtol=1e-4)
 
 
-@each_method
+@few_methods
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast_and_low_precision(family, method, dtype, tmp_path):

@@ -19,6 +19,7 @@ from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.methods.linear import LinearConfig
+from test_generation import few_methods
 from tiny_models import (
     DECODERS,
     ENCODERS,
@@ -34,7 +35,6 @@ from tiny_models import (
 )
 
 Refused = hea.UnsupportedAttentionError
-each_method = pytest.mark.parametrize("method", METHODS)
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -42,7 +42,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @each_family
-@each_method
+@few_methods
 def test_all_ways_of_switching_give_the_same_model(family, method, tmp_path):
     exact = tiny_model(family)
     inputs = tiny_batch(family, padding="none")
@@ -206,7 +206,7 @@ def test_padding_never_leaks(family, method, padding, layers):
     assert torch.equal(first[mask], second[mask])
 
 
-@each_method
+@few_methods
 @pytest.mark.parametrize("family", ENCODERS + DECODERS)
 def test_batch_rows_without_any_token(family, method):
     inputs = tiny_batch(family, padding="right")

@@ -11,10 +11,11 @@ from torch.export import Dim
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import methods_with
+from test_generation import few_methods
 from test_learned import learned_in, shake
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
-# What is enough for the core suite: sampled keys.
+# What is enough for graphs in the core suite: sampled keys.
 CHOSEN = ("kdeformer",)
 EXPORTABLE = methods_with("exportable")
 # (batch, length). The last row of a batch has a third less.
@@ -163,7 +164,7 @@ def test_int8_weights(family, method, quantize):
 
 
 @pytest.mark.parametrize("family", DECODERS)
-@pytest.mark.parametrize("method", [name for name in METHODS if hea.method_info(name).causal])
+@few_methods
 def test_an_offloaded_decoder_generates_the_same(family, method, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, inputs = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
