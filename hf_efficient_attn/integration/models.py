@@ -81,11 +81,6 @@ class AttentionModule(NamedTuple):
         """The method that the config chooses for the layer of the module; None for exact attention."""
         return method_at(self.config, method_of(self.config), self.location)
 
-    @property
-    def without_window(self) -> "AttentionModule":
-        """The same module as if its model gave it no sliding window."""
-        return self._replace(location=self.location._replace(window=None))
-
 
 def location_of(module: nn.Module) -> ModuleLocation:
     """The location that a switch wrote on the module, or else what the module itself says about it."""

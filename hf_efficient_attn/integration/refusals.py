@@ -28,10 +28,7 @@ from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 # The attribute of an attention module whose exact cross attention has been warned of.
 WARNED = "_efficient_attention_warned"
 # Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
-_ATTENTION_ARGUMENTS = (
-    "position_bias", "softcap", "s_aux", "sinks", "alibi", "cache", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
-    "seq_idx", "head_mask", "layer_head_mask", "indices", "block_indices", "block_table", "read_index", "write_index",
-)  # fmt: skip
+_ATTENTION_ARGUMENTS = ("softcap", "s_aux", "cache", "read_index", "write_index")
 _ATTENTION_WORDS = (
     "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
     "indices",

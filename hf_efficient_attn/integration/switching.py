@@ -70,28 +70,24 @@ def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionM
 
 def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_complete: bool) -> None:
     """Give the modules of a model what their method needs, and warn of attention that stays exact."""
-    crossing: dict[str, list[tuple[nn.Module, models.ModuleLocation]]] = {}
-    windowed: list[tuple[nn.Module, models.ModuleLocation]] = []
+    parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, models.ModuleLocation]]]()
     for found in modules:
-        (module, location, config, _), method = found, found.chosen
+        (module, location, config, _), name, method, reason = found, method_of(found.config), found.chosen, None
         if method is not None and location.is_cross:
-            reason = refusals.why_cross_attention_is_exact(method, config)
-            if reason is not None:
-                crossing.setdefault(reason, []).append((module, location))
-                method = None
-        elif location.window is not None and is_complete and found.without_window.chosen is not None:
-            windowed.append((module, location))
-        method = method if models.uses_interface(type(module)) else None
+            why = refusals.why_cross_attention_is_exact(method, config)
+            reason = None if why is None else f"{why}: cross attention stays exact in"
+        elif is_complete and models.method_at(config, name, location._replace(window=None)) != method:
+            reason = "layers with a sliding window of the model's own stay exact, at the cost of their window:"
+        if reason is not None:
+            exact.setdefault(reason, []).append((module, location))
+        method = method if reason is None and models.uses_interface(type(module)) else None
         learned.attach(found, method)
         own_forward.attach(module, method)
-        if method_of(config) is not None:
+        if name is not None:
             setattr(module, models.LOCATION, location)
             attach_hook(module)
-    reason = "layers with a sliding window of the model's own stay exact, at the cost of their window:"
-    refusals.warn_of_exact_layers(reason, windowed)
-    for reason, group in crossing.items():
-        refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", group)
-    parts = models.models_in(root)
+    for reason, group in exact.items():
+        refusals.warn_of_exact_layers(reason, group)
     tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
         models.hook_once(part, _refuse_call)
