@@ -29,9 +29,8 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from hf_efficient_attn.integration.attention import make_attention_function
+from hf_efficient_attn.integration.attention import REGISTERED, make_attention_function
 from hf_efficient_attn.integration.configs import add_default, extend_configs
-from hf_efficient_attn.integration.head_numbers import REGISTERED
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.integration.switching import extend_classes

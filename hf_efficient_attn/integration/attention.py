@@ -1,9 +1,13 @@
 """The attention function that Transformers calls under a method's name."""
 
+import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import refusals
@@ -11,16 +15,20 @@ from hf_efficient_attn.integration.cache import MethodLayer, NewKeys, cache_laye
 from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.head_numbers import head_slice_of, refuse_context_parallel
 from hf_efficient_attn.integration.layers import layer_seed
-from hf_efficient_attn.integration.learned import required_tensors
+from hf_efficient_attn.integration.learned import first_number, required_tensors
 from hf_efficient_attn.integration.masks import KeyMask, read_mask
 from hf_efficient_attn.integration.models import ModuleLocation, location_of, method_at
 from hf_efficient_attn.integration.sequence_parallel import shard_attention, shards_of
-from hf_efficient_attn.integration.settings import warn_beyond_calibration
+from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibration
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
+from hf_efficient_attn.ops.shards import HeadSlice
 
-__all__ = ["ModuleLocation", "is_causal_call", "make_attention_function", "method_at"]
+__all__ = ["REGISTERED", "ModuleLocation", "head_slice_of", "is_causal_call", "make_attention_function", "method_at"]
+
+
+# The attention functions as they were registered, by the methods' names.
+REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
 def is_causal_call(module: nn.Module, location: ModuleLocation, mask: KeyMask, is_causal: bool | None) -> bool:
@@ -112,3 +120,60 @@ def _cached_layer(name: str, location: ModuleLocation, key: Tensor, method: Meth
             "with a new cache after switching the model"
         )
     return None
+
+
+# Tensor parallelism gives attention only some heads. The module and its config still describe all of them, and what a
+# method draws and has learned for a head depends on its number among all.
+
+
+def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:
+    """The numbers of the `num_heads` query heads of a call of an attention module; None for all heads of the layer.
+
+    Raises:
+        UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
+    """
+    total = first_number(getattr(module, "config", None), "num_attention_heads", "n_head", "n_heads", "num_heads")
+    if total is None or num_heads >= total:
+        return None
+    sharded = sharded_parameters(module)
+    for parameter in sharded:
+        mesh = parameter.device_mesh
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard() and total == num_heads * mesh.size(dim):
+                return HeadSlice(int(mesh.get_local_rank(dim)) * num_heads, total)
+    # Another library, such as DeepSpeed with its Ulysses, has put a function of its own in the place of the method's.
+    is_wrapped = name in REGISTERED and ALL_ATTENTION_FUNCTIONS.get(name) is not REGISTERED[name]
+    if is_wrapped or sharded:
+        raise UnsupportedAttentionError(
+            f"{name}: a {type(module).__name__} calls its attention with {num_heads} of {total} heads, and it is not "
+            "known which they are, so that what is drawn or learned for a head would be that of another one: use "
+            "Transformers' tensor parallelism or hf_efficient_attn.sequence_parallel instead of another engine, such "
+            f"as DeepSpeed's Ulysses (sp_size), or attn_implementation={EXACT!r}"
+        )
+    return None  # a model whose layers have different numbers of heads
+
+
+def sharded_parameters(module: nn.Module) -> list[Any]:
+    """The parameters of a module that are divided over processes while it computes."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return []
+    from torch.distributed.tensor import DTensor
+
+    return [x for x in module.parameters() if isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)]
+
+
+def refuse_context_parallel(name: str, module: nn.Module) -> None:
+    """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only.
+
+    The call is in `context_parallel`, or accelerate has prepared the module for it.
+    """
+    exact: Any = torch.nn.functional.scaled_dot_product_attention
+    # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).
+    replaced = isinstance(exact, FunctionType) and exact.__module__.startswith("torch.distributed")
+    hooks = (getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values())
+    if replaced or any("_attach_context_parallel_hooks" in hook for hook in hooks):
+        raise UnsupportedAttentionError(
+            f"{name}: context parallelism (cp_size, ring attention) joins the sequence again in PyTorch's own "
+            "attention only, so that this layer would attend within its shard: use "
+            f"hf_efficient_attn.sequence_parallel, or attn_implementation={EXACT!r}"
+        )

@@ -46,7 +46,7 @@ class NewKeys(Tensor):
             result = function(*args, **(kwargs or {})) if looks else None
         if not looks or isinstance(result, Tensor):
             raise UnsupportedAttentionError(
-                "this cache holds a state of the method that the model had when the cache was made, and no keys that "
+                "this cache holds a state of the method that the model had, and no keys that "
                 f"{name!r} could read: start with a new cache after switching the model or compiling its forward; if "
                 "the model itself changes its cached keys, generate with use_cache=False"
             )
@@ -105,8 +105,7 @@ class MethodLayer(DynamicLayer):
         """Count new keys, and return them in a form that only the attention functions of this package can use."""
         if not self.was_used:
             raise UnsupportedAttentionError(
-                f"{self.method.method}: the last tokens were put into the cache, but no attention followed (the call "
-                "may have failed midway): start with a new cache"
+                f"{self.method.method}: no attention followed the last tokens in this cache: start with a new cache"
             )
         self.seen, self.was_used = self.seen + key.shape[-2], False
         new = key.as_subclass(NewKeys)
@@ -145,8 +144,7 @@ class MethodLayer(DynamicLayer):
             if not (counted == given).all():
                 raise UnsupportedAttentionError(
                     f"{self.method.method}: the attention_mask of earlier tokens has changed, and {self._holds} cannot "
-                    "forget tokens: give the mask of all tokens, with its earlier part unchanged, or start with a new "
-                    "cache"
+                    "forget tokens: give the mask of all tokens as it was, or start with a new cache"
                 )
         # Usually only the prompt has padding, and attention without a mask is faster.
         return None if mask is None or mask[:, earlier:].all() else mask[:, earlier:]

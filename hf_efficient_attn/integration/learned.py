@@ -92,9 +92,8 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
         return {}
     found = "no learned parameters" if learned is None else f"learned parameters of {learned.method}"
     raise UnsupportedAttentionError(
-        f"{method.method}: {name} has {found}, although the model's config asks for {method}. The config was changed "
-        "without switching the model, by hand or through another model with the same config object: call "
-        f"hf_efficient_attn.convert(model, {method.method!r}), and give each model a config of its own"
+        f"{method.method}: {name} has {found}, although its config, which another model may share, asks for {method}: "
+        f"call hf_efficient_attn.convert(model, {method.method!r}), and give each model a config of its own"
     )
 
 
@@ -121,8 +120,8 @@ def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | No
         return None, None
     if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
         raise UnsupportedAttentionError(
-            f"{type(found.owner).__name__} at {found.location.name} is offloaded, so that no learned parameters can be "
-            "added to it: convert the model first and offload it then"
+            f"{type(found.owner).__name__} at {found.location.name} is offloaded: convert the model first, which adds "
+            "learned parameters, and offload it then"
         )
     return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_efficient_attn.integration.attention import sharded_parameters
 from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.head_numbers import sharded_parameters
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import read_mask

@@ -97,9 +97,9 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
             used = _largest((ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1])
         if used > table.num_positions:
             raise UnsupportedAttentionError(
-                f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions (of a "
-                "decoder, a prompt counts together with what is generated): shorten the input, or extend the positions "
-                f"before the call with hf_efficient_attn.extend_positions(model, {used})"
+                f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions, for a "
+                "prompt and what is generated together: shorten the input, or extend the positions before the call "
+                f"with hf_efficient_attn.extend_positions(model, {used})"
             )
 
 

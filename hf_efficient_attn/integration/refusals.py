@@ -61,9 +61,8 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
             continue
         exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
         raise UnsupportedAttentionError(
-            f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), which no method here can keep, "
-            "because a (queries, keys) matrix of scores or of a mask is never built: use "
-            f"attn_implementation={exact!r}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), for which no method here builds a "
+            f"matrix: use attn_implementation={exact!r}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     if is_complete:
         _check_layers(kind, chosen)
@@ -134,8 +133,7 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
                 selected.setdefault(item, []).append(found)
         if len(methods) > 1:
             raise UnsupportedAttentionError(
-                f"{len(methods)} entries of 'layers' select {name} of {kind} ({', '.join(methods)}): each layer uses "
-                "one method"
+                f"{len(methods)} entries of 'layers' select {name} ({', '.join(methods)}): each layer uses one method"
             )
     missing = in_order(layer for layer, group in selected.items() if not group)
     if missing:

@@ -64,8 +64,7 @@ class EfficientAttentionConfig(KnownFields):
         length = self.calibrated_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise UnsupportedAttentionError(
-                f"calibrated_length={length!r} must be a number of tokens, an integer of 1 or more; leave it out if "
-                "the errors were not measured"
+                f"calibrated_length={length!r} must be an integer of 1 or more; leave it out if nothing was measured"
             )
         hyperparameters, layers = as_dict(self.hyperparameters or {}, "hyperparameters"), _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
@@ -137,8 +136,8 @@ class EfficientAttentionConfig(KnownFields):
         version = values.pop("version", FORMAT_VERSION)
         if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
             raise UnsupportedAttentionError(
-                f"efficient_attention: version={version!r} must be an integer from 1 to {FORMAT_VERSION}; a larger one "
-                "is that of a newer hf_efficient_attn: upgrade it from where you got it"
+                f"efficient_attention: version={version!r} must be an integer from 1 to {FORMAT_VERSION}; for a larger "
+                "one, of a newer hf_efficient_attn, upgrade it from where you got it"
             )
         method, layers = values.pop("method", method), values.pop("layers", None)
         length = values.pop("calibrated_length", None)
