@@ -122,12 +122,11 @@ def _cached_layer(name: str, location: ModuleLocation, key: Tensor, method: Meth
     return None
 
 
-# Tensor parallelism gives attention only some heads. The module and its config still describe all of them, and what a
-# method draws and has learned for a head depends on its number among all.
-
-
 def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:
     """The numbers of the `num_heads` query heads of a call of an attention module; None for all heads of the layer.
+
+    Tensor parallelism gives attention only some of the heads that the module and its config describe. What a method
+    draws and has learned for a head depends on its number among all.
 
     Raises:
         UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.

@@ -10,7 +10,7 @@ and values.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,12 +53,8 @@ class NewKeys(Tensor):
         return result
 
 
-class Tokens(NamedTuple):
-    """Keys (B, H_kv, N, D) and values (B, H_kv, N, Dv) of tokens, and their mask, bool (B, N) or None."""
-
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
+# Keys (B, H_kv, N, D) and values (B, H_kv, N, Dv) of tokens, and their mask, bool (B, N) or None.
+Tokens: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
 class MethodLayer(DynamicLayer):
@@ -124,15 +120,15 @@ class MethodLayer(DynamicLayer):
             UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
         """
         if not isinstance(key, NewKeys):
-            return self._first_attention(query, Tokens(key, value, attention_mask), options)
+            return self._first_attention(query, (key, value, attention_mask), options)
         if self.was_used:
             raise UnsupportedAttentionError(
                 f"{self.method.method}: two layers of this model use the same keys, which {self._unshared}"
             )
         with torch._C.DisableTorchFunctionSubclass():
             key = key.as_subclass(Tensor)
-        tokens = Tokens(key, value, self._new_mask(attention_mask, self.seen - value.shape[2]))
-        out = self._attention(query, tokens, options)
+        mask = self._new_mask(attention_mask, self.seen - value.shape[2])
+        out = self._attention(query, (key, value, mask), options)
         self.was_used = True
         return out
 
@@ -252,7 +248,7 @@ class StateLayer(MethodLayer):
         if self.options is None and self.keys is not None and self.keys.shape == key.shape:
             self.options, self.seen, self.keys, self.values = options, key.shape[2], None, None
             self.is_initialized = False  # an offloading cache has nothing to move
-            self.pending = tokens._replace(key=key.view_as(key))
+            self.pending = key.view_as(key), value, mask
             self._count(tokens)
             # With gradients the state is made when the next token comes, otherwise at once.
             if not torch.is_grad_enabled():
@@ -263,8 +259,9 @@ class StateLayer(MethodLayer):
         assert self.options is not None
         self.options = {**options, "scale": self.options["scale"], "seed": self.options["seed"]}
         self._update_pending()
+        key, value, mask = tokens
         out, self.state = attention_with_state(
-            self.method, self.state, query, tokens.key, tokens.value, attention_mask=tokens.mask, **self.options
+            self.method, self.state, query, key, value, attention_mask=mask, **self.options
         )
         self._count(tokens)
         return out
@@ -278,7 +275,7 @@ class StateLayer(MethodLayer):
 
     def _count(self, new: Tokens) -> None:
         """Count the valid tokens of each batch row, from the first padding on."""
-        if new.mask is not None or self.valid is not None:
-            number = new.key.shape[2]
-            added = number if new.mask is None else new.mask.sum(1)
+        number, mask = new[0].shape[2], new[2]
+        if mask is not None or self.valid is not None:
+            added = number if mask is None else mask.sum(1)
             self.valid = (self.seen - number if self.valid is None else self.valid) + added

@@ -160,7 +160,7 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
 
     Raises:
         UnsupportedAttentionError: an argument says where texts begin, or the positions of a row begin again, not
-            counting positions of padding. While a graph is traced, the check of the positions is part of the graph.
+            counting those of padding. While a graph is traced, the check is part of the graph.
     """
     ids, mask = given.get("position_ids"), given.get("attention_mask")
     argument, is_packed = next((name for name in _PACKING if given.get(name) is not None), None), False

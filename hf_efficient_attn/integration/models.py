@@ -253,9 +253,6 @@ def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
     return Snapshot(models, [config for model in models for config in configs_of(model)])
 
 
-# What is known of classes.
-
-
 def uses_interface(kind: type[nn.Module]) -> bool:
     """Whether a class, or one that it derives from, asks Transformers' attention interface, by its code."""
     functions = (inspect.unwrap(x) for cls in kind.__mro__ for x in vars(cls).values() if callable(x))

@@ -84,7 +84,7 @@ class NearFarLayer(MethodLayer):
         earlier = self.seen - number
         if earlier == 0:
             out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
-            self._append(Tokens(key, value, mask), 0)
+            self._append((key, value, mask), 0)
             self._merge_rows(self.counts > self.columns)
             return out
         outs, start = [], 0
@@ -96,8 +96,8 @@ class NearFarLayer(MethodLayer):
                 used = mask[:, start:].cumsum(1)
                 fitting = int((used <= left.to(used.device)[:, None]).sum(1).min())
             piece = slice(start, start + fitting)
-            new = Tokens(key[:, :, piece], value[:, :, piece], None if mask is None else mask[:, piece])
-            self._append(new, earlier + start)
+            new_mask = None if mask is None else mask[:, piece]
+            self._append((key[:, :, piece], value[:, :, piece], new_mask), earlier + start)
             outs.append(self._attend(query[:, :, piece], earlier + start, options["dropout_p"]))
             start += fitting
         return torch.cat(outs, 2)
@@ -108,11 +108,12 @@ class NearFarLayer(MethodLayer):
 
     def _append(self, new: Tokens, first: int) -> None:
         """Keep the keys of tokens from position `first` on."""
-        added: Any = new.key.shape[2]
+        key, value, mask = new
+        added: Any = key.shape[2]
         position = torch.arange(first, first + added, device=self.keys.device).expand(len(self.counts), -1)
-        if new.mask is not None:
-            position, added = position.masked_fill(~new.mask, -1), new.mask.sum(1).cpu()
-        self.keys, self.values = torch.cat((self.keys, new.key), 2), torch.cat((self.values, new.value), 2)
+        if mask is not None:
+            position, added = position.masked_fill(~mask, -1), mask.sum(1).cpu()
+        self.keys, self.values = torch.cat((self.keys, key), 2), torch.cat((self.values, value), 2)
         self.position = torch.cat((self.position, position), 1)
         self.counts, self.valid = self.counts + added, self.valid + added
         if self.keys.shape[2] > self.columns and self.counts.max() <= self.columns:

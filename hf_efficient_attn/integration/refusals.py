@@ -213,9 +213,6 @@ def check_methods(
             )
 
 
-# What a call refuses, or warns of.
-
-
 def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None:
     """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen."""
     if not method.causal:

@@ -8,7 +8,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -111,9 +111,6 @@ def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
         refusals.refuse_attentions(name, model.config.output_attentions if requested is None else requested)
 
 
-# Extensions of Transformers' classes.
-
-
 def extend_classes() -> None:
     """Extend the classes. Called once."""
     for cls, name, extension in (
@@ -160,11 +157,10 @@ def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedCo
     """Leave the config of a refused model as it was: the original writes the implementation into it first."""
     before = models.Snapshot([], models.with_parts([config]))
     try:
-        model: PreTrainedModel = original(cls, config, **kwargs)
+        return cast("PreTrainedModel", original(cls, config, **kwargs))
     except BaseException:
         before.restore()
         raise
-    return model
 
 
 def _set_implementation(
