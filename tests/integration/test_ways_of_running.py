@@ -60,7 +60,7 @@ def saved_and_loaded(program) -> nn.Module:
 
 
 @each_method
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["bert", pytest.param("vit", marks=pytest.mark.exhaustive)])
 def test_an_exported_graph_of_dynamic_shapes(family, method):
     """One graph for other batches, and, if the inputs are texts, other lengths and masks."""
     make, names = MODELS[family]
@@ -95,7 +95,7 @@ def test_a_model_in_onnx(family, method, tmp_path):
         )
 
 
-@pytest.mark.parametrize("way", ["dynamic", "mark_dynamic"])
+@pytest.mark.parametrize("way", ["dynamic", pytest.param("mark_dynamic", marks=pytest.mark.exhaustive)])
 @each_method
 def test_a_compiled_model_of_dynamic_lengths(method, way):
     """No length but the first one is compiled."""
