@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import refusals
-from hf_efficient_attn.integration.cache import MethodLayer, NewKeys, cache_layer_of
+from hf_efficient_attn.integration.cache import NewKeys, cache_layer_of
 from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
@@ -21,7 +21,7 @@ from hf_efficient_attn.integration.masks import KeyMask, read_mask
 from hf_efficient_attn.integration.models import ModuleLocation, location_of, method_at
 from hf_efficient_attn.integration.sequence_parallel import shard_attention, shards_of
 from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibration
-from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
+from hf_efficient_attn.methods import attention, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
 
 __all__ = ["REGISTERED", "ModuleLocation", "head_slice_of", "is_causal_call", "make_attention_function", "method_at"]
@@ -71,7 +71,15 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             if reason is not None:
                 refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
                 method = None
-        cached = _cached_layer(name, location, key, method if is_causal else None)
+        cached = cache_layer_of(key)  # which computes the call if its keys are not those of all tokens
+        if cached is None or not is_causal or method != cached.method:
+            if isinstance(key, NewKeys):
+                raise UnsupportedAttentionError(
+                    f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
+                    f"{location.name} of this model now computes something else: start with a new cache after "
+                    "switching the model"
+                )
+            cached = None
         parameters: Mapping[str, Tensor] = {}
         if method is not None:
             if is_causal:
@@ -106,20 +114,6 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     setattr(forward, TAKES_DISTANCE_BIAS, True)
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward
-
-
-def _cached_layer(name: str, location: ModuleLocation, key: Tensor, method: MethodConfig | None) -> MethodLayer | None:
-    """The layer of the cache that computes a causal call of a method; None if the keys are those of all tokens."""
-    cached = cache_layer_of(key)
-    if cached is not None and method == cached.method:
-        return cached
-    if isinstance(key, NewKeys):
-        held = "a state" if cached is None else f"a state of {cached.method}"
-        raise UnsupportedAttentionError(
-            f"{name}: the cache holds {held}, but {location.name} of this model now computes something else: start "
-            "with a new cache after switching the model"
-        )
-    return None
 
 
 def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:

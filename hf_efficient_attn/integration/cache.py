@@ -63,10 +63,6 @@ class MethodLayer(DynamicLayer):
     `update` returns keys that say which layer they come from, and the attention function calls `attention`. A subclass
     adds new tokens and computes their attention to all tokens by `_attention`, or, if `update` returned the keys as
     they are, by `_first_attention`.
-
-    Attributes:
-        seen: number of tokens, padding included.
-        valid: number of tokens without padding: integers (B,), or None if there is no padding.
     """
 
     # The attributes that change with the tokens: None, tensors whose first dimension is the batch, or named tuples of
@@ -85,6 +81,7 @@ class MethodLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
+        # Number of tokens without padding: integers (B,), or None if there is no padding; and with padding.
         self.valid: Any = None
         for name in self._content:
             setattr(self, name, None)
@@ -203,17 +200,13 @@ class StateLayer(MethodLayer):
     computes the prompt as it does without a cache, and then the layer makes its state. After that, it returns only the
     new keys, as `NewKeys`. If it is never asked, because the keys were changed on the way or the graph is being
     compiled, it continues as an ordinary layer that keeps all keys and values. Decoding is then no faster.
-
-    Attributes:
-        state: named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead.
-        pending: tokens that are not part of the state yet.
     """
 
     _content = ("state", "valid", "pending", "keys", "values")
     _holds = "a state"
     _unshared = "a state does not support: generate with use_cache=False"
-    state: Any
-    pending: Tokens | None
+    state: Any  # named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead
+    pending: Tokens | None  # tokens that are not part of the state yet
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -116,9 +116,8 @@ def _is_plain(
     that Transformers composes, every query attends to an interval of keys around it. So it is enough to check the two
     ends of each interval, which takes O(N) pairs.
 
-    `contains` says of the positions of queries (Nq,), and of keys, the first of which is at `first`, which pairs are in
-    the mask: bool (B, Nq). Pairs with padding, where `valid`, bool (B, Nk), is False, do not matter. A window of keys
-    contains the query; if not causal, it has as many on each side, and its end is not included.
+    `contains` says of positions of queries (Nq,) and of keys, the first of which is at `first`, which pairs are in the
+    mask: bool (B, Nq). Pairs with padding, where `valid`, bool (B, Nk), is False, do not matter.
     """
     last = first + valid.shape[1] - 1
     if window is None:

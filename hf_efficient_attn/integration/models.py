@@ -105,10 +105,9 @@ def method_at(config: object, name: str | None, location: ModuleLocation) -> Met
 
 def choose(models: Sequence[PreTrainedModel], settings: EfficientAttentionConfig) -> None:
     """Write a choice into all configs of models, in which nothing else changes yet."""
-    for model in models:
-        for config in configs_of(model):
-            config._attn_implementation_internal = settings.method
-            config.efficient_attention = settings
+    for config in (config for model in models for config in configs_of(model)):
+        config._attn_implementation_internal = settings.method
+        config.efficient_attention = settings
 
 
 def models_in(module: nn.Module) -> list[PreTrainedModel]:

@@ -32,22 +32,13 @@ _check_eager = refused_in_graphs(
 
 
 class NearFarLayer(MethodLayer):
-    """A layer of `NearFarCache` for a method, with at most `columns` keys and landmarks together.
+    """A layer of `NearFarCache` for a method, with at most `columns` keys and landmarks together."""
 
-    Attributes:
-        keys: (B, H_kv, L, D), the kept keys. L is at most `columns`, except within a call.
-        values: (B, H_kv, L, Dv).
-        position: int64 (B, L), the position of each kept key in the sequence; -1 where a row keeps fewer.
-        coreset: landmarks (B, H_kv, m, .) of the older keys; None as long as there are none.
-        counts: int64 (B,), number of kept keys of each row, on the CPU.
-        valid: int64 (B,), number of valid tokens of each row, on the CPU.
-    """
-
-    keys: Any
-    values: Any
-    position: Any
-    counts: Any
-    coreset: GrowingCoreset | None
+    keys: Any  # (B, H_kv, L, D), the kept keys; L is at most `columns`, except within a call
+    values: Any  # (B, H_kv, L, Dv)
+    position: Any  # int64 (B, L), the position of each kept key in the sequence; -1 where a row keeps fewer
+    counts: Any  # int64 (B,), number of kept keys of each row, on the CPU, as `valid`, that of its valid tokens
+    coreset: GrowingCoreset | None  # landmarks (B, H_kv, m, .) of the older keys
     supports_early_init = False
     _content = ("keys", "values", "position", "coreset", "counts", "valid")
     _holds = "landmarks"

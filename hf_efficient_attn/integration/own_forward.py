@@ -1,10 +1,9 @@
 """Forwards that single modules have of their own: those of methods that are cheaper from the hidden states.
 
-A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values, so that P
-tokens are projected instead of N. The attention interface comes after these projections, so the modules of `_LAYOUTS`
-get a forward of their own, until the model is switched to another method. In all other modules, the method contracts
-keys and values, with the same result up to rounding. A layer of BERT's size takes 1.3 to 1.5 times as long that way
-(FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
+A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values. The attention
+interface comes after these projections, so the modules of `_LAYOUTS` get a forward of their own. In all others, the
+method contracts keys and values, with the same result up to rounding. A layer of BERT's size takes 1.3 to 1.5 times as
+long that way (FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
 
 `torch.nn.DataParallel` makes replicas whose attributes are those of the original; a forward that is bound to the
 original would compute with its parameters. A module with a forward of its own therefore makes its replicas itself.

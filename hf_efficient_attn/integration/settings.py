@@ -119,9 +119,8 @@ class EfficientAttentionConfig(KnownFields):
             items.append({**named, "method": entry.config.method, **chosen})
         is_mix = len(items) > 1 or items[0]["method"] != self.method
         values: dict[str, Any] = {"method": self.method, "layers": items} if is_mix else items[0]
-        if self.calibrated_length is None:
-            return {**values, "version": 1}
-        return {**values, "calibrated_length": self.calibrated_length, "version": FORMAT_VERSION}
+        length = {} if self.calibrated_length is None else {"calibrated_length": self.calibrated_length}
+        return {**values, **length, "version": FORMAT_VERSION if length else 1}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], method: str | None = None) -> "EfficientAttentionConfig":
