@@ -1,8 +1,8 @@
 """The connection to Transformers: one attention function and one mask function per method, and a few extensions.
 
-Transformers has an official interface for the two functions (`AttentionInterface`, `AttentionMaskInterface`). It has
-none for what a checkpoint must carry (`attn_implementation` is dropped on every save), nor for changing a model that
-was just made. `register` therefore extends its base classes once, in these places only:
+Transformers has an interface for the two functions, but none for what a checkpoint must carry (`attn_implementation` is
+dropped on every save), nor for changing a model that was just made. `register` therefore extends its base classes once,
+in these places only:
 
 - `PreTrainedConfig.efficient_attention` is an attribute, which `to_dict` contains together with the method's name, and
   `_attn_implementation` refuses methods for parts that a model does not have (`configs`).
@@ -14,8 +14,7 @@ was just made. `register` therefore extends its base classes once, in these plac
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`cache`).
 
 A switch changes no class. It numbers the attention modules and attaches the parameters that their method learns. A few
-kinds of modules also get a forward that passes hidden states instead of keys and values (`own_forward`), and those of
-T5 a hook that keeps their bias from becoming a matrix (`distance_bias`). Other models and configs do not change.
+kinds of modules also get a forward of their own (`own_forward`), or a hook (`distance_bias`).
 
 An attention module can describe itself by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (the largest number of keys), which determine the sizes of learned

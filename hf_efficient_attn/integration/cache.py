@@ -112,9 +112,6 @@ class MethodLayer(DynamicLayer):
 
         Key and value are as `update` returned them, and the mask is bool (B, all tokens). The options are scale,
         dropout_p, seed and parameters of `methods.attention`. The seed of a state is that of its first call.
-
-        Raises:
-            UnsupportedAttentionError: the mask of earlier tokens has changed, or the same keys are used twice.
         """
         if not isinstance(key, NewKeys):
             return self._first_attention(query, (key, value, attention_mask), options)
@@ -152,11 +149,7 @@ class MethodLayer(DynamicLayer):
         return self.keeps_keys and self.is_initialized
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; `tokens_to_remove` is minus their number, in 5.12 also the length that remains.
-
-        Raises:
-            UnsupportedAttentionError: there is something to remove, and no keys are kept.
-        """
+        """Remove the last tokens; `tokens_to_remove` is minus their number, in 5.12 also the length that remains."""
         if self.is_croppable:
             super().crop(tokens_to_remove)
         elif tokens_to_remove < 0 or (_CROPS_TO_LENGTH and tokens_to_remove < self.seen):

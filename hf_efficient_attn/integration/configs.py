@@ -46,10 +46,10 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 def _get(config: PreTrainedConfig) -> MappingProxyType[str, Any] | None:
     """None, or a read-only dictionary.
 
-    It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`, which is checked at once. A
-    dictionary without "method" belongs to the method that the config names. If the config names no implementation yet,
-    setting the attribute also chooses the method, for all parts of a composite model, or only for those that name it
-    already. If it names another one, the setting has no effect until the model is switched.
+    It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`. A dictionary without
+    "method" belongs to the method that the config names. If it names no implementation yet, this also chooses the
+    method, for all parts of a composite model, or only for those that name it already. If it names another one, the
+    setting has no effect until the model is switched.
     """
     settings = config.__dict__.get(_ATTRIBUTE)
     # The choice was checked as a whole when it was assigned. A change of a single key would escape the check.

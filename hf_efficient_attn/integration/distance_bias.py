@@ -1,11 +1,11 @@
 """The bias of relative positions of T5 and similar models, without its (queries, keys) matrix.
 
-T5's attention modules compute the bias as a (1, H, Nq, Nk) tensor, hand it to the attention function as
-`position_bias`, and return it, so that the next layer gets it. They compute none if they are given one. A forward
-pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would. Cross attention has
-no bias, but T5 makes a tensor of zeros for it, which the hook prevents in the same way.
+T5's attention modules compute the bias as a (1, H, Nq, Nk) tensor (of zeros for cross attention), hand it to the
+attention function as `position_bias`, and return it for the next layer. They compute none if they are given one. A
+forward pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,15 +19,12 @@ ARGUMENT = "position_bias"
 TAKES_DISTANCE_BIAS = "takes_distance_bias"
 
 
-class DistanceBias:
+class DistanceBias(SimpleNamespace):
     """What an attention module of T5 gets in place of a tensor of biases.
 
     Every layer computes its own table, so that gradients reach the parameters with any kind of gradient checkpointing.
     `module` is the attention module that holds the parameters of the bias; None for cross attention, which has none.
     """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
 
 
 def has_distance_bias(kind: type[nn.Module]) -> bool:
@@ -64,4 +61,4 @@ def _give_bias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not getattr(function, TAKES_DISTANCE_BIAS, False) or kwargs.get(ARGUMENT) is not None:
         return None
     own = module if getattr(module, "has_relative_attention_bias", False) else None
-    return args, {**kwargs, ARGUMENT: DistanceBias(own)}
+    return args, {**kwargs, ARGUMENT: DistanceBias(module=own)}

@@ -112,8 +112,6 @@ def ranges(layers: Iterable[Layer]) -> str:
 def parse_layers(text: str) -> list[Layer]:
     """Read layers as `ranges` writes them: "t2t.0,0-5,8" becomes ["t2t.0", 0, 1, 2, 3, 4, 5, 8].
 
-    "encoder.layers.0-2" becomes the three names from "encoder.layers.0" to "encoder.layers.2".
-
     Raises:
         UnsupportedAttentionError: a part is neither a layer nor a range of layers.
     """

@@ -81,8 +81,7 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
     """The learned parameters with which a module computes a method; empty if the method learns none.
 
     Raises:
-        UnsupportedAttentionError: the module lacks the parameters, because the model's config was changed without
-            switching the model. Start values would silently give another output.
+        UnsupportedAttentionError: the module lacks them, because its config was changed without switching the model.
     """
     learned = learned_of(module)
     if learned is not None and learned.method == method:
@@ -98,13 +97,10 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
 
 
 def attach(found: AttentionModule, method: MethodConfig | None) -> None:
-    """Give an attention module the learned parameters of a method, in place of those that it has.
-
-    Parameters that it already has for the same hyperparameters are kept.
+    """Give an attention module the learned parameters of a method, unless it has those of the same hyperparameters.
 
     Raises:
-        UnsupportedAttentionError: the sizes cannot be determined from the module and its config, or the module's
-            parameters are offloaded.
+        UnsupportedAttentionError: the sizes cannot be determined, or the module's parameters are offloaded.
     """
     current, needs = learned_of(found.module), method is not None and learns(method)
     if current is not None and not needs:

@@ -67,8 +67,7 @@ def padding_mask(
         (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
 
     Raises:
-        UnsupportedAttentionError: packed sequences, chunks, any other pattern, a static cache, or a mask of the keys
-            that is not 2-D.
+        UnsupportedAttentionError: any pattern but padding and a window, a static cache, or a mask that is not 2-D.
     """
     # Only Transformers' functions for bidirectional masks pass this argument.
     is_causal = "allow_is_bidirectional_skip" not in kwargs
@@ -157,9 +156,8 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
 
     Transformers looks at the positions only where it makes a causal mask without a cache.
 
-    Raises:
-        UnsupportedAttentionError: an argument says where texts begin, or the positions of a row begin again, not
-            counting those of padding. While a graph is traced, the check is part of the graph.
+    An argument says where texts begin, or the positions of a row begin again, not counting those of padding. While a
+    graph is traced, the check is part of the graph.
     """
     ids, mask = given.get("position_ids"), given.get("attention_mask")
     argument, is_packed = next((name for name in _PACKING if given.get(name) is not None), None), False

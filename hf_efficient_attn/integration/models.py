@@ -3,9 +3,8 @@
 Whether a class asks the attention interface is read from its code. Exceptions that concern a few models of Transformers
 are listed here. All classes of versions 5.12 and 5.24 were looked through for the lists.
 
-A layer with a sliding window of its model's own (`ModuleLocation.window`) is sub-quadratic already, and a method would
-lose the window, so that it stays exact, at the cost of its window. Its module says at its call how long the window is,
-as Transformers' flash attention needs it too, and its mask says that it has one (`masks.KeyMask.is_local`).
+A layer with a sliding window of its model's own (`ModuleLocation.window`) stays exact, because a method would lose the
+window. Its module says at its call how long it is, and its mask that it has one (`masks.KeyMask.is_local`).
 """
 
 import copy
@@ -159,8 +158,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """The modules of a model that compute attention.
 
     Layers count from the innermost model that holds the module, so that they keep their numbers if their model becomes
-    part of another. Names count from `model`, without the prefix by which a model with a head holds the one without:
-    they are the same in `BartModel` and in `BartForConditionalGeneration`.
+    part of another. Names count from `model` without its head, as in `BartModel` of `BartForConditionalGeneration`.
     """
     head = f"{getattr(model, 'base_model_prefix', '')}."
     owners: dict[str, tuple[str, PreTrainedModel | None]] = {}
@@ -218,11 +216,9 @@ def layer_type(module: nn.Module, config: PreTrainedConfig) -> str | None:
 
 
 class Snapshot:
-    """The attributes of modules and configs at one moment.
+    """The attributes of modules and configs at one moment, and of the dictionaries among them.
 
-    A switch to another attention method replaces attributes: parameters, submodules, forwards, hooks, entries of
-    configs. It never writes into a tensor. So a shallow copy of the attributes of every module and config, and of the
-    dictionaries among them, restores everything.
+    That restores everything, because a switch to another method replaces attributes, and never writes into a tensor.
     """
 
     def __init__(self, models: Iterable[nn.Module], configs: Iterable[PreTrainedConfig]) -> None:

@@ -180,9 +180,8 @@ class NearFarCache(Cache):
 
     Landmarks forget single keys: a model that copies from far back needs a budget about as large as the distance.
 
-    Layers that the config keeps exact, and layers with a sliding window of the model's own, keep the keys that
-    `DynamicCache` keeps. Beam search and left padding work. A cache belongs to one sequence:
-    call `reset()`, or make a new one, before the next.
+    Layers that stay exact, or that the config chooses by name, keep the keys that `DynamicCache` keeps. Beam search and
+    left padding work. A cache belongs to one sequence: call `reset()`, or make a new one, before the next.
 
     Sources: a memory of recent tokens and a compressed one of older tokens, Rae et al. 2020 ("Compressive
     Transformers", where the compression is learned); merging coresets, Har-Peled and Mazumdar 2004; landmarks, Chen,

@@ -5,8 +5,7 @@ interface comes after these projections, so the modules of `_LAYOUTS` get a forw
 method contracts keys and values, with the same result up to rounding. A layer of BERT's size takes 1.3 to 1.5 times as
 long that way (FLuRKA, 4,096 tokens, one thread of an AMD EPYC).
 
-`torch.nn.DataParallel` makes replicas whose attributes are those of the original; a forward that is bound to the
-original would compute with its parameters. A module with a forward of its own therefore makes its replicas itself.
+`torch.nn.DataParallel` copies attributes to its replicas, so a module with a forward of its own binds it to them anew.
 """
 
 import functools
@@ -45,10 +44,7 @@ _PACKAGES = ("transformers.models.", "hf_efficient_attn.models.")
 
 
 def attach(module: nn.Module, method: MethodConfig | None) -> None:
-    """Give an attention module the forward that it needs of its own to compute a method; otherwise its class's forward.
-
-    A forward that something else has set on the instance stays.
-    """
+    """Give an attention module a forward of its own if a method needs it. One that something else has set stays."""
     takes = method is not None and get_method(method.method).forward_hidden_states is not None
     if takes and _layout(module) is not None and "forward" not in vars(module):
         _bind(module)

@@ -74,9 +74,6 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
 
     Without this the call ends in an index error, on a GPU in an assertion that ends the process. Only shapes are looked
     at, unless they exceed the table: then positions that are given, or counted without padding, can still fit.
-
-    Raises:
-        UnsupportedAttentionError: the input is too long.
     """
     tables: tuple[PositionTable, ...] = getattr(model, TABLES, ())
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")

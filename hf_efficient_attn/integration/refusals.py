@@ -2,11 +2,10 @@
 
 A switch refuses what it can see before it changes the model (`check`). The rest is refused at the call.
 
-Tensors among the keyword arguments of a call need a rule, because Transformers hands everything that a model does not
-know itself through to its attention function. Attention would lose an argument that is one of `_ATTENTION_ARGUMENTS`,
-whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`). No model of Transformers names
-another one in its call. Everything else passes through to no effect, as it does with exact attention: arguments of a
-loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
+Transformers hands every argument that a model does not know through to its attention function, which would lose one of
+`_ATTENTION_ARGUMENTS`, whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`). No model of
+Transformers names another one in its call. Everything else passes to no effect, as it does with exact attention:
+arguments of a loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
 """
 
 import warnings
@@ -86,8 +85,7 @@ def _needs_of_a_matrix(
 ) -> Iterator[tuple[str | None, nn.Module, str]]:
     """What a model does that only a (queries, keys) matrix could keep: in words, and the module with its path.
 
-    A bias of relative positions belongs to the attention modules, or to the layers and models around them. Modules
-    inside of attention modules, and attention modules that do not ask the interface, are no concern of a method.
+    Modules inside of attention modules, and attention modules that do not ask the interface, do not concern a method.
     """
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
         yield models.matrix_need(module, is_attention=False), module, path
@@ -245,11 +243,7 @@ def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, models.Mo
 
 
 def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kwargs: Mapping[str, Any]) -> int | None:
-    """The window with which a call is to be computed; None for attention to all keys.
-
-    Raises:
-        UnsupportedAttentionError: the module, its mask and the switch of its model do not agree on the window.
-    """
+    """The window of a call, on which its module, mask and switch must agree; None for attention to all keys."""
     size = kwargs.get(models.WINDOW)
     if not is_local and (size is None or size >= kv_len):
         return None

@@ -45,12 +45,9 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
 
     Afterwards every process calls the model with its part of `input_ids` (or `inputs_embeds`), of `attention_mask` and
     of whatever else has an entry for each token, in the order of the processes in the group. Attention sees all tokens,
-    and the outputs for tokens are those of the process's own tokens: `torch.cat` of all processes' outputs is the
-    output of one process. The shards may have different lengths, but the same batch size. `position_ids` are counted
-    over all processes unless they are given. Padding may be anywhere.
-
-    The gradient of a parameter in one process is the part that comes from its tokens. Their sum over the processes is
-    the gradient of the sum of the processes' losses.
+    and `torch.cat` of all processes' outputs is the output of one process. The shards may have different lengths, but
+    the same batch size. `position_ids` are counted over all processes unless they are given. Padding may be anywhere.
+    The gradient of a parameter in one process is the part that comes from its tokens: sum them over the processes.
 
     A method that registers a sharded form sends only a summary of the keys (a state, landmarks, the keys of a window).
     All others exchange the tokens of all heads for all tokens of some heads, as exact attention does.

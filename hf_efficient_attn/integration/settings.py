@@ -156,10 +156,7 @@ def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
 
 @replaced_in_graphs(nothing)
 def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
-    """Warn once for each choice of a sequence that is longer than those that the choice was calibrated on.
-
-    No warning is given while a graph is traced: the length would become a condition of the graph.
-    """
+    """Warn once for each choice, outside of graphs, of a sequence longer than those that it was calibrated on."""
     limit = settings.calibrated_length
     if limit is None or kv_len <= limit or "_warned" in vars(settings):
         return

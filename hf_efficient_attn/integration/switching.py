@@ -37,8 +37,7 @@ def switch(
     Args:
         roots: outermost Transformers models.
         change_configs: changes their configs; by default they stay as they are.
-        is_complete: False for models that become parts of others, which have the layers that `layers` names, or all
-            attention.
+        is_complete: False for models that become parts of others, which have the layers that `layers` names.
 
     Raises:
         UnsupportedAttentionError: a model cannot run what its configs ask for.
