@@ -1,8 +1,7 @@
 """`efficient_attention` on every Transformers config, and its entry in `config.json`."""
 
 import functools
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
@@ -43,7 +42,25 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
-def _get(config: PreTrainedConfig) -> MappingProxyType[str, Any] | None:
+class Stored(dict[str, Any]):
+    """The read-only dictionary that `config.efficient_attention` is.
+
+    The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedAttentionError(
+            "config.efficient_attention is read-only: assign a new dictionary instead, "
+            "config.efficient_attention = {**config.efficient_attention, key: value}"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stored, (dict(self),)
+
+
+def _get(config: PreTrainedConfig) -> Stored | None:
     """None, or a read-only dictionary.
 
     It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`. A dictionary without
@@ -52,8 +69,7 @@ def _get(config: PreTrainedConfig) -> MappingProxyType[str, Any] | None:
     setting has no effect until the model is switched.
     """
     settings = config.__dict__.get(_ATTRIBUTE)
-    # The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
-    return None if settings is None else MappingProxyType(settings.to_dict())
+    return None if settings is None else Stored(settings.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:

@@ -64,7 +64,7 @@ class EfficientAttentionConfig(KnownFields):
         length = self.calibrated_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise UnsupportedAttentionError(
-                f"calibrated_length={length!r} must be an integer of 1 or more; leave it out if nothing was measured"
+                f"calibrated_length={length!r} must be a number of tokens; leave it out if nothing was measured"
             )
         hyperparameters, layers = as_dict(self.hyperparameters or {}, "hyperparameters"), _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
@@ -203,7 +203,7 @@ def _mix_entry(entry: Any, method: str | None) -> Entry:
     if not is_entry or any(key in entry for key in ("version", "calibrated_length")):
         raise UnsupportedAttentionError(
             f"'layers' contains {shown(entry)}; in a mix every entry is "
-            '{"layers": [indices], "method": name, hyperparameters}'
+            '{"layers": [indices], "method": name, hyperparameters}, and any other key belongs beside \'layers\''
         )
     if any(isinstance(layer, Mapping) for layer in _as_list(entry["layers"]) or ()):
         raise UnsupportedAttentionError("an entry of 'layers' contains indices, not entries again")
