@@ -131,8 +131,8 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
     settings = transformers.AutoModel.from_pretrained(tmp_path / "out").config.efficient_attention
     assert settings["calibrated_length"] == 60
     assert settings["num_landmarks"] == 2 and settings["pinv"] == "iterative", "a model's config is complete"
-    assert settings.settings.for_layer(1) == hea.NystromformerConfig(num_landmarks=2)
-    assert settings.settings.for_layer(0) is None
+    assert hea.EfficientAttentionConfig.from_dict(settings).for_layer(1) == hea.NystromformerConfig(num_landmarks=2)
+    assert hea.EfficientAttentionConfig.from_dict(settings).for_layer(0) is None
 
 
 @pytest.mark.parametrize(
