@@ -42,17 +42,22 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
-class _ReadOnly(dict[str, Any]):
+class Stored(dict[str, Any]):
+    """The read-only dictionary that `config.efficient_attention` is.
+
+    The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
+    """
+
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedAttentionError(
-            "config.efficient_attention is read-only: assign a new dictionary, "
+            "config.efficient_attention is read-only: assign a new dictionary instead, "
             "config.efficient_attention = {**config.efficient_attention, key: value}"
         )
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stored, (dict(self),)
 
 
 def _stored(config: object) -> EfficientAttentionConfig | None:
@@ -64,7 +69,7 @@ def _stored(config: object) -> EfficientAttentionConfig | None:
     return settings
 
 
-def _get(config: PreTrainedConfig) -> dict[str, Any] | None:
+def _get(config: PreTrainedConfig) -> Stored | None:
     """None, or a read-only dictionary.
 
     It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`. A dictionary without
@@ -73,8 +78,7 @@ def _get(config: PreTrainedConfig) -> dict[str, Any] | None:
     setting has no effect until the model is switched.
     """
     settings = _stored(config)
-    # The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
-    return None if settings is None else _ReadOnly(settings.to_dict())
+    return None if settings is None else Stored(settings.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:

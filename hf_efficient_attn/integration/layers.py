@@ -52,11 +52,7 @@ def names_of(paths: Iterable[str]) -> list[str]:
 
 
 def check_layer(layer: Any) -> Layer:
-    """Check a layer and return it as a config stores it.
-
-    Raises:
-        UnsupportedAttentionError: it is neither a non-negative integer nor a name.
-    """
+    """Check a layer, a non-negative integer or a name, and return it as a config stores it."""
     if isinstance(layer, str) and len(layer) < 65 and _NAME.fullmatch(layer):
         return layer
     if isinstance(layer, (bool, str)) or not hasattr(layer, "__index__") or int(layer) < 0:
