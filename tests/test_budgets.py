@@ -11,7 +11,7 @@ ROOT = Path(hea.__file__).parent
 # Lines of Python by folder. These numbers may only fall.
 BUDGETS = {
     "ops": 8500, "methods": 3900, "integration": 3770, "evaluation": 3680, "training": 2820, "models": 1830,
-    "cli": 1820, "kernel": 550, "conversion+checkpoint+io+hub": 3100, "../recipes": 10860, "../tests": 31200,
+    "cli": 1820, "kernel": 550, "conversion+checkpoint+io+hub": 3100, "../recipes": 10860, "../tests": 29400,
 }  # fmt: skip
 OPS_FILES = 25
 # What reads the kind of a device, and which files may.

@@ -97,7 +97,7 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
     """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
     # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
-    numel = len(tokens.key) * max(count_of(features, tokens), tokens.key.shape[2])
+    numel = tokens.key.shape[0] * max(count_of(features, tokens), tokens.key.shape[2])
     step, state = slice_size(2 * numel, tokens.key.device), None
     for key, value, key_mask in _segments(step, *tokens[1:]):
         state = update_state(state, key, value, key_mask, features)
