@@ -21,13 +21,13 @@ from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
 from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.conversion.report import describe, exact_lengths, loading_lines, notes_of, num_positions
-from hf_efficient_attn.conversion.standalone import kernel_implementation, make_standalone
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import write_card
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.standalone.checkpoint import kernel_implementation, make_standalone
 
 
 def convert_checkpoint(

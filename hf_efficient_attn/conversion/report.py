@@ -9,7 +9,6 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.checkpoint.limits import sentence_limit
 from hf_efficient_attn.checkpoint.provenance import TRAINED
 from hf_efficient_attn.hub.facts import own_files_of
-from hf_efficient_attn.hub.remote_code import auto_classes
 from hf_efficient_attn.integration.attention import method_at
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -18,6 +17,7 @@ from hf_efficient_attn.integration.positions import find_tables
 from hf_efficient_attn.integration.settings import as_settings, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
+from hf_efficient_attn.standalone.remote_code import auto_classes
 
 
 def num_positions(model: PreTrainedModel) -> int | None:

@@ -13,8 +13,7 @@ from hf_efficient_attn.methods import available_methods
 logger = logging.get_logger(__name__)
 
 _ATTRIBUTE = "efficient_attention"
-# The settings of each method with its default hyperparameters. They are made at registration, because torch.compile
-# cannot trace it.
+# The settings of each method's defaults. They are made at registration, because torch.compile cannot trace it.
 _DEFAULTS: dict[str, EfficientAttentionConfig] = {}
 
 
@@ -43,10 +42,7 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 
 class Stored(dict[str, Any]):
-    """The read-only dictionary that `config.efficient_attention` is.
-
-    The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
-    """
+    """The read-only dictionary `config.efficient_attention`: a change of one key would escape the check."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedAttentionError(
@@ -62,11 +58,10 @@ class Stored(dict[str, Any]):
 
 def _stored(config: object) -> EfficientAttentionConfig | None:
     """The settings that a config stores."""
-    stored: Any = config.__dict__.get(_ATTRIBUTE)
+    stored: EfficientAttentionConfig | dict[str, Any] | None = config.__dict__.get(_ATTRIBUTE)
     if isinstance(stored, dict):  # the config was loaded before this package
         stored = config.__dict__[_ATTRIBUTE] = as_settings(stored, getattr(config, "_attn_implementation", None))
-    settings: EfficientAttentionConfig | None = stored
-    return settings
+    return stored
 
 
 def _get(config: PreTrainedConfig) -> Stored | None:

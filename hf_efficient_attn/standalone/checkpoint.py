@@ -6,11 +6,11 @@ from transformers import PreTrainedConfig
 
 from hf_efficient_attn.checkpoint.provenance import check_hub_id
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.kernel import kernel_methods
-from hf_efficient_attn.hub.remote_code import MODULE, remote_code
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.methods import learns
+from hf_efficient_attn.standalone.kernel import kernel_methods
+from hf_efficient_attn.standalone.remote_code import MODULE, remote_code
 
 
 def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:

@@ -1,6 +1,6 @@
 """A method as a repository of Hugging Face's `kernels` library, which Transformers loads without this package.
 
-The repository contains copies of this package's own modules: `integration.kernel_function`, the method, and what they
+The repository contains copies of this package's own modules: `standalone.function`, the method, and what they
 import. Imports become relative, and nothing but PyTorch is needed. The layout is the one that the library documents
 (https://huggingface.co/docs/kernels): `build/<variant>` for each backend, with equal modules, and `torch-ext` with
 `build.toml` for those who build the repository themselves.
@@ -21,17 +21,17 @@ import jinja2
 from hf_efficient_attn.checkpoint.provenance import check_hub_id
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.modules import method_module, methods_of_package, modules_of
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import get_method, learns
+from hf_efficient_attn.standalone.modules import method_module, methods_of_package, modules_of
 from hf_efficient_attn.version import __version__
 
 BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
-_ENTRY = "integration.kernel_function"
+_ENTRY = "standalone.function"
 _IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
 _INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
 
-from ._modules.integration.kernel_function import kernel_function
+from ._modules.standalone.function import kernel_function
 from ._modules.methods import attention
 
 {method} = kernel_function("{method}")
