@@ -25,14 +25,15 @@ approximation      error of the method at that budget in float64, against exact 
 in all             error of the method at that budget in the dtype, against exact attention in float64
 
 With `--tradeoff` the heads are the first of every layer, and the methods are timed against exact attention in float32.
-Heads are padded with zeros to 64 dimensions for it, which most models have. A row is on the frontier if no other is both
-faster and more accurate.
+Heads are padded with zeros to 64 dimensions for it, which most models have. A row is on the frontier if no other is
+both faster and more accurate.
 
 DATA holds `text/books/*.txt.gz` for MiniLM, or `models/deit-tiny-imagenet` and
 `images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
 
-Duration: 2 minutes for the first command, 15 with `--tradeoff` on two idle cores. Expected: the tables of docs/results.md. With `--half`, a minute: within its
-budget, no method has more than 3 times the error of exact attention in the same dtype, which `--check` compares with.
+Duration: 2 minutes for the first command, 15 with `--tradeoff` on two idle cores, one with `--half`. Expected: the
+tables of docs/results.md. With `--half`, within its budget, no method has more than 3 times the error of exact
+attention in the same dtype, which `--check` compares with.
 """
 
 import functools
