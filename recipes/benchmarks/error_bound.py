@@ -46,12 +46,12 @@ _SMALLEST = 1e-4
 # Largest share of layers, or of approximated heads, that may be missed.
 GOAL = 0.01
 BOUND_COLUMNS = {
-    "source": "{source}", "tokens": "{tokens}", "rows": "{rows}", "layers": "{layers}", "missed": "{missed:.2f} %",
-    "heads missed": "{heads:.2f} %", "bound / error": "{ratio:.2f}",
+    "source": "{source}", "tokens": "{tokens}", "rows": "{rows}", "layers": "{layers}", "missed": "{missed:.2%}",
+    "heads missed": "{heads:.2%}", "bound / error": "{ratio:.2f}",
 }  # fmt: skip
 HEAD_COLUMNS = {
-    "source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{percent:.0f} %",
-    "missed": "{missed}", "share of the approximated": "{percent_missed:.2f} %", "mean error": "{mean:.3f}",
+    "source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{approximated:.0%}",
+    "missed": "{missed}", "share of the approximated": "{share:.2%}", "mean error": "{error:.3f}",
 }  # fmt: skip
 
 
@@ -94,14 +94,6 @@ def converted(
                     yield {"source": source, "tokens": length, "method": label}, model, batch
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Number of layers, share and percent of missed ones, percent of missed heads, and median of bound / error."""
-    missed, heads = statistics.fmean(row["missed"] for row in rows), sum(row["heads"] for row in rows)
-    percent = 100 * sum(row["heads_missed"] for row in rows) / heads
-    ratio = statistics.median(row["ratio"] for row in rows)
-    return {"layers": len(rows), "share": missed, "missed": 100 * missed, "heads": percent, "ratio": ratio}
-
-
 def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str, Any]]]:
     """The rows by source, length and their values of these keys; last, those of all sources and lengths together."""
     found: dict[tuple, list[dict[str, Any]]] = {}
@@ -113,13 +105,15 @@ def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str,
 
 def show_bounds(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
     """Print the table of the bound of `hea.attention_error`, and return what is compared with the goal."""
-    cells = [
-        {"source": source, "tokens": tokens, "rows": count, **summary(part)}
-        for (source, tokens, count), part in groups(rows, "rows").items()
-    ]
+    cells = []
+    for (source, tokens, count), part in groups(rows, "rows").items():
+        missed = statistics.fmean(row["missed"] for row in part)
+        heads = sum(row["heads_missed"] for row in part) / sum(row["heads"] for row in part)
+        row = {"source": source, "tokens": tokens, "rows": count, "layers": len(part), "missed": missed}
+        cells.append(row | {"heads": heads, "ratio": statistics.median(row["ratio"] for row in part)})
     commands.show(cells, BOUND_COLUMNS)
     together = [row for row in cells if row["source"] == "all"]
-    return commands.compared(together, "{rows} rows", "share", lambda row: GOAL, at_least=False)
+    return commands.compared(together, "{rows} rows", "missed", lambda row: GOAL, at_least=False)
 
 
 def show_auto(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
@@ -127,10 +121,8 @@ def show_auto(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
     cells = []
     for (source, tokens), part in groups(rows).items():
         sums = {key: sum(row[key] for row in part) for key in ("heads", "approximated", "missed", "error")}
-        share = sums["missed"] / max(1, sums["approximated"])
-        row = {"source": source, "tokens": tokens, **sums, "share": share, "percent_missed": 100 * share}
-        row |= {"percent": 100 * sums["approximated"] / sums["heads"], "mean": sums["error"] / sums["heads"]}
-        cells.append(row)
+        row = {"source": source, "tokens": tokens, **sums, "share": sums["missed"] / max(1, sums["approximated"])}
+        cells.append(row | {name: sums[name] / sums["heads"] for name in ("approximated", "error")})
     commands.show(cells, HEAD_COLUMNS)
     return [commands.Verdict("heads missed", cells[-1]["share"], GOAL, at_least=False)]
 

@@ -132,7 +132,7 @@ def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, capsys
     arguments = ["--auto", "--data", tmp_path, "--source", "books", "--tokens", "60", "--check"]
     assert run(error_bound, *arguments, "--csv", tmp_path / "heads.csv") == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "| books | 60 | 4 | 75 % | 1 | 33.33 % |" in out
+    assert "| books | 60 | 4 | 75% | 1 | 33.33% |" in out
     (row,) = read_csv(tmp_path / "heads.csv")
     assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
     errors[0, 3] = 0.1

@@ -9,7 +9,18 @@ from hf_efficient_attn.methods import make_config
 from recipes.benchmarks import gpu
 from recipes.common.memory import Case
 
-ARGUMENTS = ["--device", "cpu", "--dtype", "float32", "--heads", "2", "--minutes", "5", "--method", "longformer,linformer"]
+ARGUMENTS = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--heads",
+    "2",
+    "--minutes",
+    "5",
+    "--method",
+    "longformer,linformer",
+]
 
 
 def test_one_run(tmp_path, capsys):

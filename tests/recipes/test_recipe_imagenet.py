@@ -418,15 +418,15 @@ def test_training_learns_and_is_reproducible(tiny, colors, tmp_path, capsys):
 @pytest.mark.parametrize(
     "stages",
     [
-        ("linformer,projection_dim=4:2", "flurka_performer:end"),
-        ("linformer,projection_dim=4:2", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+        ("--attention", "sdpa"),
+        ("--stages", "linformer,projection_dim=4:2", "flurka_performer:end"),
+        ("--stages", "linformer,projection_dim=4:2", "flurka_linear,feature_map=t2r,num_features=4,distill=3:end"),
     ],
-    ids=["plain", "distilled"],
+    ids=["one method", "stages", "distilled"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tiny, colors, tmp_path, stages):
     """24 pictures, 4 steps per epoch: resumed within the first and within the second epoch."""
     options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}
-    stages = ("--stages", *stages)
     common = {"model": tiny, "train_data": colors, **options}
     recipe(*stages, output_dir=tmp_path / "whole", **common)
     expected = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
