@@ -104,13 +104,10 @@ def test_table_of_arms(tmp_path):
     assert "as much as 100 steps" in shown.output and "task 1.50" in shown.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_refusals_of_arms():
+    for arguments, message in (
         (["run", "sentences", "--output", "runs"], "'sentences' is not one of glue, pictures"),
         (["show", "nowhere"], "holds no results: make them with the command run"),
-    ],
-)
-def test_refusals_of_arms(arguments, message):
-    result = runner.invoke(arms.app, arguments)
-    assert result.exit_code != 0 and message in str(result.exception) + result.output
+    ):
+        result = runner.invoke(arms.app, arguments)
+        assert result.exit_code != 0 and message in str(result.exception) + result.output

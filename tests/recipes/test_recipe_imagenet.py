@@ -114,9 +114,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, kind, tmp_path):
-    files, expected = LAYOUTS[layout]
+@pytest.mark.parametrize(("files", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(files, expected, kind, tmp_path):
     splits = images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
     assert {split: list(pictures.classes) for split, pictures in splits.items()} == expected
     for pictures in splits.values():
@@ -136,9 +135,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-@pytest.mark.parametrize("layout", REFUSED)
-def test_layouts_without_classes_are_refused(layout, kind, tmp_path):
-    files, message = REFUSED[layout]
+@pytest.mark.parametrize(("files", "message"), REFUSED.values(), ids=REFUSED)
+def test_layouts_without_classes_are_refused(files, message, kind, tmp_path):
     with pytest.raises(ValueError, match=message):
         images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
 

@@ -116,9 +116,7 @@ def test_impossible_windows_are_refused():
     documents = [np.arange(20, dtype=np.int32)]
     with pytest.raises(ValueError, match=r"--block_size 3 has no room"):
         text.windows(documents, 3, ((1,), (2,)))
-    with pytest.raises(
-        ValueError, match=r"no window of 32 tokens .the longest document has 20.; leave out --drop_shor"
-    ):
+    with pytest.raises(ValueError, match=r"no window of 32 .* document has 20.; leave out --drop_short"):
         text.windows(documents, 32, drop_short=True)
     with pytest.raises(ValueError, match="no document has any token"):
         text.tokenize([""], tokenizer_of(False))
@@ -282,21 +280,6 @@ def test_trained_tokenizer_is_lossless(masked):
     assert tokenizer.decode(tokenizer(words)["input_ids"], skip_special_tokens=True) == words
     with pytest.raises(ValueError, match="a byte-level vocabulary needs"):
         language_models.train_tokenizer([words], 100, KINDS[masked])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "give the text with --text PATH"),
-        ({"text": ["a"], "dataset": "b"}, "not both"),
-        ({"text": ["a"], "eval_share": 1.0}, "must be between"),
-        ({"text": ["a"], "max_eval_windows": 0}, "--max_eval_windows 0"),
-        ({"text": ["a"], "document_separator": ""}, "empty"),
-    ],
-)
-def test_invalid_text_arguments_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        TextArguments(**options)
 
 
 SMALL = ["--config_overrides", "hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2"]
