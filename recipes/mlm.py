@@ -56,13 +56,11 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     tokenizer = given["processing_class"]
     collator = text.MaskingCollator(tokenizer, masking.mask_probability, args.seed)
     given["eval_dataset"] = collator.mask_once(given["eval_dataset"])
-    trivial = text.baselines(given["train_dataset"], given["eval_dataset"], len(tokenizer), tokenizer.all_special_ids)
-    training.show_baselines(trivial, args)
     given["callbacks"].append(training.Epochs(collator.set_epoch))
     metrics = {"": functools.partial(language.loss_figures, causal=False)}
     trainer = language.LanguageTrainer(**given, data_collator=collator, metrics=metrics, causal=False)
     options = {"evaluate": given["eval_dataset"], "metric": "eval_accuracy", "train": not words.eval_only}
-    extra = {**about, "masking": vars(masking), "baselines": trivial}
+    extra = {**about, "masking": vars(masking)}
     return training.run_and_report(trainer, attention, extra=extra, **options)
 
 

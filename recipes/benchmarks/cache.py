@@ -39,8 +39,8 @@ BUDGETS, _LENGTH, _PROMPT, _FROM = [64, 128, 256, 512], 2048, 64, 1024
 _PASSAGE, _START, _DISTANCE = 128, 700, 768
 _GENERATED, _SINKS = 64, 4
 COLUMNS = {
-    "cache": "{cache}", "columns": "{columns}", "numbers": "{thousands:.0f} k", "nats": "{nats:.2f}",
-    "repeated": "{repeated:.2f}", "same token": "{percent:.0f} %", "generated": "{of_new:.0f} %",
+    "cache": "{cache}", "columns": "{columns}", "numbers": "{numel:,}", "nats": "{nats:.2f}",
+    "repeated": "{repeated:.2f}", "same token": "{same:.0%}", "generated": "{generated:.0%}",
 }  # fmt: skip
 
 
@@ -117,7 +117,6 @@ def compare(model: PreTrainedModel, ids: Tensor, budgets: list[int]) -> list[dic
             own = measure(model, ids, None, exact["tensors"])
             rows.append({"cache": name, "columns": window, **own, "numel": window * numel_of_key})
     for row in rows:
-        row |= {"thousands": row["numel"] / 1000, "percent": 100 * row["same"], "of_new": 100 * row["generated"]}
         del row["tensors"]
     return rows
 

@@ -70,15 +70,6 @@ class Task(NamedTuple):
     evaluate: Callable[[Any], float]  # returns the figure of a model
 
 
-class Plan(NamedTuple):
-    """How the models are trained."""
-
-    steps: int
-    finetune_steps: int
-    target: str
-    learning_rate: float
-
-
 class Crops(Sequence[Batch]):
     """Random crops of pictures in `count` batches of 8: batch i is the same in every run with the same seed.
 
@@ -119,20 +110,20 @@ def configs_of(method: Sequence[str]) -> dict[str, MethodConfig]:
     return {method_label(config): config for config in found}
 
 
-def distilled_figures(task: Task, config: MethodConfig, plan: Plan) -> dict[str, float]:
-    """The figure of a method switched in, distilled and fine-tuned."""
+def distilled_figures(
+    task: Task, config: MethodConfig, steps: int, options: FinetuningOptions | None
+) -> dict[str, float]:
+    """The figure of a method switched in, distilled in a number of steps, and fine-tuned."""
     with no_progress_bar():
         model = task.load().eval()
     switched = task.evaluate(hea.convert(model, config))
     hea.convert(model, "sdpa")
-    rates = {"learning_rate": plan.learning_rate, "attention_learning_rate": 10 * plan.learning_rate}
-    options = FinetuningOptions(steps=max(1, plan.finetune_steps), target=plan.target, **rates)
-    teacher, batches = make_teacher(model, options), task.batches()
-    hea.distill(model, config, batches, steps=plan.steps, options=DistillationOptions(seed=0))
+    teacher, batches = options and make_teacher(model, options), task.batches()
+    hea.distill(model, config, batches, steps=steps, options=DistillationOptions(seed=0))
     figures = {"switched": switched, "distilled": task.evaluate(model)}
-    if plan.finetune_steps:
+    if options is not None:
         finetuning = Finetuning(model, teacher, options)
-        train(finetuning.step, batch_stream(batches, 1, plan.finetune_steps), plan.finetune_steps, "fine-tuning")
+        train(finetuning.step, batch_stream(batches, 1, options.steps), options.steps, "fine-tuning")
         finetuning.finish()
         figures["fine-tuned"] = task.evaluate(model)
     if getattr(config, "window_size", 0) and "feature_map" in config.to_dict():
@@ -149,10 +140,9 @@ def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedMo
     return copied
 
 
-def images(data: pathlib.Path, plan: Plan) -> Task:
+def images(data: pathlib.Path, count: int) -> Task:
     """DeiT-tiny, distilled on crops of Imagenette in batches of 8: top-1 of a thousand photographs of all classes."""
-    folder, count = deit(data), plan.steps + plan.finetune_steps
-    pictures = opened(data, "imagenette160-val-1000.zip")
+    folder, pictures = deit(data), opened(data, "imagenette160-val-1000.zip")
     norm, tests = Norm.of(preprocessor_settings(str(folder))), list(photographs(data, 224))
     return Task(
         "top-1",
@@ -176,9 +166,9 @@ def text_batches(texts: Sequence[str], size: int, max_length: int) -> list[Batch
     return [dict(tokenizer(part, **options)) for part in parts]
 
 
-def sentences(data: pathlib.Path, plan: Plan) -> Task:
+def sentences(data: pathlib.Path, count: int) -> Task:
     """MiniLM, distilled on STS-B's sentences in batches of 32: Spearman correlation on its 1,500 pairs (dev)."""
-    splits, count = glue.load("stsb", str(commands.existing(data / "glue", "GLUE"))), plan.steps + plan.finetune_steps
+    splits = glue.load("stsb", str(commands.existing(data / "glue", "GLUE")))
     texts = [text for name in ("sentence1", "sentence2") for text in splits["train"][name]]
     pairs, tokenizer = splits["validation"], AutoTokenizer.from_pretrained(minilm_folder())
 
@@ -195,7 +185,7 @@ def sentences(data: pathlib.Path, plan: Plan) -> Task:
     )
 
 
-def search(data: pathlib.Path, plan: Plan) -> Task:
+def search(data: pathlib.Path, count: int) -> Task:
     """MiniLM, distilled on paragraphs (up to 256 tokens) and sentences of WikiText-2: recall@1 on XQuAD."""
     files = [data / "text" / "wikitext-2" / f"{name}.txt.gz" for name in ("valid", "test")]
     lines = [line.strip() for path in files for line in read_text(commands.existing(path, "WikiText")).splitlines()]
@@ -229,7 +219,7 @@ def split_batches(ids: Tensor, size: int) -> list[Batch]:
     return [{"input_ids": part} for part in ids[order].split(size) if len(part) == size]
 
 
-def states(data: pathlib.Path, plan: Plan) -> Task:
+def states(data: pathlib.Path, count: int) -> Task:
     """MiniLM, distilled on windows of eight novels: the error of its last hidden states on 16 windows of another."""
     texts = [read_text(path)[FRONT_MATTER:][:400_000] for path in reversed(book_paths(data))]
     parts = [windows(text, minilm_folder(), 512) for text in texts]
@@ -244,7 +234,7 @@ def states(data: pathlib.Path, plan: Plan) -> Task:
     return Task("error of the last hidden states", load_minilm, lambda: split_batches(train, 2), evaluate)
 
 
-def language(data: pathlib.Path, plan: Plan) -> Task:
+def language(data: pathlib.Path, count: int) -> Task:
     """GPT-2 of the books, distilled on the first 95 % of each: nats per token on windows of the last 5 %."""
     folder = commands.existing(data / "models" / "gpt2-books", "GPT-2")
     texts = [(text, int(0.95 * len(text))) for text in map(read_text, book_paths(data))]
@@ -264,7 +254,7 @@ def language(data: pathlib.Path, plan: Plan) -> Task:
     )
 
 
-TASKS: dict[str, Callable[[pathlib.Path, Plan], Task]] = {
+TASKS: dict[str, Callable[[pathlib.Path, int], Task]] = {
     "images": images, "sentences": sentences, "search": search, "states": states, "language": language,
 }  # fmt: skip
 
@@ -286,18 +276,20 @@ def main(
     """Distill and measure every method on a task, print the table, and write the figures."""
     commands.check_known("TASK", [task], TASKS)
     target, usual = ("logits", 2e-4) if task == "language" else ("hidden_states", 5e-5)
-    plan = Plan(steps, finetune_steps, target, learning_rate or usual)
-    configs, what = configs_of(method), TASKS[task](commands.data_folder(data), plan)
+    rate = learning_rate or usual
+    rates = {"learning_rate": rate, "attention_learning_rate": 10 * rate}
+    options = FinetuningOptions(steps=finetune_steps, target=target, **rates) if finetune_steps else None
+    configs, what = configs_of(method), TASKS[task](commands.data_folder(data), steps + finetune_steps)
     with no_progress_bar():
         exact = what.evaluate(what.load().eval())
     rows = []
     for label, config in configs.items():
-        rows.append({"attention": label, "exact": exact, **distilled_figures(what, config, plan)})
+        rows.append({"attention": label, "exact": exact, **distilled_figures(what, config, steps, options)})
         tqdm.write(str(rows[-1]))
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: f"{{{name}:.3f}}" for name in names} | {"attention": "{attention}"}
     stages = f"{steps} steps of distillation, {finetune_steps} of fine-tuning"
-    note = f"{what.figure} of {task}: {stages} ({target}, learning rate {plan.learning_rate:g})."
+    note = f"{what.figure} of {task}: {stages} ({target}, learning rate {rate:g})."
     commands.report([names | row for row in rows], columns, note, csv=csv)
 
 

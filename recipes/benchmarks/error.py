@@ -5,6 +5,7 @@
     python -m recipes.benchmarks.error --data DATA --model deit            (DeiT-tiny, 512 pixels: 1,025 tokens)
     python -m recipes.benchmarks.error --data DATA --tokens 8192 --defaults     (as recipes.benchmarks.attention)
     python -m recipes.benchmarks.error --half bfloat16 --check
+    python -m recipes.benchmarks.error --tokens 16384 --inputs 1 --seeds 1 --budget 64,256,1024 --tradeoff tradeoff.png
 
 The error is |A - E|_op / |E|_op for every layer and head, averaged, where E is the output of exact attention (N x Dv)
 and |.|_op the largest singular value. All methods have the same budget of exact columns (`with_budget`), or with
@@ -23,30 +24,36 @@ at its budget      difference between the method's output in the dtype and in fl
 approximation      error of the method at that budget in float64, against exact attention in float64
 in all             error of the method at that budget in the dtype, against exact attention in float64
 
+With `--tradeoff` the heads are the first of every layer, and the methods are timed against exact attention in float32.
+Heads are padded with zeros to 64 dimensions for it, which most models have. A row is on the frontier if no other is
+both faster and more accurate.
+
 DATA holds `text/books/*.txt.gz` for MiniLM, or `models/deit-tiny-imagenet` and
 `images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
 
-Duration: 2 minutes for the first command. Expected: the tables of docs/results.md. With `--half`, a minute: within its
-budget, no method has more than 3 times the error of exact attention in the same dtype, which `--check` compares with.
+Duration: 2 minutes for the first command, 15 with `--tradeoff` on two idle cores, one with `--half`. Expected: the
+tables of docs/results.md. With `--half`, within its budget, no method has more than 3 times the error of exact
+attention in the same dtype, which `--check` compares with.
 """
 
+import functools
 import itertools
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, split_list, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
-from hf_efficient_attn.evaluation.timing import use_threads
+from hf_efficient_attn.evaluation.timing import describe, paired, processor_name, use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.inputs import (
@@ -56,6 +63,9 @@ from recipes.common.inputs import (
     mean_error,
     minilm_activations,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 app = commands.new_app()
 
@@ -67,6 +77,10 @@ HALF_METHODS, HALF_GOAL = [name for name in hea.available_methods() if name != "
 HALF_COLUMNS = {
     "dtype": "{dtype}", "attention": "{method}", "exact": "{exact:.2g}", "within its budget": "{within:.2g}",
     "at its budget": "{at:.2g}", "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
+}  # fmt: skip
+TRADEOFF_COLUMNS = {
+    "attention": "{method}", "budget": "{budget}", "times faster": "{ratio:.2g}",
+    "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{error:.3g}", "on the frontier": "{best}",
 }  # fmt: skip
 
 
@@ -165,6 +179,53 @@ def half_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     return commands.compared(exact, "{method}, {dtype}: error / exact", "of", lambda row: HALF_GOAL, False)
 
 
+def first_heads(activations: Sequence[Activation]) -> Activation:
+    """The first heads of all layers and inputs, as the heads of one call."""
+    tensors = (torch.cat([one[i][:, :1] for one in activations], 1) for i in (1, 2, 3))
+    return Activation(0, *tensors, activations[0].scale)
+
+
+@torch.inference_mode()
+def add_speed(
+    rows: Sequence[dict[str, Any]], configs: Sequence[MethodConfig], one: Activation, rounds: int, causal: bool
+) -> None:
+    """Add the time of each row's config, as a multiple of exact attention's speed, and whether no row is superior."""
+    wide = [pad(x, (0, max(0, 64 - x.shape[3]))) for x in one[1:4]]
+    options = {"scale": one.scale, "is_causal": causal}
+    calls = {str(i): functools.partial(hea.attention, config, *wide, **options) for i, config in enumerate(configs)}
+    timed = paired(functools.partial(scaled_dot_product_attention, *wide, **options), calls, rounds)[1]
+    for row, timing in zip(rows, timed.values(), strict=True):
+        row |= timing._asdict() | {"unsteady": timing.unsteady}
+    best = frontier(rows)
+    for row in rows:
+        row["best"] = "yes" if row in best else ""
+
+
+def frontier(rows: Sequence[commands.Row]) -> list[commands.Row]:
+    """The rows to which no other is superior in both speed and error, fastest first."""
+    found: list[commands.Row] = []
+    for row in sorted(rows, key=lambda row: (-row["ratio"], row["error"])):
+        if not found or row["error"] < found[-1]["error"]:
+            found.append(row)
+    return found
+
+
+def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
+    """Error against speed, both logarithmic, with a line for each method and a thick grey line for the frontier."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="times faster", ylabel="relative error", title=title)
+    lines = {"frontier": frontier(rows)}
+    for row in rows:
+        lines.setdefault(row["method"], []).append(row)
+    for (label, points), marker in zip(lines.items(), itertools.cycle("osD^vP*X<>d"), strict=False):
+        wide = {"color": "0.85", "linewidth": 9} if label == "frontier" else {"marker": marker}
+        axes.plot([row["ratio"] for row in points], [row["error"] for row in points], label=label, **wide)
+    figure.legend(loc="outside right upper", fontsize=7.5, frameon=False)
+    return figure
+
+
 def by_method(rows: Sequence[commands.Row], mean: float) -> str:
     """A table with a line for each method and a column for each budget; * marks errors above `mean`."""
     cells: dict[str, list[str]] = {}
@@ -198,12 +259,21 @@ def error(
     ) = False,
     half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
+    tradeoff: commands.option(
+        pathlib.Path | None,
+        "Time the methods too, on a head of each layer, and draw the error against the speed.",
+        metavar="FILE",
+        callback=commands.drawable,
+    ) = None,
+    rounds: commands.Rounds = 3,
     check: commands.Check = False,
     csv: commands.Csv = None,
 ) -> None:
     """Measure the relative operator-norm error of the methods on real activations, at budgets of exact columns."""
     if defaults and (budget or half):
         raise UnsupportedAttentionError("--defaults measures without a budget: leave out --budget and --half")
+    if tradeoff and half:
+        raise UnsupportedAttentionError("--tradeoff measures in float32: leave out --half")
     dtypes, model = split_list(half), model or ("random" if half else "minilm")
     length = tokens or (1024 if half else 512)
     commands.check_known("--half", dtypes, ("bfloat16", "float16"))
@@ -217,15 +287,18 @@ def error(
     if not configs:
         raise UnsupportedAttentionError(f"--causal: {', '.join(named)} have no causal form; choose other methods")
     budgets: list[int | None] = [None] if defaults else [*(parse_lengths(budget) or [256 if model == "deit" else 128])]
-    for config, columns in itertools.product(configs.values(), budgets):
-        if columns is not None:  # refuse budgets that a method cannot have before the work
-            config.with_budget(columns)
+    # Refuses budgets that a method cannot have before the work.
+    sized = [c if n is None else c.with_budget(n) for n, c in itertools.product(budgets, configs.values())]
     with use_threads(threads):
         activations = read(model, commands.data_folder(data), inputs or (1 if half else 3), length)
+        if tradeoff:
+            activations = [first_heads(activations)]
         if half:
             rows = measure_half(configs, activations, dtypes, budgets[0], causal)
         else:
             rows = measure(list(configs.values()), activations, budgets, seeds, causal)
+            if tradeoff:
+                add_speed(rows, sized, activations[0], rounds, causal)
             mean = mean_error(activations, exact_outputs(activations, causal), causal)
     (_, num_heads, length, head_dim), layers = activations[0].query.shape, len({one.layer for one in activations})
     title = (
@@ -235,6 +308,17 @@ def error(
     if half:
         note = f"{title}; budget {budgets[0]}. Relative Frobenius norm."
         commands.report(rows, HALF_COLUMNS, note, csv=csv, verdicts=half_verdicts if check else None)
+        return
+    if tradeoff:
+        machine = {
+            "cpu": processor_name(),
+            "threads": threads or torch.get_num_threads(),
+            "device": "cpu",
+            "dtype": "float32",
+        }
+        note = f"{title}. {describe(machine)}, torch {torch.__version__}, median of rounds: {rounds}."
+        commands.report(rows, TRADEOFF_COLUMNS, note, csv=csv)
+        commands.save(draw(rows, title), tradeoff)
         return
     commands.write(rows, csv)
     typer.echo(by_method(rows, mean))

@@ -11,27 +11,21 @@ novels in MiniLM (books), joined paragraphs of XQuAD in MiniLM, photographs in D
 tokens are asked for, and the novels in GPT-2, which is causal and has 2,048 positions. Errors below 1e-4 are left out.
 
 With --auto the model is converted to `auto`. An approximated head is missed if its error is above `max_error`. With
-crossover=1, which is set here, every length is decided by the bound and every approximation is taken to pay. A second
-table has the time of the copies that tell which heads to attempt, and of the exact rows that bound the error of all
-heads, as shares of exact attention in float32 (CPU time, the smallest of some runs).
+crossover=1, which is set here, every length is decided by the bound and every approximation is taken to pay.
 
 Duration: about 20 minutes on one core for three methods with 64 and 128 rows; an hour with --auto and all lengths.
 Expected: at most 1 % of layers missed at each number of rows, and medians of bound / error of 1.4 with 64 rows, 1.3
-with 96 and 1.25 with 128. With --auto at most 1 % of heads missed; at most 5 % of exact attention's time with 4,096
-tokens, and 3 % with 8,192.
+with 96 and 1.25 with 128. With --auto at most 1 % of heads missed.
 """
 
 import itertools
 import pathlib
 import statistics
-import time
-import timeit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
@@ -40,7 +34,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import default_methods
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.ops.row_error import held_back_bound, screening_error
 from recipes.common import commands
 from recipes.common.inputs import SOURCES, open_source
 
@@ -52,20 +45,13 @@ _POSITIONS = {"gpt2": 2048}
 _SMALLEST = 1e-4
 # Largest share of layers, or of approximated heads, that may be missed.
 GOAL = 0.01
-# Tokens -> largest share of exact attention's time that auto's decisions may cost.
-COSTS = {4096: 0.05, 8192: 0.03}
-_RUNS, _HEADS = 5, 8
 BOUND_COLUMNS = {
-    "source": "{source}", "tokens": "{tokens}", "rows": "{rows}", "layers": "{layers}", "missed": "{missed:.2f} %",
-    "heads missed": "{heads:.2f} %", "bound / error": "{ratio:.2f}",
+    "source": "{source}", "tokens": "{tokens}", "rows": "{rows}", "layers": "{layers}", "missed": "{missed:.2%}",
+    "heads missed": "{heads:.2%}", "bound / error": "{ratio:.2f}",
 }  # fmt: skip
 HEAD_COLUMNS = {
-    "source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{percent:.0f} %",
-    "missed": "{missed}", "share of the approximated": "{percent_missed:.2f} %", "mean error": "{mean:.3f}",
-}  # fmt: skip
-COST_COLUMNS = {
-    "tokens": "{n}", "head_dim": "{dim}", "copies": "{copies:.1f} %", "exact rows": "{rows:.1f} %",
-    "together": "{all:.1f} %",
+    "source": "{source}", "tokens": "{tokens}", "heads": "{heads}", "approximated": "{approximated:.0%}",
+    "missed": "{missed}", "share of the approximated": "{share:.2%}", "mean error": "{error:.3f}",
 }  # fmt: skip
 
 
@@ -108,29 +94,6 @@ def converted(
                     yield {"source": source, "tokens": length, "method": label}, model, batch
 
 
-def cost_of(tokens: int, head_dim: int) -> tuple[float, float]:
-    """CPU time of auto's copies and of its exact rows of all heads, as shares of that of exact attention."""
-    query, key, value = torch.randn(3, _HEADS, tokens, head_dim)
-    scale = head_dim**-0.5
-    works: list[Callable[[], Any]] = [
-        lambda: scaled_dot_product_attention(query[None], key[None], value[None]),
-        lambda: screening_error(query, key, value, scale=scale),
-        lambda: held_back_bound(query, key, value, value, num_probes=96, num_rows=64, scale=scale, seed=0),
-    ]
-    # The smallest time of some runs is what other work of the machine changes least.
-    runs = (timeit.repeat(work, timer=time.process_time, number=1, repeat=_RUNS) for work in works)
-    exact, copies, rows = map(min, runs)
-    return copies / exact, rows / exact
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Number of layers, share and percent of missed ones, percent of missed heads, and median of bound / error."""
-    missed, heads = statistics.fmean(row["missed"] for row in rows), sum(row["heads"] for row in rows)
-    percent = 100 * sum(row["heads_missed"] for row in rows) / heads
-    ratio = statistics.median(row["ratio"] for row in rows)
-    return {"layers": len(rows), "share": missed, "missed": 100 * missed, "heads": percent, "ratio": ratio}
-
-
 def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str, Any]]]:
     """The rows by source, length and their values of these keys; last, those of all sources and lengths together."""
     found: dict[tuple, list[dict[str, Any]]] = {}
@@ -142,35 +105,26 @@ def groups(rows: list[dict[str, Any]], *keys: str) -> dict[tuple, list[dict[str,
 
 def show_bounds(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
     """Print the table of the bound of `hea.attention_error`, and return what is compared with the goal."""
-    cells = [
-        {"source": source, "tokens": tokens, "rows": count, **summary(part)}
-        for (source, tokens, count), part in groups(rows, "rows").items()
-    ]
+    cells = []
+    for (source, tokens, count), part in groups(rows, "rows").items():
+        missed = statistics.fmean(row["missed"] for row in part)
+        heads = sum(row["heads_missed"] for row in part) / sum(row["heads"] for row in part)
+        row = {"source": source, "tokens": tokens, "rows": count, "layers": len(part), "missed": missed}
+        cells.append(row | {"heads": heads, "ratio": statistics.median(row["ratio"] for row in part)})
     commands.show(cells, BOUND_COLUMNS)
     together = [row for row in cells if row["source"] == "all"]
-    return commands.compared(together, "{rows} rows", "share", lambda row: GOAL, at_least=False)
+    return commands.compared(together, "{rows} rows", "missed", lambda row: GOAL, at_least=False)
 
 
 def show_auto(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
-    """Print the tables of auto's heads and of its costs, and return what is compared with the goals."""
-    cells, costs = [], []
+    """Print the table of auto's heads, and return what is compared with the goal."""
+    cells = []
     for (source, tokens), part in groups(rows).items():
         sums = {key: sum(row[key] for row in part) for key in ("heads", "approximated", "missed", "error")}
-        share = sums["missed"] / max(1, sums["approximated"])
-        row = {"source": source, "tokens": tokens, **sums, "share": share, "percent_missed": 100 * share}
-        row |= {"percent": 100 * sums["approximated"] / sums["heads"], "mean": sums["error"] / sums["heads"]}
-        cells.append(row)
+        row = {"source": source, "tokens": tokens, **sums, "share": sums["missed"] / max(1, sums["approximated"])}
+        cells.append(row | {name: sums[name] / sums["heads"] for name in ("approximated", "error")})
     commands.show(cells, HEAD_COLUMNS)
-    for n, dim in itertools.product(COSTS, (32, 64)):
-        copies, exact = cost_of(n, dim)
-        costs.append({"n": n, "dim": dim, "copies": 100 * copies, "rows": 100 * exact, "cost": copies + exact})
-        costs[-1]["all"] = 100 * costs[-1]["cost"]
-    print()
-    commands.show(costs, COST_COLUMNS)
-    return [
-        commands.Verdict("heads missed", cells[-1]["share"], GOAL, at_least=False),
-        *commands.compared(costs, "cost, {n} tokens, head_dim {dim}", "cost", lambda row: COSTS[row["n"]], False),
-    ]
+    return [commands.Verdict("heads missed", cells[-1]["share"], GOAL, at_least=False)]
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.error_bound --data data --source books --tokens 1024")
@@ -181,7 +135,7 @@ def error_bound(
     rows: commands.numbers_option("Queries of each head", "64,96,128", "--rows") = [],  # noqa: B006
     budgets: commands.numbers_option("Budgets in columns", "128", "--budget") = [],  # noqa: B006
     method: commands.methods_option("those that benchmark compares") = [],  # noqa: B006
-    auto: commands.option(bool, "Heads of `auto` above its bound, and the cost of it.", "--auto") = False,
+    auto: commands.option(bool, "Heads of `auto` above its bound.", "--auto") = False,
     seeds: commands.option(int, "Samples of queries.", min=1) = 2,
     threads: commands.Threads = None,
     check: commands.Check = False,

@@ -25,7 +25,7 @@ import functools
 import importlib.util
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -58,18 +58,13 @@ _ROUNDS = 3
 @contextlib.contextmanager
 def exact_kernel(name: str) -> Iterator[None]:
     """Let `scaled_dot_product_attention` use one kernel within the context; "default" is PyTorch's choice."""
-    if name == "flash 3":
-        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-
-        activate_flash_attention_impl("FA3")
-        try:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                yield
-        finally:
-            restore_flash_attention_impl()
-    else:
-        with sdpa_kernel(_BACKENDS[name]) if name in _BACKENDS else contextlib.nullcontext():
-            yield
+    with contextlib.ExitStack() as stack:
+        if name == "flash 3":
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+            stack.callback(torch.nn.attention.restore_flash_attention_impl)
+        if name != "default":
+            stack.enter_context(sdpa_kernel(_BACKENDS[name.removesuffix(" 3")]))
+        yield
 
 
 def exact_kernels(device: torch.device) -> list[str]:
@@ -100,9 +95,8 @@ def promises(config: MethodConfig, device: torch.device) -> dict[str, bool]:
     out = run(tensors, mask, device, causal=False)[0]
     spoilt = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in tensors[1:]]
     padded = run([tensors[0], *spoilt], mask, device, causal=False)[0]
-    found["padding never leaks"] = torch.equal(
-        padded[mask[:, None].expand(-1, 4, -1)], out[mask[:, None].expand(-1, 4, -1)]
-    )
+    kept = mask[:, None].expand(-1, 4, -1)
+    found["padding never leaks"] = torch.equal(padded[kept], out[kept])
     alone = run([x[:1] for x in tensors], mask[:1], device, causal=False)[0]
     found["rows are independent"] = bool((alone - out[:1]).norm() <= 1e-3 * alone.norm())
     if is_causal:
@@ -166,24 +160,25 @@ def times(configs: Mapping[str, MethodConfig], case: Case) -> list[dict[str, Any
     ]  # fmt: skip
 
 
+def broken(result: Mapping[str, Any]) -> list[str]:
+    """The promises that are not kept, by method."""
+    return [
+        f"{name}: {what}" for name, checks in result["promises"].items() for what, kept in checks.items() if not kept
+    ]
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The result as tables in Markdown."""
     parts = [f"# {result['device']}", f"torch {result['torch']}, hf_efficient_attn {hea.__version__}, {result['case']}"]
-    broken = [
-        f"- {name}: {what}" for name, checks in result["promises"].items() for what, kept in checks.items() if not kept
+    parts += [
+        "\n".join(f"- {one}" for one in broken(result))
+        or f"All promises are kept by {len(result['promises'])} methods."
     ]
-    parts += ["\n".join(broken) or f"All promises are kept by {len(result['promises'])} methods."]
     rows = [(label, f"{value:.4f}") for label, value in result["errors"].items()]
     parts += [table(("method", "error at 4,096 tokens"), rows)] if rows else []
     kernels = list(dict.fromkeys(kernel for row in result["times"] for kernel in row["ratios"]))
-    names = (
-        "attention",
-        "tokens",
-        "pass",
-        "ms",
-        *(f"times faster than {kernel}" for kernel in kernels),
-        "extra memory / inputs",
-    )
+    faster = (f"times faster than {kernel}" for kernel in kernels)
+    names = ("attention", "tokens", "pass", "ms", *faster, "extra memory / inputs")
     cells = [
         (
             row["attention"], f"{row['length']:,}", "fwd+bwd" if row["backward"] else "fwd",
@@ -201,9 +196,8 @@ def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="tokens", ylabel="milliseconds", xscale="log", yscale="log", title=result["device"]
-    )
+    scales = {"xscale": "log", "yscale": "log"}
+    axes = figure.add_subplot(xlabel="tokens", ylabel="milliseconds", title=result["device"], **scales)
     for label in dict.fromkeys(row["attention"] for row in result["times"]):
         rows = [row for row in result["times"] if row["attention"] == label and not row["backward"]]
         style = "k--" if label.startswith("exact") else "-"
@@ -230,9 +224,7 @@ def default_device() -> str:
 
 @app.command(epilog="Example: python -m recipes.benchmarks.gpu --minutes 8 -o OUT")
 def gpu(
-    output: Annotated[
-        pathlib.Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write the results.")
-    ],
+    output: commands.option(pathlib.Path, "Where to write the results.", "--output", "-o", metavar="FOLDER"),
     minutes: commands.option(float, "Limit of the duration.", min=0.1) = 8.0,
     length: commands.numbers_option("Tokens", "8192..1048576") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("all") = [],  # noqa: B006
@@ -247,9 +239,8 @@ def gpu(
     configs = parse_methods(method or [name for name in hea.available_methods() if name != "auto"])
     case = Case(0, num_heads=heads, dtype=dtype, device=str(where))
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where}, {processor_name()}"
-    result: dict[str, Any] = {
-        "device": name, "torch": torch.__version__, "case": str(case), "promises": {}, "errors": {}, "times": [],
-    }  # fmt: skip
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__, "case": str(case)}
+    result |= {"promises": {}, "errors": {}, "times": []}
     execution, lengths = Execution(minutes=minutes), parse_lengths(length) or LENGTHS
     # In seconds on an H100, roughly; the pace is measured.
     steps = [Step(f"promises of {label}", 1.0, ("promises", label)) for label in configs]
@@ -268,11 +259,8 @@ def gpu(
                 write(result, output)
     write(result, output)
     typer.echo(markdown(result))
-    broken = [
-        f"{name}: {what}" for name, checks in result["promises"].items() for what, kept in checks.items() if not kept
-    ]
-    if broken:
-        typer.echo(f"Promises that are broken: {'; '.join(broken)}", err=True)
+    if broken(result):
+        typer.echo(f"Promises that are broken: {'; '.join(broken(result))}", err=True)
         raise typer.Exit(1)
 
 

@@ -105,17 +105,13 @@ def _any_attention(query: Tensor, key: Tensor, value: Tensor, _: Any) -> Tensor:
 
 
 def row(label: str, config: MethodConfig | None, length: int, how: Setting) -> dict[str, Any]:
-    """The bytes of one method at one length. A method without a form of its own exchanges tokens for heads."""
+    """The megabytes of one method at one length. A method without a form of its own exchanges tokens for heads."""
     form = None if config is None else get_method(config.method).sharded
     if config is not None and not (form is not None and form.applies(config, length, how.is_causal)):
         label, config = f"{label} ({EXCHANGE})", None
     found = traffic(config, length, how)
-    forward, backward = found.forward.total(), found.backward.total()
-    return {
-        "method": label, "length": length, "processes": how.processes, "causal": how.is_causal,
-        "bytes": forward, "backward_bytes": backward, "collectives": ", ".join(found.forward),
-        "forward": f"{forward / 1e6:.3g} MB", "backward": f"{backward / 1e6:.3g} MB",
-    }  # fmt: skip
+    sizes = {"forward": found.forward.total() / 1e6, "backward": found.backward.total() / 1e6}
+    return {"method": label, "length": length, **sizes, "collectives": ", ".join(found.forward)}
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.sequence_parallel --length 65536 --processes 16")
@@ -135,8 +131,8 @@ def run(
         for tokens in parse_lengths(length) or [8192, 65_536]
         for label, config in {**configs, EXCHANGE: None}.items()
     ]
-    columns = {"tokens": "{length:,}", "attention": "{method}", "sent forward": "{forward}"}
-    columns |= {"sent backward": "{backward}", "collectives": "{collectives}"}
+    columns = {"tokens": "{length:,}", "attention": "{method}", "sent forward": "{forward:.3g} MB"}
+    columns |= {"sent backward": "{backward:.3g} MB", "collectives": "{collectives}"}
     note = (
         f"{'causal' if causal else 'bidirectional'}, batch 1, 16 heads of dimension 64, bfloat16, {processes} "
         "processes: bytes that each process gives to the collectives in one layer"

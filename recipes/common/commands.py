@@ -36,8 +36,10 @@ def _writable(path: pathlib.Path | None) -> pathlib.Path | None:
     return path
 
 
-def _drawable(path: pathlib.Path) -> pathlib.Path:
-    check_picture(path)
+def drawable(path: pathlib.Path | None) -> pathlib.Path | None:
+    """Return the path of a picture if it can be drawn and written, or None."""
+    if path is not None:
+        check_picture(path)
     return path
 
 
@@ -67,7 +69,7 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
 
 
-Picture = option(pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=_drawable)
+Picture = option(pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=drawable)
 
 
 def methods_option(default: str, *names: str) -> Any:

@@ -16,8 +16,7 @@ for every line of a table, and stated with it.
 trained with a base for a share of the steps, and then with a FLuRKA variant, ends better than one that has the variant
 from the start, the reference. "Reached at" is the step at which the evaluation loss of a run, linear between two
 evaluations, first is the mean final loss of the reference. The cost up to this step is given in CPU seconds of training
-steps, and in multiply-adds of the attention modules in the forward pass of one example, with their projections; steps
-before the switch cost as much as those of the base.
+steps; those before the switch cost as much as those of the base.
 
 Duration: that of the recipe, for every line, task and seed of a table. Expected: the tables of recipes/README.md.
 """
@@ -33,22 +32,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
 import typer
 import yaml
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForMaskedLM
 
-import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.io.json import read_json_object
 from recipes.common.commands import Data, Picture, data_folder, new_app, option, save
-from recipes.common.counting import FORMULAS_BY_PART
 from recipes.common.memory import ROOT
 from recipes.common.reporting import METRICS, mean_and_range, smoothed
 
@@ -217,7 +209,7 @@ class Curve(NamedTuple):
 
 
 class Result:
-    """The finished runs of a group by line, and the multiply-adds of the attention of an example by line.
+    """The finished runs of a group by line.
 
     A folder without an up-trained variant and the same variant from the start is refused.
     """
@@ -228,13 +220,11 @@ class Result:
             raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(known)}")
         group = group_of(folder.name, pathlib.Path("DATA"))
         (task,) = group.tasks
-        self.note, self.runs, self.cost = group.note, dict[str, list[Curve]](), dict[str, int]()
+        self.note, self.runs = group.note, dict[str, list[Curve]]()
         for line in group.attention:
             for seed, report in reports_of(folder, line, task).items():
-                path = folder_of(folder, line, task, seed)
-                self.runs.setdefault(line, []).append(read_curve(path, seed, report))
-                if line not in self.cost and not report["switches"]:
-                    self.cost[line] = attention_cost(path, report.get("block_size"))
+                run = read_curve(folder_of(folder, line, task, seed), seed, report)
+                self.runs.setdefault(line, []).append(run)
         # The variant from the start of every up-trained line.
         variants = {line: line.partition(",")[0] for line in self.runs if "," in line}
         self.variants = {line: variant for line, variant in variants.items() if variant in self.runs}
@@ -243,12 +233,11 @@ class Result:
                 f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
             )
 
-    def up_to(self, curve: Curve, step: float) -> tuple[float, float]:
-        """Seconds, and attention cost of an example in each step, of a run up to a step."""
+    def seconds(self, curve: Curve, step: float) -> float:
+        """CPU seconds of a run up to a step."""
         before = min(step, curve.switch)
         parts = [(stage, n) for stage, n in ((curve.stages[0], before), (curve.stages[-1], step - before)) if n]
-        seconds = sum(n * statistics.fmean(one.seconds for one in self.runs[stage]) for stage, n in parts)
-        return seconds, sum(self.cost[stage] * n for stage, n in parts)
+        return sum(n * statistics.fmean(one.seconds for one in self.runs[stage]) for stage, n in parts)
 
 
 def read_curve(folder: pathlib.Path, seed: int, report: dict[str, Any]) -> Curve:
@@ -259,29 +248,6 @@ def read_curve(folder: pathlib.Path, seed: int, report: dict[str, Any]) -> Curve
     stages = [EXACT if stage in (None, "sdpa", "eager") else stage for stage in stages]
     switch = switches[0]["step"] if switches else 0
     return Curve(seed, report["steps"], stages, switch, report["cpu_seconds_per_step"], loss, evaluation)
-
-
-def attention_cost(folder: pathlib.Path, block_size: int | None) -> int:
-    """The multiply-adds of the attention modules of a run's model for one example, of `block_size` tokens if a text."""
-    config = AutoConfig.from_pretrained(folder)
-    settings, config.efficient_attention = getattr(config, "efficient_attention", None), None
-    if block_size is None:
-        model: nn.Module = AutoModelForImageClassification.from_config(config, attn_implementation="sdpa")
-        inputs = {"pixel_values": torch.zeros(1, 3, *config.image_shape)}
-    else:
-        model = AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
-        inputs = {"input_ids": torch.full((1, block_size), 7), "attention_mask": torch.ones(1, block_size).long()}
-    if settings:
-        hea.convert(model, hea.EfficientAttentionConfig.from_dict(settings))
-    modules = [entry.module for entry in attention_modules(model)]
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FORMULAS_BY_PART["products"]) as counter:
-        model.eval()(**inputs)
-    counts, total = counter.get_flop_counts(), 0
-    for name, module in model.named_modules():
-        # Some models wrap the attention in a module that adds the output projection and a residual.
-        if module in modules and not any(inner in modules for inner in list(module.modules())[1:]):
-            total += sum(counts[f"{type(model).__name__}.{name}"].values())
-    return total // 2
 
 
 def verdict_table(result: Result) -> str:
@@ -304,19 +270,17 @@ def equal_loss_table(result: Result) -> str:
     for variant in dict.fromkeys(result.variants.values()):
         references = result.runs[variant]
         loss = statistics.fmean(run.final for run in references)
-        full = zip(*(result.up_to(run, run.steps) for run in references), strict=True)
-        seconds, cost = map(statistics.fmean, full)
+        seconds = statistics.fmean(result.seconds(run, run.steps) for run in references)
         for line, runs in result.runs.items():
             if line == variant:
-                rows.append((line, f"{loss:.3f}", "", references[0].steps, f"{seconds:.0f}", "1.00", "1.00"))
+                rows.append((line, f"{loss:.3f}", "", references[0].steps, f"{seconds:.0f}", "1.00"))
             elif result.variants.get(line, variant) == variant:
                 steps = [(run, run.reached_at(loss)) for run in runs]
-                reached = [(step, *result.up_to(run, step)) for run, step in steps if step is not None]
-                at, taken, spent = list(zip(*reached, strict=True)) or [(), (), ()]
-                relative = ([value / seconds for value in taken], [value / cost for value in spent])
-                cells = (mean_and_range(at, 0), mean_and_range(taken, 0), *(mean_and_range(v, 2) for v in relative))
-                rows.append((line, f"{loss:.3f}", f"{len(reached)} of {len(steps)}", *cells))
-    headers = ("attention", "loss", "reached by", "step", "CPU s", "time, relative", "attention cost, relative")
+                at = [step for _, step in steps if step is not None]
+                taken = [result.seconds(run, step) for run, step in steps if step is not None]
+                cells = mean_and_range(at, 0), mean_and_range(taken, 0), mean_and_range([t / seconds for t in taken], 2)
+                rows.append((line, f"{loss:.3f}", f"{len(at)} of {len(steps)}", *cells))
+    headers = ("attention", "loss", "reached by", "step", "CPU s", "time, relative")
     return table(headers, rows)
 
 

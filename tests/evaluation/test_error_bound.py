@@ -2,7 +2,6 @@
 
 import csv
 
-import pytest
 import torch
 
 import hf_efficient_attn as hea
@@ -15,7 +14,7 @@ def run(*arguments):
     return cli.run(recipe.app, list(map(str, arguments)), "error_bound")
 
 
-def test_misses_are_counted(monkeypatch):
+def test_misses_are_counted(monkeypatch, capsys):
     """Two layers with two heads each; the third has no error and is left out."""
     exact = [[[0.2, 0.4]], [[0.1, 0.1]], [[0.0, 0.0]]]
     bounds = {8: [[[0.3, 0.39]], [[0.05, 0.2]], [[0.0, 0.0]]], 16: [[[0.1, 0.3]], [[0.2, 0.2]], [[0.0, 0.0]]]}
@@ -35,9 +34,10 @@ def test_misses_are_counted(monkeypatch):
         (16, "0", True, 2),
         (16, "1", False, 0),
     ]
-    found = recipe.summary(found)
-    assert (found["layers"], found["share"], found["heads"]) == (4, 0.25, 50.0)
-    assert found["ratio"] == pytest.approx((1.15 + 1.25) / 2)
+    (verdict,) = recipe.show_bounds([{**row, "rows": 8, "source": "books", "tokens": 60} for row in found])
+    assert verdict.figure == 0.25
+    # One of four layers, half of the heads, and the median of bound / error.
+    assert "| 4      | 25.00% | 50.00%       | 1.20" in capsys.readouterr().out
 
 
 def test_the_command_on_gpt2(data, tmp_path, capsys):

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
 from hf_efficient_attn.kernel import products
 from hf_efficient_attn.ops import kde
 from instances import numbers
-from recipes.benchmarks import kernel as recipe
 
 DELTA = 0.1
 
@@ -299,22 +297,3 @@ def test_refusals():
     for sentence, call in REFUSALS:
         with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
             call()
-
-
-# The recipe.
-
-
-def test_exponent_of_growth():
-    assert recipe.exponent([512, 1024, 4096], [5.0, 10.0, 40.0]) == pytest.approx(2.0)
-    assert recipe.exponent([512, 1024], [5.0, 5.0]) == pytest.approx(1.0)
-    assert recipe.exponent([512], [5.0]) is None
-
-
-def test_recipe_prints_its_table(capsys, tmp_path):
-    arguments = ["--length", "256,1024", "--csv", str(tmp_path / "k.csv")]
-    assert cli.run(recipe.app, arguments, "kernel") == 0
-    printed = capsys.readouterr().out
-    assert "exponent of evaluations and projections, all lengths: 1." in printed
-    lines = (tmp_path / "k.csv").read_text().splitlines()
-    assert len(lines) == 3 and lines[0].startswith("length,error,norm,exact")
-    assert cli.run(recipe.app, ["--length", "8"], "kernel") != 0

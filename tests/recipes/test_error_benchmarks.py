@@ -10,7 +10,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from recipe_commands import read_csv, run
-from recipes.benchmarks import error, error_bound, tradeoff
+from recipes.benchmarks import error, error_bound
 from recipes.common import inputs as real_inputs
 
 
@@ -22,6 +22,7 @@ from recipes.common import inputs as real_inputs
         (error, ["--data", "no/such/folder"], "HEA_DATA"),
         (error, ["--data", "no/such/folder", "--model", "deit"], "HEA_DATA"),
         (error, ["--method", "longformer:global_tokens=200"], "budget of 128"),
+        (error, ["--half", "bfloat16", "--tradeoff", "a.png"], "leave out --half"),
         (error, ["--defaults", "--budget", "8"], "leave out --budget and --half"),
         (error_bound, ["--auto", "--source", "gpt2"], "not one of books, xquad, photographs"),
         (error_bound, ["--auto", "--budget", "64"], "leave out --rows, --budget and --method"),
@@ -128,64 +129,35 @@ def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(error_bound, "open_source", lambda *_: (torch.nn.Identity(), lambda tokens: iter([{}])))
     monkeypatch.setattr(hea, "convert", lambda model, config: model)
     monkeypatch.setattr(hea, "attention_error", lambda model, batch, *, num_rows: ModelError((layer,), num_rows))
-    monkeypatch.setattr(error_bound, "cost_of", lambda tokens, head_dim: (0.01, 0.01))
     arguments = ["--auto", "--data", tmp_path, "--source", "books", "--tokens", "60", "--check"]
     assert run(error_bound, *arguments, "--csv", tmp_path / "heads.csv") == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "| books | 60 | 4 | 75 % | 1 | 33.33 % |" in out and "2.0 %" in out
+    assert "| books | 60 | 4 | 75% | 1 | 33.33% |" in out
     (row,) = read_csv(tmp_path / "heads.csv")
     assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
     errors[0, 3] = 0.1
     assert run(error_bound, *arguments) == 0
 
 
-def test_the_cost_of_auto_is_measured():
-    assert all(0.0 < cost < 10.0 for cost in error_bound.cost_of(1024, 32))
-
-
 # --- error against speed ---
 
 
-def test_exact_attention_in_bfloat16_and_padded_heads():
-    """It is that of PyTorch up to the rounding of bfloat16, which has eight bits, and is computed in chunks."""
-    generator = torch.Generator().manual_seed(0)
-    given = real_inputs.Activation(0, *(torch.randn(1, 2, 300, 32, generator=generator) for _ in range(3)), 0.2)
-    assert given.query.shape[2] > tradeoff._CHUNK_QUERIES
-    exact = hea.analysis.exact_output(*given[1:4], scale=given.scale)
-    out = tradeoff.exact_bfloat16(*given[1:])
-    assert out.dtype == torch.float32 and out.shape == exact.shape
-    off = hea.analysis.relative_error(out, exact).operator
-    assert off.min() > 1e-5 and off.max() < 0.01
-    wide = tradeoff.padded(given, 48)
-    out = torch.nn.functional.scaled_dot_product_attention(*wide[1:4], scale=wide.scale)
-    torch.testing.assert_close(out[..., :32].double(), exact, rtol=1e-4, atol=1e-5)
-    assert out.shape[3] == 48 and not out[..., 32:].any()
-
-
-def test_the_frontier_and_the_points_of_methods():
+def test_the_frontier():
     rows = [
         {"method": name, "ratio": ratio, "error": error}
         for name, ratio, error in (("a", 2, 0.1), ("b", 4, 0.3), ("c", 3, 0.3), ("d", 8, 0.5), ("e", 2, 0.2))
     ]
-    assert [row["method"] for row in tradeoff.frontier(rows)] == ["d", "b", "a"]
-    configs = {name: hea.method_info(name).config_class() for name in ("auto", "nearfar", "linear")}
-    found = [(one.method, one.setting) for one in tradeoff.points(configs, (64, 128))]
-    bounds = (("auto", f"bound {bound:g}") for bound in tradeoff.MAX_ERRORS)
-    # linear has no budget
-    assert found == [("exact, bfloat16", ""), *bounds, ("nearfar", "64"), ("nearfar", "128"), ("linear", "")]
+    assert [row["method"] for row in error.frontier(rows)] == ["d", "b", "a"]
 
 
-def test_tradeoff_measures_and_draws(book, tmp_path, capsys):
-    picture = tmp_path / "tradeoff.png"
-    few = ["--data", book, "--tokens", 512, "--threads", 1, "--rounds", 1, "--output", picture]
-    few += ["--csv", tmp_path / "tradeoff.csv"]
-    assert run(tradeoff, *few, "--method", "longformer", "--budget", "64,256") == 0
-    rows = read_csv(tmp_path / "tradeoff.csv")
-    assert [(row["method"], row["setting"]) for row in rows] == [
-        ("exact, bfloat16", ""), ("longformer", "64"), ("longformer", "256")
-    ]  # fmt: skip
-    exact, narrow, wide = (float(row["error"]) for row in rows)
-    assert exact < 0.05 < wide < narrow
+def test_the_tradeoff_is_measured_and_drawn(activations, tmp_path, capsys):
+    picture, file = tmp_path / "tradeoff.png", tmp_path / "tradeoff.csv"
+    few = ["--tradeoff", picture, "--seeds", 1, "--rounds", 1, "--threads", 1, "--csv", file]
+    assert run(error, *few, "--method", "longformer,linear", "--budget", "4,16") == 0
+    rows = read_csv(file)
+    names = [(row["method"], row["budget"]) for row in rows]
+    assert names == [("longformer", "4"), ("linear", "4"), ("longformer", "16"), ("linear", "16")]
+    assert float(rows[0]["error"]) > float(rows[2]["error"]) and all(float(row["ratio"]) > 0 for row in rows)
     printed = capsys.readouterr().out
-    assert "on the frontier" in printed and "512 tokens" in printed
+    assert "on the frontier" in printed and "2 heads of 8" in printed, "the first head of each of two layers"
     assert picture.stat().st_size > 10_000

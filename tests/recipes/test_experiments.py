@@ -1,4 +1,4 @@
-"""The commands behind the tables of recipes/README.md: runs, tables, and the cost of a step."""
+"""The commands behind the tables of recipes/README.md: runs, and tables."""
 
 import json
 import pathlib
@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 import hf_efficient_attn as hea
 from recipes.common import arguments
 from recipes.experiments import __main__ as experiments
-from tiny_models import tiny_config
 
 runner = CliRunner()
 
@@ -77,16 +76,11 @@ def write_run(folder: pathlib.Path, stages: list[str], losses: list[float], seco
         "switches": switches,
         "attention": {"attention": None if switches else stages[0]},
         "cpu_seconds_per_step": seconds,
-        "block_size": 16,
     }
     log = [{"step": 10 * i, "eval_loss": loss} for i, loss in enumerate(losses, 1)]
     log += [{"step": i, "loss": 3.0} for i in range(1, 41)]
     (folder / "metrics.json").write_text(json.dumps(report))
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-    config = tiny_config("bert")
-    if stages[-1] != "sdpa":
-        config.efficient_attention = {"method": stages[-1]}
-    config.save_pretrained(folder)
 
 
 def test_curves_compare_up_training_with_its_references(folder, tmp_path):
@@ -113,8 +107,6 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path):
     for empty in (tmp_path / "other" / "flurka_books", tmp_path):
         refused = runner.invoke(experiments.app, ["curves", str(empty), "--output", str(tmp_path / "none.png")])
         assert isinstance(refused.exception, hea.UnsupportedAttentionError), refused.output
-    costs = experiments.Result(runs).cost
-    assert set(costs) == {"exact", "linear", "flurka_linear"} and all(costs.values())
 
 
 def test_unknown_groups_are_refused(folder):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import struct
 
 import numpy as np
 import pytest
@@ -16,19 +15,8 @@ from recipe_commands import read_csv
 from recipes import biggan, biggan_train
 from recipes.biggan_train import Discriminator, hinge_loss, make_classifier, sameness, train_classifier
 from recipes.common import gan
-from recipes.common.gan import (
-    Draw,
-    FeatureNetwork,
-    apply_swap,
-    grid,
-    layer_costs,
-    load_generator,
-    named_rows,
-    parse_classes,
-    pictures,
-    swaps_of,
-    to_bytes,
-)  # fmt: skip
+from recipes.common.gan import Draw, FeatureNetwork, apply_swap, layer_costs, load_generator, pictures, swaps_of
+from test_generative_metrics import idx
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 REFUSED = hea.UnsupportedAttentionError
@@ -70,13 +58,6 @@ def classifier(tmp_path_factory):
     return folder
 
 
-def idx(values):
-    shape = values.shape
-    return gzip.compress(
-        bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + values.numpy().tobytes()
-    )
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Horizontal and vertical bars of 12 x 12 pixels in the layout of MNIST."""
@@ -89,8 +70,8 @@ def data(tmp_path_factory):
         values = torch.randint(0, 40, (number, 12, 12), generator=generator, dtype=torch.uint8)
         for picture, label in zip(values, labels, strict=True):
             (picture.t() if label else picture)[5:7] = 250
-        (mnist / f"{split}-images-idx3-ubyte.gz").write_bytes(idx(values))
-        (mnist / f"{split}-labels-idx1-ubyte.gz").write_bytes(idx(labels.to(torch.uint8)))
+        (mnist / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(values)))
+        (mnist / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels.to(torch.uint8))))
     return folder
 
 
@@ -119,16 +100,16 @@ def test_draws_depend_on_the_seed_and_use_the_classes_in_turn(checkpoint):
 
 def test_classes_by_name_and_number(checkpoint):
     config = load_generator(str(checkpoint)).config
-    assert parse_classes(["Dog", "0", "crane"], config) == [1, 0, 2]
+    assert gan.parse_classes(["Dog", "0", "crane"], config) == [1, 0, 2]
     imagenet = BigGANConfig(z_dim=6, channel_width=8)
-    assert parse_classes(["goldfish", "207"], imagenet) == [1, 207]
+    assert gan.parse_classes(["goldfish", "207"], imagenet) == [1, 207]
     for name, model, message in (
         ("cow", config, "no class 'cow'"),
         ("3", config, "no class '3'"),
         ("goldfisch", imagenet, "Did you mean"),
     ):
         with pytest.raises(REFUSED, match=message):
-            parse_classes([name], model)
+            gan.parse_classes([name], model)
 
 
 def test_swaps_are_applied_and_undone(checkpoint):
@@ -202,7 +183,7 @@ def test_score_of_a_model_against_its_own_pictures(checkpoint, classifier, tmp_p
     draw = draw._replace(labels=draw.labels[torch.randperm(60, generator=torch.Generator().manual_seed(0))])
     made = next(pictures(model, draw, 60))
     rows = tmp_path / "rows.csv"
-    for i, values in enumerate(to_bytes(made)):
+    for i, values in enumerate(gan.to_bytes(made)):
         Image.fromarray(values.numpy()).save(reference / f"n0000000{i % 3}_{i}.png")
     arguments = [checkpoint, "--features", classifier, "--count", 60, "--splits", 2, "--rounds", 0, "--csv", rows]
     arguments += ["--method", "performer:num_features=2", "--budget", "2"]
@@ -368,9 +349,9 @@ def test_refusals_of_the_training(data, tmp_path, capsys):
 
 def test_sheets_of_pictures():
     images = torch.linspace(-1, 1, 3)[:, None, None, None].expand(3, 3, 4, 4)
-    assert to_bytes(images)[:, 0, 0, 0].tolist() == [0, 128, 255]
-    sheet = np.array(grid(images, 2))
+    assert gan.to_bytes(images)[:, 0, 0, 0].tolist() == [0, 128, 255]
+    sheet = np.array(gan.grid(images, 2))
     assert sheet.shape == (4 * 2 + 2, 4 * 2 + 2, 3)
     assert (sheet[:4, :4] == 0).all() and (sheet[6:, :4] == 255).all() and (sheet[:4, 6:] == 128).all()
-    page = np.array(named_rows({"exact": images, "a longer name": images}))
+    page = np.array(gan.named_rows({"exact": images, "a longer name": images}))
     assert page.shape[1] - 3 * 6 + 2 > 40 and (page < 255).any()

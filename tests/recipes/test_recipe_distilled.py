@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.training import FinetuningOptions
 from hf_efficient_attn.training.steps import learned_parameters
 from recipes.benchmarks import distilled
 from recipes.experiments import arms
 from tiny_models import output, tiny_batch, tiny_config, tiny_model
 
 runner = CliRunner()
-PLAN = distilled.Plan(steps=20, finetune_steps=4, target="hidden_states", learning_rate=1e-4)
+FINETUNING = FinetuningOptions(steps=4, learning_rate=1e-4, attention_learning_rate=1e-3)
 LINEAR = make_config("linear", feature_map="hedgehog", num_features=16)
 
 
@@ -31,11 +32,11 @@ def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
 
     batches = [tiny_batch("bert", seed=seed) for seed in (2, 3, 4)]
     task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate)
-    figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), PLAN)
+    figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), 20, FINETUNING)
     assert list(figures) == ["switched", "distilled", "fine-tuned", "without its window"]
     assert figures["distilled"] < figures["switched"] and figures["fine-tuned"] < figures["without its window"]
     assert figures["fine-tuned"] != figures["distilled"]
-    monkeypatch.setitem(distilled.TASKS, "states", lambda data, plan: task)
+    monkeypatch.setitem(distilled.TASKS, "states", lambda data, count: task)
     methods = "linear:num_features=16:window_size=8,nystromformer:num_landmarks=4"
     call = ["states", "--method", methods, "--steps", "20", "--finetune-steps", "4", "--learning-rate", "1e-4"]
     assert cli.run(distilled.app, call, "distilled") == 0
@@ -103,13 +104,10 @@ def test_table_of_arms(tmp_path):
     assert "as much as 100 steps" in shown.output and "task 1.50" in shown.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_refusals_of_arms():
+    for arguments, message in (
         (["run", "sentences", "--output", "runs"], "'sentences' is not one of glue, pictures"),
         (["show", "nowhere"], "holds no results: make them with the command run"),
-    ],
-)
-def test_refusals_of_arms(arguments, message):
-    result = runner.invoke(arms.app, arguments)
-    assert result.exit_code != 0 and message in str(result.exception) + result.output
+    ):
+        result = runner.invoke(arms.app, arguments)
+        assert result.exit_code != 0 and message in str(result.exception) + result.output

@@ -117,9 +117,8 @@ def test_label_indices_equal_those_of_the_hub():
 
 def test_only_line_feeds_and_tabs_are_separators(tmp_path):
     write(tmp_path, "sst2", 4)
-    path = edit(
-        tmp_path, "sst2", lambda lines: [f"{line}\r" for line in lines[:-1]] + ["odd\u2028line\x85here\t1", "", ""]
-    )
+    odd = ["odd\u2028line\x85here\t1", "", ""]
+    path = edit(tmp_path, "sst2", lambda lines: [f"{line}\r" for line in lines[:-1]] + odd)
     split = glue.load("sst2", str(tmp_path))["train"]
     assert split["sentence1"][0] == QUOTED[0] and split["sentence1"][4] == "odd\u2028line\x85here"
     assert list(split["label"]) == [0, 1, 0, 1, 1]
@@ -158,11 +157,7 @@ def ending(label):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "rte",
-            lambda lines: [lines[0].replace("label", "lable"), *lines[1:]],
-            "no column 'label'; its columns: index",
-        ),
+        ("rte", lambda lines: [lines[0].replace("label", "lable")], "no column 'label'; its columns: index"),
         ("rte", lambda lines: lines[:1], "train.tsv is empty"),
         ("cola", lambda lines: [], "train.tsv is empty"),
         ("stsb", ending("nan"), "unknown label 'nan'"),
@@ -183,9 +178,7 @@ def test_missing_and_truncated_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="damaged gzip file"):
         glue.load("rte", str(folder))
     path.unlink()
-    with pytest.raises(
-        ValueError, match=r"train.tsv \(or .tsv.gz\) is missing; the official layout is <data>/RTE/train"
-    ):
+    with pytest.raises(ValueError, match=r"train.tsv \(or .tsv.gz\) is missing; .* layout is <data>/RTE/train"):
         glue.load("rte", str(folder))
     for source in (str(tmp_path / "nowhere"), "glue", "a/b/c"):
         with pytest.raises(ValueError, match="is neither a folder nor a hub id"):

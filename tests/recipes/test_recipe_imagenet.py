@@ -114,9 +114,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, kind, tmp_path):
-    files, expected = LAYOUTS[layout]
+@pytest.mark.parametrize(("files", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(files, expected, kind, tmp_path):
     splits = images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
     assert {split: list(pictures.classes) for split, pictures in splits.items()} == expected
     for pictures in splits.values():
@@ -136,9 +135,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-@pytest.mark.parametrize("layout", REFUSED)
-def test_layouts_without_classes_are_refused(layout, kind, tmp_path):
-    files, message = REFUSED[layout]
+@pytest.mark.parametrize(("files", "message"), REFUSED.values(), ids=REFUSED)
+def test_layouts_without_classes_are_refused(files, message, kind, tmp_path):
     with pytest.raises(ValueError, match=message):
         images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
 
@@ -418,15 +416,15 @@ def test_training_learns_and_is_reproducible(tiny, colors, tmp_path, capsys):
 @pytest.mark.parametrize(
     "stages",
     [
-        ("linformer,projection_dim=4:2", "flurka_performer:end"),
-        ("linformer,projection_dim=4:2", "flurka_linear,feature_map=hedgehog,num_features=4,distill=3:end"),
+        ("--attention", "sdpa"),
+        ("--stages", "linformer,projection_dim=4:2", "flurka_performer:end"),
+        ("--stages", "linformer,projection_dim=4:2", "flurka_linear,feature_map=t2r,num_features=4,distill=3:end"),
     ],
-    ids=["plain", "distilled"],
+    ids=["one method", "stages", "distilled"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tiny, colors, tmp_path, stages):
     """24 pictures, 4 steps per epoch: resumed within the first and within the second epoch."""
     options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}
-    stages = ("--stages", *stages)
     common = {"model": tiny, "train_data": colors, **options}
     recipe(*stages, output_dir=tmp_path / "whole", **common)
     expected = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()

@@ -22,13 +22,11 @@ def run(*arguments):
     return recipe_commands.run(tasks, *arguments)
 
 
-def test_ranks_of_a_search():
+def test_ranks_and_similarities_of_a_search():
     questions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     paragraphs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
     assert real_inputs.ranks(questions @ paragraphs.t(), torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
-
-
-def test_texts_in_pieces_are_as_similar_as_their_mean_or_their_best_piece():
+    # A text in pieces is as similar as the mean of them, or as the best one.
     pieces, question = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]), torch.tensor([[0.0, 1.0]])
     found = real_inputs.similarities(question, pieces, torch.tensor([0, 0, 1]), 2)
     torch.testing.assert_close(found["mean of"], torch.tensor([[0.5**0.5, 0.8]]))

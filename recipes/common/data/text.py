@@ -182,21 +182,3 @@ class MaskingCollator:
     def mask_once(self, rows: Dataset) -> Dataset:
         """Give every window a fixed mask for evaluation, which depends on the seed only."""
         return Dataset.from_list([self.mask(row) for row in rows]).with_format("numpy")
-
-
-def baselines(train: Dataset, evaluation: Dataset, vocab_size: int, special: Sequence[int] = ()) -> dict[str, float]:
-    """What can be predicted of the labels of `evaluation` without a model, by the frequencies of the tokens of `train`.
-
-    At most 10,000 windows, evenly spaced, are counted.
-
-    Returns:
-        "frequencies_loss": nats per token if each has the probability of its frequency. Every count is larger by one,
-        so that no token is impossible. "most_frequent_accuracy": share of the most frequent token.
-    """
-    rows = train.select(range(0, len(train), -(-len(train) // 10_000)))["input_ids"]
-    counts = 1 + np.bincount(np.concatenate([np.asarray(ids) for ids in rows]), minlength=vocab_size)
-    counts[list(special)] = 0
-    labels = np.concatenate([np.asarray(row) for row in evaluation["labels"]])
-    labels = labels[labels != IGNORED]
-    loss = np.log(counts.sum()) - np.log(counts[labels]).mean()
-    return {"frequencies_loss": float(loss), "most_frequent_accuracy": float((labels == counts.argmax()).mean())}
