@@ -55,7 +55,7 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
         "version": __version__,
         "revision": hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:8],
         "sources": {path: [repr(line) for line in text.splitlines(keepends=True)] for path, text in texts.items()},
-        "classes": sorted(set(classes.values())),
+        "classes": sorted({model: auto for auto, model in classes.items()}.items()),
     }
     template = importlib.resources.files(__package__).joinpath("remote_code.py.jinja").read_text(encoding="utf-8")
     text = jinja2.Template(template, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True).render(values)
