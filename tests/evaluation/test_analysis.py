@@ -28,9 +28,6 @@ def gaussian_kernel(query, key):
     return torch.exp(-distance / (2 * math.sqrt(query.shape[1] - 1)))
 
 
-# --- assumption A ---
-
-
 def test_head_to_tail_of_every_prefix_of_the_kernel_matrix():
     query, key = normal(2, 3, 23, 6), normal(2, 3, 23, 6, seed=1)
     found = analysis.head_to_tail(query, key, first=4)
@@ -97,9 +94,6 @@ TOKENS = torch.zeros(60, 2)
 def test_invalid_inputs_of_kernel_measures_are_refused(measure, inputs_of, options, message):
     with pytest.raises(REFUSED, match=message):
         getattr(analysis, measure)(*inputs_of, **options)
-
-
-# --- spectra ---
 
 
 def test_softmax_matrix():
@@ -224,9 +218,6 @@ def test_operator_norm_of_special_matrices():
     assert found[0].isnan() and found[1] == pytest.approx(4.0)
     assert dense.operator_norm(torch.zeros(3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
     assert dense.operator_norm(torch.zeros(2, 600, 600)).tolist() == [0.0, 0.0]
-
-
-# --- errors ---
 
 
 def test_relative_error():

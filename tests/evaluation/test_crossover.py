@@ -32,9 +32,6 @@ def look_up(method="kdeformer", total_dim=LARGE_DIM, dtype=torch.float32, is_cau
     return crossover.crossover_length(method, total_dim, dtype=dtype, is_causal=is_causal, device=CPU)
 
 
-# The search.
-
-
 def grows(crossing):
     return lambda n: n**2 / (0.6 * crossing * n + 0.4 * crossing**2)
 
@@ -110,9 +107,6 @@ def test_methods_without_a_crossover_are_refused():
         measuring.measure_crossover("auto", CPU)
 
 
-# Calls of other sizes.
-
-
 def test_sizes_between_and_beyond_the_measured_ones():
     one = Crossover(1300, 700)
     assert (one.at(SMALL_DIM), one.at(LARGE_DIM)) == one
@@ -130,9 +124,6 @@ def test_lengths_that_are_only_noise(one):
     assert all(1 <= one.at(size) <= NEVER for size in (1, 64, 1024, 10**6))
     assert one.at(LARGE_DIM) == one.large
     assert one.at(SMALL_DIM) <= 3 * one.large
-
-
-# Storage.
 
 
 def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
@@ -214,9 +205,6 @@ def test_a_folder_in_place_of_the_file(cache):
         look_up()
     with pytest.raises(OSError, match="crossover"):
         measuring.store_crossover("kdeformer", CPU, FOUND)
-
-
-# The command.
 
 
 def run(*arguments):

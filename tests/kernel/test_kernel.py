@@ -160,9 +160,6 @@ def test_attention_is_a_gaussian_kernel(scale):
     torch.testing.assert_close(kernel / kernel.sum(1, keepdim=True), scores.softmax(1), rtol=1e-6, atol=1e-6)
 
 
-# The hash and the densities.
-
-
 @pytest.mark.parametrize("distance", [0.3, 1.0, 2.5])
 def test_collision_chances(distance):
     """The share of tables in which pairs at one distance share a bucket is that of the closed form."""
@@ -299,9 +296,6 @@ def test_refusals():
     for sentence, call in REFUSALS:
         with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
             call()
-
-
-# The recipe.
 
 
 def test_exponent_of_growth():

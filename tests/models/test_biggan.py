@@ -70,9 +70,6 @@ def with_budget(method: str, budget: int):
     return hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(budget)
 
 
-# Configuration
-
-
 @pytest.mark.parametrize(
     ("size", "num_blocks", "num_queries", "head_dim"),
     [(128, 10, 64**2, 32), (256, 12, 64**2, 64), (512, 14, 64**2, 64)],
@@ -135,9 +132,6 @@ def test_wrong_output_dim_is_replaced_with_a_warning(caplog):
     assert BigGANConfig(**SIZES).output_dim == 32 and not caplog.records
     assert BigGANConfig(**SIZES, output_dim=128).output_dim == 32
     assert "output_dim=128 is taken as 32" in caplog.text
-
-
-# Forward
 
 
 def test_all_forms_of_a_class_label_give_the_same_image():
@@ -215,9 +209,6 @@ def test_one_compiled_graph_serves_every_truncation(backend, method):
     assert len(graphs) <= 7
 
 
-# Methods
-
-
 @pytest.mark.parametrize("method", RECTANGULAR)
 def test_every_rectangular_method_runs_saves_and_loads(method, tmp_path):
     model = tiny()
@@ -245,16 +236,15 @@ def test_every_rectangular_method_runs_saves_and_loads(method, tmp_path):
 def test_methods_without_a_rectangular_form_are_refused(method, tmp_path):
     model = tiny()
     model.save_pretrained(tmp_path)
-    with pytest.raises(hea.UnsupportedAttentionError, match=f"fewer keys than queries.*{method}.*kdeformer"):
-        BigGANModel.from_pretrained(tmp_path, attn_implementation=method)
-    for switch in (lambda: hea.convert(model, method), lambda: model.set_attn_implementation(method)):
-        with pytest.raises(hea.UnsupportedAttentionError, match="fewer keys than queries"):
+    for switch in (
+        lambda: BigGANModel.from_pretrained(tmp_path, attn_implementation=method),
+        lambda: hea.convert(model, method),
+        lambda: model.set_attn_implementation(method),
+    ):
+        with pytest.raises(hea.UnsupportedAttentionError, match=f"fewer keys than queries.*{method}.*kdeformer"):
             switch()
         assert model.config._attn_implementation == "sdpa"
     images(model)
-
-
-# Creating, saving, loading
 
 
 @pytest.mark.parametrize("spectral_norm", [False, True])
@@ -308,9 +298,6 @@ def test_spectral_norm_is_removed_and_added_on_loading(tmp_path):
     assert torch.allclose(images(again.eval()), images(kept), atol=0.1)
     with pytest.raises(ValueError, match="leave save_original_format out"):
         plain.save_pretrained("nowhere", save_original_format=True)
-
-
-# Training
 
 
 @pytest.mark.parametrize(("spectral_norm", "method"), [(False, "linformer"), (True, "sdpa"), (True, "kdeformer")])
@@ -423,9 +410,6 @@ def test_statistics_are_repeatable_and_leave_the_global_state_alone():
 def test_wrong_arguments_of_set_statistics_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         tiny().set_statistics(**{"num_samples": 4, "progress": False, **arguments})
-
-
-# Noise and names
 
 
 def test_noise_without_a_seed_is_that_of_the_global_generator():

@@ -69,9 +69,6 @@ def logits(model, values=None, **options):
     return output(model, {"pixel_values": images() if values is None else values}, **options)
 
 
-# -------------------------------------------------------------------------------------------------------------- sizes
-
-
 @pytest.mark.parametrize("name", COUNTS)
 def test_number_of_parameters_equals_the_published_models(name):
     config = T2TViTConfig.from_name(name)
@@ -139,9 +136,6 @@ def test_tokens_of_an_image_of_224_pixels():
     logits(model, images(1, 3, 224, 224))
     assert seen == {"t2t.0": 3136, "t2t.1": 784, 0: 197, 1: 197}
     assert seen == {location.layer: module.max_tokens for module, location, *_ in attention_modules(model)}
-
-
-# ------------------------------------------------------------------------------------------------------------- methods
 
 
 @each_method
@@ -219,9 +213,6 @@ def test_compiles_to_one_graph(tokens_type, method):
     torch.testing.assert_close(logits(compiled, **options), expected, atol=tolerance, rtol=tolerance)
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-
-
 @pytest.mark.parametrize(
     ("tokens_type", "method"),
     [
@@ -274,9 +265,6 @@ def test_dropout_is_that_of_the_authors():
     assert [layer.drop_path.drop_prob for layer in model.t2t_vit.layers] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
-# ------------------------------------------------------------------------------------------------------------- outputs
-
-
 def test_outputs():
     model = tiny(attn_implementation="eager")
     found = model(images(), output_hidden_states=True, output_attentions=True)
@@ -293,9 +281,6 @@ def test_outputs():
     torch.testing.assert_close(found.logits, logits(tiny()), atol=1e-4, rtol=1e-4)
     with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
         hea.convert(tiny(), "linear")(images(), output_attentions=True)
-
-
-# ------------------------------------------------------------------------------------------------- images of any size
 
 
 @each_type
@@ -345,9 +330,6 @@ def test_set_image_size(tmp_path):
     assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, images(1, 3, 48, 48))).all()
 
 
-# ----------------------------------------------------------------------------------------------------------- precision
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each_type
 def test_half_precision(tokens_type, dtype):
@@ -376,9 +358,6 @@ def test_performers_with_large_keys_are_finite(dtype):
     assert torch.isfinite(found).all() and torch.isfinite(hidden_states.grad).all()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.isfinite(stage.float()(hidden_states.float())[0]).all()
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

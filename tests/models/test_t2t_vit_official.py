@@ -77,9 +77,6 @@ def official(seed=0, **sizes) -> dict[str, torch.Tensor]:
     return state
 
 
-# ----------------------------------------------------------------------------------------------------- expected output
-
-
 def soft_split(image, kernel, stride, padding):
     """(B, C, height, width) -> windows (B, N, C * kernel^2), and the grid, without nn.Unfold."""
     image = pad(image, (padding,) * 4)
@@ -188,9 +185,6 @@ def test_performers_equal_the_formula_of_the_authors_for_keys_of_any_norm(scale)
         assert expected.abs().max() < 1e-6
 
 
-# ------------------------------------------------------------------------------------------------ config from shapes
-
-
 @pytest.mark.parametrize("name", [name for name in T2TViTConfig.names() if name != "t2t_vit_flurka"])
 def test_config_of_published_models_is_inferred_from_shapes(name):
     """test_t2t_vit.py checks the sizes of these models by their numbers of parameters."""
@@ -202,9 +196,6 @@ def test_config_of_published_models_is_inferred_from_shapes(name):
     converted, config = convert_state_dict(state)
     assert config.to_dict() == wanted.to_dict()
     assert sum(x.numel() for x in converted.values()) == sum(x.numel() for x in state.values())
-
-
-# -------------------------------------------------------------------------------------------------------------- files
 
 
 def equal(model, converted) -> bool:
