@@ -117,7 +117,7 @@ def kill_and_resume(trainings, folder, case, *kills, world=1, rank=None, at=None
     [
         ("learned", ["linformer"] * 4 + ["flurka_performer"] * 6),
         ("same", ["performer"] * 5 + ["linear"] * 5),
-        ("distilled", ["linformer"] * 4 + ["flurka_linear"] * 6),
+        pytest.param("distilled", ["linformer"] * 4 + ["flurka_linear"] * 6, marks=pytest.mark.exhaustive),
     ],
 )
 def test_references_follow_their_stages(trainings, case, attention):
@@ -143,8 +143,9 @@ KILLS = [
     # Around a switch at a checkpoint: learned parameters of the first stage continue in the second.
     ("learned", ["torn:model.safetensors@4", "begin@4", "torn:trainer_state.json@8"], 6, 1, None),
     *(more("learned", f"torn:{file}@8", at=6) for file in FILES),
-    # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise.
-    ("distilled", ["begin@4"], 4, 1, None),
+    # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise. The callback's test in
+    # test_uptraining_distillation.py resumes from both in the core suite.
+    more("distilled", "begin@4", at=4),
     more("distilled", "torn:model.safetensors@4", at=2),
     more("distilled", "forward@5", at=4),
     # Weights do not tell the stage, the switch is between two checkpoints, and each step has two batches.
