@@ -4,6 +4,7 @@ Each process appends the losses of its steps to `FOLDER/steps-RANK.jsonl`. At th
 `FOLDER/result.json` what must not depend on kills.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -154,6 +155,7 @@ def train(
         best: evaluate every step, with this one as the best.
         options: more arguments of Trainer.
     """
+    gc.freeze()  # else a collection copies the memory that is shared with the server
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / f"output-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):

@@ -81,7 +81,7 @@ def difference(ours: BigGANModel, other, truncation: float = 0.43) -> float:
 
 
 @pytest.mark.parametrize(("kind", "spectral_norm"), [("kept", False), ("kept", True), ("folded", False)])
-@pytest.mark.parametrize("size", [128, pytest.param(256, marks=pytest.mark.exhaustive), 512])
+@pytest.mark.parametrize("size", [128, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (256, 512))])
 def test_images_are_equal_at_every_resolution(size, kind, spectral_norm, tmp_path):
     model = theirs(kind, layers=BigGANConfig(output_dim=size).layers)
     store(model, tmp_path)
@@ -93,7 +93,10 @@ def test_images_are_equal_at_every_resolution(size, kind, spectral_norm, tmp_pat
     assert difference(again, model) < 1e-5
 
 
-@pytest.mark.parametrize(("spectral_norm", "n_stats"), [(True, 51), (False, 51), (False, 2), (False, 11), (False, 50)])
+@pytest.mark.parametrize(
+    ("spectral_norm", "n_stats"),
+    [(True, 51), (False, 51), (False, 2), *(pytest.param(False, n, marks=pytest.mark.exhaustive) for n in (11, 50))],
+)
 def test_images_are_equal_at_every_truncation(spectral_norm, n_stats, tmp_path):
     model = theirs(**SMALL, n_stats=n_stats)
     store(model, tmp_path)
@@ -131,7 +134,7 @@ def test_config_file_without_model_type(tmp_path):
     assert difference(given, theirs(**SMALL)) < 1e-5
 
 
-@pytest.mark.parametrize("part", ["weight_orig", "weight_v"])
+@pytest.mark.parametrize("part", ["weight_orig", pytest.param("weight_v", marks=pytest.mark.exhaustive)])
 def test_incomplete_spectral_norm_is_reported(part, tmp_path):
     model = theirs(**SMALL)
     store(model, tmp_path)
