@@ -40,6 +40,7 @@ def test_misses_are_counted(monkeypatch):
     assert found["ratio"] == pytest.approx((1.15 + 1.25) / 2)
 
 
+@pytest.mark.exhaustive
 def test_the_command_on_gpt2(data, tmp_path, capsys):
     file = tmp_path / "bounds.csv"
     few = ("--tokens", 160, "--budget", 32, "--rows", "32,64", "--seeds", 1, "--method", "kdeformer,nystromformer")
