@@ -135,32 +135,26 @@ def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
     assert set(crossover.built_in_table("cuda")) == set(built_in)
 
 
-def test_measured_lengths_are_used(cache):
+def test_measured_lengths_are_used(cache, monkeypatch):
+    """Those of the method, of the kind of call, and of the machine."""
     before = look_up()
     measuring.store_crossover("kdeformer", CPU, FOUND)
     assert look_up() == 700 != before
     assert look_up(total_dim=SMALL_DIM) == 1300
     assert look_up(dtype=torch.float16, is_causal=True) == 3000
     assert look_up(is_causal=True) == crossover.built_in_table("cpu")["float32 causal"].large  # not in the file
-    assert look_up("longformer") == before  # another method
+    assert look_up("longformer") == before
     measuring.store_crossover("longformer", CPU, {"float32": Crossover(5, 5)})
-    assert look_up("longformer") == 5
-    assert look_up() == 700  # kept
-
-
-def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
-    built_in = crossover.built_in_table("cpu")["float32"].large
-    measuring.store_crossover("kdeformer", CPU, FOUND)
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "processor_name", lambda: "another processor")
         measuring.register()
-        assert look_up() == built_in
+        assert look_up() == before
         measuring.store_crossover("kdeformer", CPU, {"bfloat16": Crossover(9, 9)})
     measuring.register()
-    assert look_up() == 700
+    assert (look_up(), look_up("longformer")) == (700, 5)
     assert len(json.loads(cache.read_text())["machines"]) == 2
     with use_threads(torch.get_num_threads() + 1):
-        assert look_up() == built_in
+        assert look_up() == before
 
 
 def test_the_folder(monkeypatch, tmp_path):

@@ -222,32 +222,24 @@ def test_compiles_to_one_graph(tokens_type, method):
     ],
 )
 def test_gradients_reach_every_parameter(tokens_type, method):
-    model = hea.convert(tiny(tokens_type=tokens_type), method, **SMALL.get(method, {})).train()
-    model(images(), labels=torch.tensor([0, 2])).loss.backward()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None and name.endswith(("position_embeddings", ".w"))
-            continue
-        # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-        assert "learned_parameters" in name or parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize(
-    ("tokens_type", "method", "reentrant"), [("transformer", "kdeformer", True), ("performer", "sdpa", False)]
-)
-def test_gradient_checkpointing_gives_the_same_gradients(tokens_type, method, reentrant):
+    """The same gradients with gradient checkpointing, reentrant or not."""
     dropout = {"hidden_dropout_prob": 0.1, "drop_path_rate": 0.3, "token_dropout_prob": 0.1}
     grads = []
     for checkpointing in (False, True):
-        model = tiny(tokens_type=tokens_type, **dropout).train()
-        hea.convert(model, method, **SMALL.get(method, {}))
+        model = hea.convert(tiny(tokens_type=tokens_type, **dropout), method, **SMALL.get(method, {})).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable({"use_reentrant": tokens_type == "transformer"})
         torch.manual_seed(5)
-        model(images(), labels=torch.tensor([0, 2])).loss.backward()
+        model(images(8, 3, 32, 32), labels=torch.arange(8) % 3).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+    for name, grad in grads[0].items():
+        # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
+        assert torch.isfinite(grad).all() and ("learned_parameters" in name or grad.abs().sum() > 0), name
+        # The reentrant form has a first pass without gradients, which nearfar computes in another order.
+        tolerance = 1e-3 * grad.abs().max().item() if method == "nearfar" else 0.0
+        torch.testing.assert_close(grads[1][name], grad, rtol=0, atol=tolerance, msg=name)
+    frozen = {name: p.grad for name, p in model.named_parameters() if not p.requires_grad}
+    assert all(name.endswith(("position_embeddings", ".w")) and grad is None for name, grad in frozen.items())
     assert sum(m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")) >= 4
 
 

@@ -73,17 +73,15 @@ def switches(trainer: Trainer) -> list[tuple[int, str, str]]:
 
 
 class Seen(transformers.TrainerCallback):
-    """Records the model's attention and the contents of the optimizer at the beginning of each step."""
+    """Records the model's attention and the steps of the optimizer's state at the beginning of each step."""
 
     def __init__(self) -> None:
-        self.names, self.groups, self.states = [], [], []
+        self.names, self.states = [], []
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         self.names.append(model.config._attn_implementation)
         names = {id(p): name for name, p in model.named_parameters()}
-        inner = optimizer.optimizer
-        self.groups.append([[names[id(p)] for p in group["params"]] for group in inner.param_groups])
-        self.states.append({names[id(p)]: int(value["step"]) for p, value in inner.state.items()})
+        self.states.append({names[id(p)]: int(value["step"]) for p, value in optimizer.optimizer.state.items()})
 
 
 def test_stages_by_share_and_by_step():

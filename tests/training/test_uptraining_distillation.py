@@ -280,7 +280,7 @@ def test_callback(own, tmp_path):
 
 def test_training_options(tmp_path):
     """Also under autocast."""
-    stages = [("linformer", 2, {"projection_dim": 8}), ("linear", None, {**HEDGEHOG, "distill": 10})]
+    stages = [("linformer", 2, {"projection_dim": 8}), ("linear", None, {**HEDGEHOG, "distill": 30})]
     options = {"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
     trainer = trainer_of(tmp_path, stages, steps=3, **options)
     trainer.train()
