@@ -17,7 +17,10 @@ import hf_efficient_attn as hea
 TIMEOUT = datetime.timedelta(seconds=60)
 # A server that has imported what takes long forks the processes; elsewhere each imports it.
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_PRELOADED = ["hf_efficient_attn._api", "transformers.models.llama.modeling_llama", "torch._dynamo"]
+PRELOADED = [
+    "hf_efficient_attn._api", "hf_efficient_attn.training.callback", "torch._dynamo", "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert", "gpt2")),
+]  # fmt: skip
 
 
 def free_port() -> int:
@@ -51,7 +54,7 @@ def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder.mkdir(parents=True, exist_ok=True)
     if _METHOD == "forkserver":
-        multiprocessing.set_forkserver_preload(_PRELOADED)
+        multiprocessing.set_forkserver_preload(PRELOADED)
     context = multiprocessing.start_processes(
         _start, (size, free_port(), str(folder), function, arguments), size, join=False, start_method=_METHOD
     )

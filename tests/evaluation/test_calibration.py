@@ -18,6 +18,12 @@ from hf_efficient_attn.methods import make_config
 from tiny_models import tiny_batch, tiny_model
 
 
+@pytest.fixture(autouse=True)
+def one_call(monkeypatch):
+    """The measurement of the speed, which no test depends on, takes one call in place of 0.1 seconds."""
+    monkeypatch.setattr(calibration, "calls_to_time", lambda work: 1)
+
+
 def batches(family, count, *, start=0, length=70, padding="none"):
     return [tiny_batch(family, length=length, padding=padding, seed=start + i) for i in range(count)]
 
@@ -37,8 +43,8 @@ def layer_errors(model, settings, unseen):
     return found
 
 
-def share_below(found, max_error):
-    errors = [error for one in found.values() for error in one]
+def share_below(model, settings, unseen, max_error):
+    errors = [error for one in layer_errors(model, settings, unseen).values() for error in one]
     return sum(error <= max_error for error in errors) / len(errors)
 
 
@@ -53,9 +59,7 @@ def share_below(found, max_error):
 def test_unseen_batches_stay_below_the_error(family, methods, dtype):
     model = tiny_model(family).to(dtype)
     config = hea.calibrate(model, iter(batches(family, 4)), max_error=0.6, methods=methods, budgets=[16, 48])
-    found = layer_errors(model, config, batches(family, 8, start=100))
-    assert found
-    assert share_below(found, 0.6) >= 0.95
+    assert share_below(model, config, batches(family, 8, start=100), 0.6) >= 0.95
     hea.convert(model, config)
     assert model.config.efficient_attention["layers"]
     with torch.no_grad():
@@ -72,7 +76,7 @@ def test_unseen_text_stays_below_the_error(max_error, minilm):
     texts = sorted(pydoc_data.topics.topics.values(), key=len)[-24:]
     made = [tokenizer(text, truncation=True, max_length=256, return_tensors="pt") for text in texts]
     config = hea.calibrate(model, made[:8], max_error=max_error, methods=["longformer", "kdeformer"], budgets=[64, 128])
-    assert share_below(layer_errors(model, config, made[8:]), max_error) >= 0.95
+    assert share_below(model, config, made[8:], max_error) >= 0.95
 
 
 def test_layers_in_which_no_method_is_accepted_stay_exact():
@@ -119,9 +123,9 @@ def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "ending"), [*((family, None) for family in ("bert", "gpt2", "vit", "flurka")),
-                           ("flurka", IndexError), ("bert", KeyboardInterrupt)],
-)  # fmt: skip
+    ("family", "ending"),
+    [*((x, None) for x in ("bert", "gpt2", "vit", "flurka")), ("flurka", IndexError), ("bert", KeyboardInterrupt)],
+)
 def test_the_model_is_unchanged(family, ending, monkeypatch):
     """After a calibration, a failure in the second batch and an interruption; with learned parameters too."""
 
@@ -171,24 +175,11 @@ def test_calls_equal_the_computation_of_the_model(family, padding):
     torch.testing.assert_close(captured[valid], exact[valid], atol=1e-4, rtol=1e-4)
     assert [call.layer for call in calls] == [0, 1]
     assert all(call.is_causal == (family in ("gpt2", "llama")) for call in calls)
+    # test_model_error.py compares attention_error with the dense formula on the outputs of the attention function.
     config = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
-    outs = []
-    hea.convert(model, config, layers=[1])
-    attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    ours = attention["kdeformer"]
-    attention["kdeformer"] = lambda *args, **rest: outs.append(ours(*args, **rest)[0]) or (outs[-1], None)
-    try:
-        with torch.no_grad():
-            model(**batch)
-    finally:
-        del attention["kdeformer"]
-    call, masked = calls[1], ~valid[:, None, :, None]
-    difference = (outs[1].transpose(1, 2) - call.exact).masked_fill(masked, 0.0).double()
-    expected = torch.linalg.matrix_norm(difference, 2) / torch.linalg.matrix_norm(
-        call.exact.masked_fill(masked, 0.0).double(), 2
-    )
-    torch.testing.assert_close(call.errors(config), expected, atol=1e-4, rtol=1e-3)
-    assert (expected > 0.01).any()
+    running = hea.attention_error(hea.convert(model, config, layers=[1]), batch, num_rows=None)
+    torch.testing.assert_close(calls[1].errors(config), running.layers[1].estimate, atol=1e-4, rtol=2e-3)
+    assert running.max() > 0.01
 
 
 def test_only_one_layer_is_in_memory_at_a_time(monkeypatch):
@@ -255,9 +246,6 @@ def test_bound_holds_for_unseen_errors():
     assert above / 4000 < 0.03
 
 
-# The length that a choice was calibrated at.
-
-
 def choice():
     """A new one for each model, since it warns once."""
     return hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70)
@@ -309,10 +297,7 @@ def test_the_length_belongs_to_what_was_calibrated():
     ("values", "message"),
     [
         *(
-            (
-                {"method": "longformer", "calibrated_length": length},
-                r"calibrated_length=.* must be an integer of 1 or more",
-            )
+            ({"method": "longformer", "calibrated_length": length}, "calibrated_length=.* must be an integer of 1")
             for length in (0, -1, 2.5, "70", True)
         ),
         ({"layers": [{"layers": [0], "method": "longformer", "calibrated_length": 70}]}, "in a mix every entry is"),
@@ -366,18 +351,13 @@ def test_compiled_models_neither_warn_nor_break():
 )
 def test_calibrate_warns_if_nothing_is_saved(ratio, low, high, message, monkeypatch):
     measured = []
-
-    def speed(*arguments):
-        measured.append(arguments)
-        return timing.Timing(1.0, ratio, ratio, low, high)
-
-    monkeypatch.setattr(calibration, "measure_speed", speed)
+    speed = timing.Timing(1.0, ratio, ratio, low, high)
+    monkeypatch.setattr(calibration, "measure_speed", lambda *given: measured.append(given) or speed)
+    model, options = tiny_model("bert"), {"max_error": 5.0, "methods": ["longformer"], "budgets": [16]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
-            config = hea.calibrate(
-                tiny_model("bert"), batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[16]
-            )
+            config = hea.calibrate(model, batches("bert", 2), **options)
     assert measured[0][2] == config
 
 
@@ -424,7 +404,7 @@ BERT_BATCH = tiny_batch("bert")
         *(("bert", [BERT_BATCH], {"budgets": x}, "must be a list of integers above 0") for x in ([0], 16, [True])),
         ("bert", [BERT_BATCH], {"budgets": [70, 100]}, "save nothing"),
         ("bert", [BERT_BATCH], {"budgets": [1], "methods": ["eva"]}, "2 or more"),
-        ("gpt2", [BERT_BATCH], {"methods": ["nystromformer"]}, "Methods that have one: .*kdeformer"),
+        ("gpt2", [BERT_BATCH], {"methods": ["nystromformer"]}, "is a decoder.*Methods that have one: .*kdeformer"),
     ],
 )  # fmt: skip
 def test_refused(family, data, options, message):
@@ -435,10 +415,9 @@ def test_refused(family, data, options, message):
 def test_models_without_attention_are_refused():
     sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     mamba = transformers.MambaModel(transformers.MambaConfig(**sizes))
-    with pytest.raises(UnsupportedAttentionError, match="MambaModel"):
-        hea.calibrate(mamba, [{"input_ids": torch.ones(1, 9, dtype=torch.int64)}], max_error=0.5)
-    with pytest.raises(UnsupportedAttentionError, match="no Transformers model"):
-        hea.calibrate(torch.nn.Linear(2, 2), [torch.ones(1, 2)], max_error=0.5)
+    for model, message in ((mamba, "MambaModel"), (torch.nn.Linear(2, 2), "no Transformers model")):
+        with pytest.raises(UnsupportedAttentionError, match=message):
+            hea.calibrate(model, [{"input_ids": torch.ones(1, 9, dtype=torch.int64)}], max_error=0.5)
 
 
 def test_encoder_and_decoder_have_layers_of_their_own():
@@ -458,5 +437,3 @@ def test_encoder_and_decoder_have_layers_of_their_own():
     both = hea.calibrate(model, data, max_error=9.0, methods=["longformer"], budgets=[8])
     assert both.named_layers() == ["decoder.layers.0", "encoder.layers.0"]
     hea.convert(model, both)
-    with pytest.raises(UnsupportedAttentionError, match="is a decoder"):
-        hea.calibrate(tiny_model("gpt2"), batches("gpt2", 1), max_error=9.0, methods=["nystromformer"])

@@ -32,9 +32,6 @@ def look_up(method="kdeformer", total_dim=LARGE_DIM, dtype=torch.float32, is_cau
     return crossover.crossover_length(method, total_dim, dtype=dtype, is_causal=is_causal, device=CPU)
 
 
-# The search.
-
-
 def grows(crossing):
     return lambda n: n**2 / (0.6 * crossing * n + 0.4 * crossing**2)
 
@@ -110,9 +107,6 @@ def test_methods_without_a_crossover_are_refused():
         measuring.measure_crossover("auto", CPU)
 
 
-# Calls of other sizes.
-
-
 def test_sizes_between_and_beyond_the_measured_ones():
     one = Crossover(1300, 700)
     assert (one.at(SMALL_DIM), one.at(LARGE_DIM)) == one
@@ -132,9 +126,6 @@ def test_lengths_that_are_only_noise(one):
     assert one.at(SMALL_DIM) <= 3 * one.large
 
 
-# Storage.
-
-
 def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
     built_in = crossover.built_in_table("cpu")
     for dtype, row in ((torch.float32, "float32"), (torch.float64, "float32"), (torch.float16, "bfloat16")):
@@ -144,32 +135,26 @@ def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
     assert set(crossover.built_in_table("cuda")) == set(built_in)
 
 
-def test_measured_lengths_are_used(cache):
+def test_measured_lengths_are_used(cache, monkeypatch):
+    """Those of the method, of the kind of call, and of the machine."""
     before = look_up()
     measuring.store_crossover("kdeformer", CPU, FOUND)
     assert look_up() == 700 != before
     assert look_up(total_dim=SMALL_DIM) == 1300
     assert look_up(dtype=torch.float16, is_causal=True) == 3000
     assert look_up(is_causal=True) == crossover.built_in_table("cpu")["float32 causal"].large  # not in the file
-    assert look_up("longformer") == before  # another method
+    assert look_up("longformer") == before
     measuring.store_crossover("longformer", CPU, {"float32": Crossover(5, 5)})
-    assert look_up("longformer") == 5
-    assert look_up() == 700  # kept
-
-
-def test_other_machines_have_lengths_of_their_own(cache, monkeypatch):
-    built_in = crossover.built_in_table("cpu")["float32"].large
-    measuring.store_crossover("kdeformer", CPU, FOUND)
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "processor_name", lambda: "another processor")
         measuring.register()
-        assert look_up() == built_in
+        assert look_up() == before
         measuring.store_crossover("kdeformer", CPU, {"bfloat16": Crossover(9, 9)})
     measuring.register()
-    assert look_up() == 700
+    assert (look_up(), look_up("longformer")) == (700, 5)
     assert len(json.loads(cache.read_text())["machines"]) == 2
     with use_threads(torch.get_num_threads() + 1):
-        assert look_up() == built_in
+        assert look_up() == before
 
 
 def test_the_folder(monkeypatch, tmp_path):
@@ -214,9 +199,6 @@ def test_a_folder_in_place_of_the_file(cache):
         look_up()
     with pytest.raises(OSError, match="crossover"):
         measuring.store_crossover("kdeformer", CPU, FOUND)
-
-
-# The command.
 
 
 def run(*arguments):

@@ -158,9 +158,6 @@ def test_attention_is_a_gaussian_kernel(scale):
     torch.testing.assert_close(kernel / kernel.sum(1, keepdim=True), scores.softmax(1), rtol=1e-6, atol=1e-6)
 
 
-# The hash and the densities.
-
-
 @pytest.mark.parametrize("distance", [0.3, 1.0, 2.5])
 def test_collision_chances(distance):
     """The share of tables in which pairs at one distance share a bucket is that of the closed form."""
@@ -252,7 +249,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 def test_norms_of_the_columns_of_attention():
     """Algorithm 1, lines 3-4, against the dense softmax; also with logits whose doubled exponentials overflow."""
-    for size, length in ((0.6, 1500), (0.6, 50), (30.0, 50)):
+    for size, length in ((0.6, 1000), (0.6, 50), (30.0, 50)):
         queries, keys = (size * numbers(length, 8, seed=i) for i in range(2))
         norms, sums = hea.kernel.softmax_column_norms(queries, keys)
         scores = queries @ keys.t()
@@ -261,13 +258,13 @@ def test_norms_of_the_columns_of_attention():
         # beta is to a third, of an alpha to a third whose square it is divided by.
         assert (norms - true).abs().max() < math.log(4.0)
         assert (norms - true).abs().median() < 0.15
-        assert length < 1000 or (norms - true).abs().max() > 1e-3
+        assert length == 50 or (norms - true).abs().max() > 1e-3
 
 
 def test_densities_choose_better_columns_than_values():
     """All queries attend to a dozen keys, in a sequence that is too long for exact densities."""
-    query, key, value = (numbers(1, 1, 2048, 8, seed=i) * 0.5 for i in range(3))
-    at = torch.randperm(2048, generator=torch.Generator().manual_seed(0))[:12]
+    query, key, value = (numbers(1, 1, 1024, 8, seed=i) * 0.5 for i in range(3))
+    at = torch.randperm(1024, generator=torch.Generator().manual_seed(0))[:12]
     query[..., 0] += 3.0
     key[:, :, at, 0] += 7.0
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)

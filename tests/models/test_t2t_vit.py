@@ -69,9 +69,6 @@ def logits(model, values=None, **options):
     return output(model, {"pixel_values": images() if values is None else values}, **options)
 
 
-# -------------------------------------------------------------------------------------------------------------- sizes
-
-
 @pytest.mark.parametrize("name", COUNTS)
 def test_number_of_parameters_equals_the_published_models(name):
     config = T2TViTConfig.from_name(name)
@@ -141,9 +138,6 @@ def test_tokens_of_an_image_of_224_pixels():
     assert seen == {location.layer: module.max_tokens for module, location, *_ in attention_modules(model)}
 
 
-# ------------------------------------------------------------------------------------------------------------- methods
-
-
 @each_method
 def test_every_method_in_every_stage_and_block(method):
     model = tiny()
@@ -210,16 +204,13 @@ def test_performer_stages_take_no_method():
     ],
 )
 def test_compiles_to_one_graph(tokens_type, method):
-    model = hea.convert(tiny(tokens_type=tokens_type), method, **SMALL.get(method, {}))
+    model = hea.convert(tiny(tokens_type=tokens_type, num_hidden_layers=1), method, **SMALL.get(method, {}))
     options = {"values": images(2, 3, 40, 24), "interpolate_pos_encoding": True} if method == "sdpa" else {}
     expected = logits(model, **options)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     tolerance = 1e-5 if method == "sdpa" else 1e-4
     torch.testing.assert_close(logits(compiled, **options), expected, atol=tolerance, rtol=tolerance)
-
-
-# ------------------------------------------------------------------------------------------------------------ training
 
 
 @pytest.mark.parametrize(
@@ -231,32 +222,24 @@ def test_compiles_to_one_graph(tokens_type, method):
     ],
 )
 def test_gradients_reach_every_parameter(tokens_type, method):
-    model = hea.convert(tiny(tokens_type=tokens_type), method, **SMALL.get(method, {})).train()
-    model(images(), labels=torch.tensor([0, 2])).loss.backward()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None and name.endswith(("position_embeddings", ".w"))
-            continue
-        # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-        assert "learned_parameters" in name or parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize(
-    ("tokens_type", "method", "reentrant"), [("transformer", "kdeformer", True), ("performer", "sdpa", False)]
-)
-def test_gradient_checkpointing_gives_the_same_gradients(tokens_type, method, reentrant):
+    """The same gradients with gradient checkpointing, reentrant or not."""
     dropout = {"hidden_dropout_prob": 0.1, "drop_path_rate": 0.3, "token_dropout_prob": 0.1}
     grads = []
     for checkpointing in (False, True):
-        model = tiny(tokens_type=tokens_type, **dropout).train()
-        hea.convert(model, method, **SMALL.get(method, {}))
+        model = hea.convert(tiny(tokens_type=tokens_type, **dropout), method, **SMALL.get(method, {})).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable({"use_reentrant": tokens_type == "transformer"})
         torch.manual_seed(5)
-        model(images(), labels=torch.tensor([0, 2])).loss.backward()
+        model(images(8, 3, 32, 32), labels=torch.arange(8) % 3).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+    for name, grad in grads[0].items():
+        # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
+        assert torch.isfinite(grad).all() and ("learned_parameters" in name or grad.abs().sum() > 0), name
+        # The reentrant form has a first pass without gradients, which nearfar computes in another order.
+        tolerance = 1e-3 * grad.abs().max().item() if method == "nearfar" else 0.0
+        torch.testing.assert_close(grads[1][name], grad, rtol=0, atol=tolerance, msg=name)
+    frozen = {name: p.grad for name, p in model.named_parameters() if not p.requires_grad}
+    assert all(name.endswith(("position_embeddings", ".w")) and grad is None for name, grad in frozen.items())
     assert sum(m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")) >= 4
 
 
@@ -272,9 +255,6 @@ def test_dropout_is_that_of_the_authors():
         assert not torch.allclose(logits(model), expected, atol=1e-3), option
     model = tiny(drop_path_rate=0.2, num_hidden_layers=5)
     assert [layer.drop_path.drop_prob for layer in model.t2t_vit.layers] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-
-
-# ------------------------------------------------------------------------------------------------------------- outputs
 
 
 def test_outputs():
@@ -293,9 +273,6 @@ def test_outputs():
     torch.testing.assert_close(found.logits, logits(tiny()), atol=1e-4, rtol=1e-4)
     with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
         hea.convert(tiny(), "linear")(images(), output_attentions=True)
-
-
-# ------------------------------------------------------------------------------------------------- images of any size
 
 
 @each_type
@@ -345,9 +322,6 @@ def test_set_image_size(tmp_path):
     assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, images(1, 3, 48, 48))).all()
 
 
-# ----------------------------------------------------------------------------------------------------------- precision
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each_type
 def test_half_precision(tokens_type, dtype):
@@ -376,9 +350,6 @@ def test_performers_with_large_keys_are_finite(dtype):
     assert torch.isfinite(found).all() and torch.isfinite(hidden_states.grad).all()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.isfinite(stage.float()(hidden_states.float())[0]).all()
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,26 +54,34 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def resumed(folder, schedule, make_model, at: int, steps: int, data=None) -> Trainer:
+    """Train, and train again from checkpoint `at`; assert that both are equal. Return the uninterrupted training."""
+    found = []
+    for resume in (None, str(folder / f"checkpoint-{at}")):
+        options = {"save_strategy": "steps", "save_steps": at}
+        found.append(trainer_of(folder, schedule, make_model(), data=data, steps=steps, **options))
+        found[-1].train(resume_from_checkpoint=resume)
+    whole, again = found
+    assert losses(again) == losses(whole)
+    assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
+    return whole
+
+
 def switches(trainer: Trainer) -> list[tuple[int, str, str]]:
     found = [entry for entry in trainer.state.log_history if "uptraining_stage" in entry]
     return [(entry["step"], entry["uptraining_from"], entry["uptraining_stage"]) for entry in found]
 
 
 class Seen(transformers.TrainerCallback):
-    """Records the model's attention and the contents of the optimizer at the beginning of each step."""
+    """Records the model's attention and the steps of the optimizer's state at the beginning of each step."""
 
     def __init__(self) -> None:
-        self.names, self.groups, self.states = [], [], []
+        self.names, self.states = [], []
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         self.names.append(model.config._attn_implementation)
         names = {id(p): name for name, p in model.named_parameters()}
-        inner = optimizer.optimizer
-        self.groups.append([[names[id(p)] for p in group["params"]] for group in inner.param_groups])
-        self.states.append({names[id(p)]: int(value["step"]) for p, value in inner.state.items()})
-
-
-# Schedules
+        self.states.append({names[id(p)]: int(value["step"]) for p, value in optimizer.optimizer.state.items()})
 
 
 def test_stages_by_share_and_by_step():
@@ -93,32 +101,32 @@ def test_stages_inherit_hyperparameters():
         projection_dim=8, share="none", num_features=16
     )
     stages = [("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)]
-    assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.num_features == 32
-    assert hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config.seed == 5
+    config = hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config
+    assert (config.num_features, config.seed) == (32, 5)
 
 
 @pytest.mark.parametrize(
-    ("stages", "sentence"),
+    ("sentence", "stages"),
     [
-        ([], "at least one"),
-        ("linformer:1.0", "is not a stage"),
-        ([("linformer", 0.25)], "cannot be"),
-        ([("linformer", 0.25), ("linear", 0.9)], "cannot be"),
-        ([("linformer", 0.5), ("linear", 0.25), ("sdpa", 1.0)], "cannot be"),
-        ([("linformer", 5), ("linear", 1.0)], "cannot be"),
-        ([("linformer", None), ("linear", 1.0)], "cannot be"),
-        ([("linformer", 0.0), ("linear", 1.0)], "cannot be"),
-        ([("linformer", 1.5)], "cannot be"),
-        ([("linformer", True)], "cannot be"),
-        ([("linformer", float("nan")), ("linear", 1.0)], "cannot be"),
-        ([("linfromer", 1.0)], "unknown .* Did you mean 'linformer'.* import that file first"),
-        ([("linformer", 1.0, {"projection_dims": 3})], "projection_dim"),
-        ([("sdpa", 1.0, {"seed": 3})], "no layers or hyperparameters"),
-        ([("linformer",)], "not a stage"),
-        ([{"attention": "linear"}], "not a stage"),
+        ("at least one", []),
+        ("is not a stage", "linformer:1.0"),
+        *(
+            ("cannot be", stages)
+            for stages in [
+                [("linformer", 0.25)],
+                [("linformer", 0.25), ("linear", 0.9)],
+                [("linformer", 0.5), ("linear", 0.25), ("sdpa", 1.0)],
+                *([("linformer", end), ("linear", 1.0)] for end in (5, None, 0.0, float("nan"))),
+                *([("linformer", end)] for end in (1.5, True)),
+            ]
+        ),
+        ("unknown .* Did you mean 'linformer'.* import that file first", [("linfromer", 1.0)]),
+        ("projection_dim", [("linformer", 1.0, {"projection_dims": 3})]),
+        ("no layers or hyperparameters", [("sdpa", 1.0, {"seed": 3})]),
+        *(("not a stage", [one]) for one in (("linformer",), {"attention": "linear"})),
     ],
 )
-def test_bad_schedules_are_refused(stages, sentence):
+def test_bad_schedules_are_refused(sentence, stages):
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
         hea.UptrainingSchedule(stages)
 
@@ -142,27 +150,21 @@ def test_schedules_survive_copies():
     assert schedule.stages[2].settings.layers == (1,)
 
 
-PRESETS = [
-    ("nmt", "flurka_performer", [("linformer", 0.8), ("flurka_performer", 1.0)]),
-    ("nmt", "flurka_linear", [("linear", 0.64), ("flurka_linear", 1.0)]),
-    ("imagenet", "flurka_eva", [("linformer", 0.167), ("flurka_eva", 1.0)]),
-    ("imagenet", "flurka_linear", [("linear", 0.333), ("flurka_linear", 1.0)]),
-    ("glue", "flurka_performer", [("flurka_performer", 1.0)]),
-]
-
-
 def test_presets_have_the_shares_of_the_paper():
     """Gupta et al. 2023, appendix A.4."""
-    for task, variant, shares in PRESETS:
+    for task, variant, shares in [
+        ("nmt", "flurka_performer", [("linformer", 0.8), ("flurka_performer", 1.0)]),
+        ("nmt", "flurka_linear", [("linear", 0.64), ("flurka_linear", 1.0)]),
+        ("imagenet", "flurka_eva", [("linformer", 0.167), ("flurka_eva", 1.0)]),
+        ("imagenet", "flurka_linear", [("linear", 0.333), ("flurka_linear", 1.0)]),
+        ("glue", "flurka_performer", [("flurka_performer", 1.0)]),
+    ]:
         assert [(s.attention, s.end) for s in hea.uptraining_preset(task, variant).stages] == shares
     narrow = hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)
     assert narrow.stages[1].settings.entries[0].config.projection_dim == 16
     for task, variant, options in (("nmtt", "flurka_eva", {}), ("nmt", "linear", {}), ("nmt", "flurka_eva", {"x": 1})):
         with pytest.raises(hea.UnsupportedAttentionError, match="unknown"):
             hea.uptraining_preset(task, variant, **options)
-
-
-# Switches
 
 
 def stage(attention: str, **hyperparameters) -> Stage:
@@ -274,9 +276,6 @@ def test_custom_parameter_groups_and_frozen_parameters():
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 + 2 * 17
 
 
-# The callback
-
-
 def test_callback_switches_and_logs(tmp_path):
     seen = Seen()
     trainer = trainer_of(tmp_path, TWO, callbacks=[seen], weight_decay=0.1, save_strategy="steps", save_steps=1)
@@ -297,13 +296,12 @@ def test_callback_switches_and_logs(tmp_path):
 
 
 def test_one_stage_is_plain_training(tmp_path):
-    model = classifier()
-    hea.convert(model, "linformer", projection_dim=8)
-    plain = trainer_of(tmp_path / "a", None, model, steps=3)
-    plain.train()
-    staged = trainer_of(tmp_path / "b", [("linformer", 1.0, {"projection_dim": 8})], steps=3)
-    staged.train()
-    assert losses(plain) == losses(staged)
+    model = hea.convert(classifier(), "linformer", projection_dim=8)
+    stages, trainers = [("linformer", 1.0, {"projection_dim": 8})], []
+    for folder, *given in (("a", None, model), ("b", stages)):
+        trainers.append(trainer_of(tmp_path / folder, *given, steps=3))
+        trainers[-1].train()
+    assert losses(trainers[0]) == losses(trainers[1])
 
 
 @pytest.mark.parametrize(
@@ -349,12 +347,8 @@ def test_peft_lora(tmp_path):
     with pytest.raises(hea.UnsupportedAttentionError, match="PEFT saves only its adapters"):
         trainer_of(tmp_path, [("linformer", 2), ("linear", None)], lora())
     stages = [("longformer", 2, {"window_size": 8}), ("linear", None)]
-    whole = trainer_of(tmp_path, stages, lora(), steps=4, save_strategy="steps", save_steps=3)
-    whole.train()
+    whole = resumed(tmp_path, stages, lora, at=3, steps=4)
     assert switches(whole) == [(2, "longformer", "linear")]
-    again = trainer_of(tmp_path, stages, lora(), steps=4)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert losses(again) == losses(whole)
 
 
 def test_weights_under_older_names_can_be_resumed(tmp_path):
@@ -362,27 +356,16 @@ def test_weights_under_older_names_can_be_resumed(tmp_path):
     generator = torch.Generator().manual_seed(1)
     images = [{"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": i % 2} for i in range(16)]
 
-    def trained(resume=None):
+    def vit():
         torch.manual_seed(0)
-        model = tiny_class("vit", head=True)(tiny_config("vit"))
-        stages = [("linformer", 3, {"projection_dim": 8}), ("linear", None)]
-        trainer = trainer_of(tmp_path, stages, model, data=images, steps=4, save_strategy="steps", save_steps=2)
-        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
-        return trainer
+        return tiny_class("vit", head=True)(tiny_config("vit"))
 
-    whole = trained()
-    again = trained("checkpoint-2")
-    assert losses(again) == losses(whole)
-    assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
+    resumed(tmp_path, [("linformer", 3, {"projection_dim": 8}), ("linear", None)], vit, at=2, steps=4, data=images)
 
 
 def translator():
     torch.manual_seed(0)
-    own = {"vocab_size": 60, "max_position_embeddings": 128, "hidden_size": 32, "num_hidden_layers": 2,
-           "num_attention_heads": 2, "intermediate_size": 48}  # fmt: skip
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        transformers.BertConfig(**own), transformers.BertConfig(**own)
-    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config("bert"), tiny_config("bert"))
     config.decoder_start_token_id, config.pad_token_id = 2, 1
     return transformers.EncoderDecoderModel(config=config)
 
@@ -392,17 +375,9 @@ def test_encoder_of_a_translation_model(tmp_path):
     pairs = [{"input_ids": sample["input_ids"], "labels": sample["input_ids"].flip(0)} for sample in samples(24)]
     schedule = hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, num_features=8)
 
-    def trained(resume=None):
-        options = {"save_strategy": "steps", "save_steps": 4}
-        trainer = trainer_of(tmp_path, schedule, translator(), data=pairs, steps=5, **options)
-        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
-        return trainer
-
-    whole = trained()
-    model = whole.model
+    whole = resumed(tmp_path, schedule, translator, at=4, steps=5, data=pairs)
     assert switches(whole) == [(4, "linformer", "flurka_performer")]
-    assert all(name.startswith("encoder.") for name in learned_parameters(model))
-    assert losses(trained("checkpoint-4")) == losses(whole)
+    assert all(name.startswith("encoder.") for name in learned_parameters(whole.model))
     with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
         hea.uptraining_preset("nmt", projection_dim=8, total_steps=5).step(translator(), None, 0)
 

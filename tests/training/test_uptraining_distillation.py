@@ -32,9 +32,6 @@ def values(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-# Schedules
-
-
 def test_distillation_is_a_part_of_a_stage():
     given = hea.UptrainingSchedule.parse("sdpa:2 linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
     assert [one.distill for one in given.stages] == [0, 6, 0]
@@ -45,22 +42,17 @@ def test_distillation_is_a_part_of_a_stage():
 
 
 @pytest.mark.parametrize(
-    ("attention", "hyperparameters", "sentence"),
+    ("attention", "steps", "sentence"),
     [
-        ("linear", {"distill": 5}, "distill=5: linear learns nothing .* use feature_map='hedgehog'"),
-        ("kdeformer", {"distill": 5}, "distill=5: kdeformer has no learned parameters"),
-        ("sdpa", {"distill": 5}, "distill=5: 'sdpa' is exact attention"),
-        ("linformer", {"distill": -1}, "distill=-1: give the number of steps"),
-        ("linformer", {"distill": 0.5}, "distill=0.5: give the number of steps"),
-        ("linformer", {"distill": True}, "distill=True: give the number of steps"),
+        ("linear", 5, "distill=5: linear learns nothing .* use feature_map='hedgehog'"),
+        ("kdeformer", 5, "distill=5: kdeformer has no learned parameters"),
+        ("sdpa", 5, "distill=5: 'sdpa' is exact attention"),
+        *(("linformer", steps, f"distill={steps}: give the number of steps") for steps in (-1, 0.5, True)),
     ],
 )
-def test_impossible_distillations_are_refused(attention, hyperparameters, sentence):
+def test_impossible_distillations_are_refused(attention, steps, sentence):
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        stage(attention, **hyperparameters)
-
-
-# Distillation at a switch
+        stage(attention, distill=steps)
 
 
 def switched(model, target, step=0, given=None):
@@ -240,9 +232,6 @@ def test_random_states_and_modes_stay():
     assert seen[:3] == seen[3:] and len(seen) == 6
 
 
-# The callback
-
-
 class Order(transformers.TrainerCallback):
     """Records the samples of each forward pass of the training, and the random state before it."""
 
@@ -289,19 +278,14 @@ def test_callback(own, tmp_path):
         assert all(torch.equal(p, values(whole.model)[name]) for name, p in again.model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}],
-    ids=lambda options: next(iter(options)),
-)
-def test_training_options(options, tmp_path):
+def test_training_options(tmp_path):
     """Also under autocast."""
     stages = [("linformer", 2, {"projection_dim": 8}), ("linear", None, {**HEDGEHOG, "distill": 30})]
-    trainer = trainer_of(tmp_path, stages, steps=4, **options)
+    options = {"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    trainer = trainer_of(tmp_path, stages, steps=3, **options)
     trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "distillation_steps" in entry]
-    assert len(entries) == 1
-    assert all(entry["distillation_last_loss"] < entry["distillation_first_loss"] for entry in entries)
+    (entry,) = [entry for entry in trainer.state.log_history if "distillation_steps" in entry]
+    assert entry["distillation_last_loss"] < entry["distillation_first_loss"]
 
 
 def test_refusals_of_the_callback(tmp_path):

@@ -1,31 +1,27 @@
 """Resumption of killed trainings with a schedule: the result equals that of an uninterrupted training bit for bit.
 
 Processes kill themselves (SIGKILL) at a given point, in steps of every stage and while a checkpoint is written, and
-start again with `resume_from_checkpoint=True`. They run uptraining_run.py. The tests compare loss,
-gradient norm, learning rate and attention of every step before and after the kill, the final weights, the states of the
-optimizer and of the random number generators, and the log with the switches.
+start again with `resume_from_checkpoint=True`. They run uptraining_run.py. The tests compare loss, gradient norm,
+learning rate and attention of every step before and after the kill, the final weights, the states of the optimizer and
+of the random number generators, and the log with the switches.
 """
 
 import json
-import os
+import multiprocessing
 import pathlib
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
+from multiprocessing import connection
 
 import pytest
 import torch
 
+import processes
 import uptraining_run
 
-SCRIPT = pathlib.Path(uptraining_run.__file__)
-TWO = ("--set", '{"per_device_train_batch_size": 2}')
-ONE_KEPT = ("--set", '{"save_total_limit": 1}')  # does not affect the result
-# Whole epochs: within an epoch, Trainer does one step too many when it resumes from the last checkpoint.
-EPOCHS = ("--steps", "12")
+TWO = {"per_device_train_batch_size": 2}
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 
 
@@ -34,47 +30,46 @@ class Trainings:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
-        self.environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        }
-        self.server = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=self.environment,
-        )
-        self.references: dict[tuple, pathlib.Path] = {}
+        self.references: dict[str, pathlib.Path] = {}
 
-    def close(self) -> None:
-        self.server.stdin.close()
-        self.server.wait(timeout=10)
+    def run(self, folder, case: str, world: int = 1, **options) -> list[int]:
+        """Run a training; return the exit statuses of its processes, minus the signal for killed ones.
 
-    def run(self, folder, case: str, *further: str, world: int = 1) -> list[int]:
-        """Run a training; return the exit statuses of its processes, minus the signal for killed ones."""
-        argv = ["--case", case, "--output", str(folder), *further]
-        self.server.stdin.write(json.dumps([world, argv]) + "\n")
-        self.server.stdin.flush()
-        return json.loads(self.server.stdout.readline())
+        Like a launcher, it ends all processes if one fails.
+        """
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(processes.PRELOADED)
+        port = processes.free_port()
+        started = [
+            context.Process(
+                target=uptraining_run.train, args=(rank, world, port, folder, case), kwargs=options, daemon=True
+            )
+            for rank in range(world)
+        ]
+        for process in started:
+            process.start()
+        while alive := [process for process in started if process.exitcode is None]:
+            ended = connection.wait([process.sentinel for process in alive], timeout=120)
+            if not ended or any(process.exitcode for process in started):
+                for process in alive:
+                    process.terminate()
+        return [process.exitcode for process in started]
 
-    def reference(self, case: str, *further: str, world: int = 1) -> pathlib.Path:
+    def reference(self, case: str, world: int = 1, **options) -> pathlib.Path:
         """Return the folder of the uninterrupted training."""
-        key = (case, *further, world)
+        key = json.dumps([case, world, options], sort_keys=True)
         if key not in self.references:
             folder = self.folder / f"reference-{len(self.references)}"
-            assert self.run(folder, case, *further, world=world) == [0] * world, output(folder)
+            assert self.run(folder, case, world, **options) == [0] * world, output(folder)
             self.references[key] = folder
         return self.references[key]
 
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    made = Trainings(tmp_path_factory.mktemp("trainings"))
-    yield made
-    made.close()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")
+        yield Trainings(tmp_path_factory.mktemp("trainings"))
 
 
 def output(folder: pathlib.Path) -> str:
@@ -95,21 +90,20 @@ def checkpoints(folder: pathlib.Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*checkpoint-*"))
 
 
-def kill_and_resume(trainings, folder, case, *kills, further=(), world=1, rank=None, at=None) -> None:
+def kill_and_resume(trainings, folder, case, *kills, world=1, rank=None, at=None) -> None:
     """Kill a training and each of its resumed runs at `kills`; then compare the last run with the reference.
 
     `at` is the step of the checkpoint that the last run resumes from. Only one complete checkpoint is kept.
     """
-    reference = trainings.reference(case, *further, world=world)
-    only = () if rank is None else ("--kill_rank", str(rank))
+    options = TWO if world == 2 else {}
+    reference = trainings.reference(case, world, **options)
+    options = {**options, "world": world, "save_total_limit": 1}  # the limit does not affect the result
     for i, kill in enumerate(kills):
-        again = ("--resume",) if i else ()
-        statuses = trainings.run(folder, case, *further, *ONE_KEPT, *again, "--kill", kill, *only, world=world)
+        statuses = trainings.run(folder, case, resume=i > 0 or None, kill=kill, kill_rank=rank, **options)
         assert -signal.SIGKILL in statuses, f"{kill}: {statuses}\n{output(folder)}"
     assert not (folder / "result.json").exists()
     done = len(steps(folder))
-    statuses = trainings.run(folder, case, *further, *ONE_KEPT, "--resume", world=world)
-    assert statuses == [0] * world, output(folder)
+    assert trainings.run(folder, case, resume=True, **options) == [0] * world, output(folder)
     assert at is None or steps(folder)[done]["step"] == 1 + at
     for process in range(world):
         expected = {step["step"]: step for step in steps(reference, process)}
@@ -123,7 +117,7 @@ def kill_and_resume(trainings, folder, case, *kills, further=(), world=1, rank=N
     [
         ("learned", ["linformer"] * 4 + ["flurka_performer"] * 6),
         ("same", ["performer"] * 5 + ["linear"] * 5),
-        ("distilled", ["linformer"] * 4 + ["flurka_linear"] * 6),
+        pytest.param("distilled", ["linformer"] * 4 + ["flurka_linear"] * 6, marks=pytest.mark.exhaustive),
     ],
 )
 def test_references_follow_their_stages(trainings, case, attention):
@@ -149,8 +143,9 @@ KILLS = [
     # Around a switch at a checkpoint: learned parameters of the first stage continue in the second.
     ("learned", ["torn:model.safetensors@4", "begin@4", "torn:trainer_state.json@8"], 6, 1, None),
     *(more("learned", f"torn:{file}@8", at=6) for file in FILES),
-    # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise.
-    ("distilled", ["begin@4"], 4, 1, None),
+    # A distillation is repeated if the checkpoint is from before it, and not repeated otherwise. The callback's test in
+    # test_uptraining_distillation.py resumes from both in the core suite.
+    more("distilled", "begin@4", at=4),
     more("distilled", "torn:model.safetensors@4", at=2),
     more("distilled", "forward@5", at=4),
     # Weights do not tell the stage, the switch is between two checkpoints, and each step has two batches.
@@ -165,8 +160,7 @@ KILLS = [
 
 @pytest.mark.parametrize(("case", "kills", "at", "world", "rank"), KILLS)
 def test_kill(trainings, tmp_path, case, kills, at, world, rank):
-    further = TWO if world == 2 else ()
-    kill_and_resume(trainings, tmp_path, case, *kills, further=further, world=world, rank=rank, at=at)
+    kill_and_resume(trainings, tmp_path, case, *kills, world=world, rank=rank, at=at)
 
 
 @pytest.mark.slow
@@ -182,9 +176,9 @@ def test_kill_at_random_points(trainings, tmp_path, case):
 
 def test_incomplete_checkpoints_are_neither_deleted_nor_resumed(trainings, tmp_path):
     """A kill in the first save leaves no complete checkpoint: Trainer reports that, and a new start works."""
-    assert trainings.run(tmp_path, "learned", "--kill", "torn:optimizer.pt@2") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "learned", kill="torn:optimizer.pt@2") == [-signal.SIGKILL]
     torn = (tmp_path / "checkpoint-2" / "optimizer.pt").read_bytes()
-    assert trainings.run(tmp_path, "learned", "--resume") == [1]
+    assert trainings.run(tmp_path, "learned", resume=True) == [1]
     assert re.search("No valid checkpoint found", output(tmp_path))
     assert checkpoints(tmp_path) == ["incomplete-checkpoint-2-1"]
     assert (tmp_path / "incomplete-checkpoint-2-1" / "optimizer.pt").read_bytes() == torn
@@ -195,19 +189,20 @@ def test_incomplete_checkpoints_are_neither_deleted_nor_resumed(trainings, tmp_p
 @pytest.mark.exhaustive
 def test_resumption_after_the_last_step(trainings, tmp_path):
     """A kill after the last checkpoint was saved, but before training ended."""
-    reference = trainings.reference("learned", *EPOCHS)
-    assert trainings.run(tmp_path, "learned", *EPOCHS, "--kill", "saved@12") == [-signal.SIGKILL]
-    assert trainings.run(tmp_path, "learned", *EPOCHS, "--resume") == [0], output(tmp_path)
+    # Whole epochs: within an epoch, Trainer does one step too many when it resumes from the last checkpoint.
+    reference = trainings.reference("learned", max_steps=12)
+    assert trainings.run(tmp_path, "learned", max_steps=12, kill="saved@12") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "learned", max_steps=12, resume=True) == [0], output(tmp_path)
     assert len(steps(tmp_path)) == 12
     for key in ("log", "attention", "weights", "optimizer"):
         assert result(tmp_path)[key] == result(reference)[key]
 
 
 def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
-    stages = ("--stages", "sdpa:4", "kdeformer,block_size=8,num_samples=8:7", "linformer,projection_dim=8:end")
-    assert trainings.run(tmp_path, "learned", "--plain", "--kill", "forward@5") == [-signal.SIGKILL]
-    assert trainings.run(tmp_path, "learned", *stages, "--resume") == [0], output(tmp_path)
-    reference = trainings.reference("learned", *stages)
+    stages = ["sdpa:4", "kdeformer,block_size=8,num_samples=8:7", "linformer,projection_dim=8:end"]
+    assert trainings.run(tmp_path, "learned", plain=True, kill="forward@5") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "learned", stages=stages, resume=True) == [0], output(tmp_path)
+    reference = trainings.reference("learned", stages=stages)
     assert result(tmp_path) == result(reference)
     same = [step for step in steps(tmp_path) if step["attention"] != "sdpa"]
     assert same == steps(reference)[4:]
@@ -217,10 +212,9 @@ def test_resumption_from_a_checkpoint_without_the_callback(trainings, tmp_path):
 @pytest.mark.parametrize("case", ["learned", "same"])
 def test_two_processes_equal_one(trainings, case):
     """With the same global batch, without dropout, up to rounding."""
-    further = ("--dropout", "0")
-    one = steps(trainings.reference(case, *further))
+    one = steps(trainings.reference(case, dropout=0.0))
     for rank in range(2):
-        two = steps(trainings.reference(case, *further, *TWO, world=2), rank)
+        two = steps(trainings.reference(case, 2, dropout=0.0, **TWO), rank)
         assert [step["attention"] for step in two] == [step["attention"] for step in one]
         for key in ("loss", "grad_norm", "learning_rate"):
             torch.testing.assert_close([s[key] for s in two], [s[key] for s in one], rtol=2e-5, atol=0)
@@ -236,7 +230,7 @@ def test_two_processes_equal_one(trainings, case):
     ],
 )
 def test_best_model_is_in_its_own_stage(trainings, case, best, every, expected, attention):
-    folder = trainings.reference(case, "--best", str(best), *(() if every == 2 else ("--save_steps", str(every))))
+    folder = trainings.reference(case, best=best, save_steps=every)
     assert result(folder)["best"] == f"checkpoint-{expected}"
     saved, final = folder / f"checkpoint-{expected}", folder / "final"
     assert json.loads((final / "config.json").read_text()).get("attn_implementation", "sdpa") == attention
@@ -246,22 +240,42 @@ def test_best_model_is_in_its_own_stage(trainings, case, best, every, expected, 
 
 
 def test_weights_of_other_stages_are_refused(trainings, tmp_path):
-    assert trainings.run(tmp_path, "learned", "--kill", "forward@6") == [-signal.SIGKILL]
+    assert trainings.run(tmp_path, "learned", kill="forward@6") == [-signal.SIGKILL]
     first, second = "linformer,projection_dim=8", "flurka_performer,num_features=8,share=none"
     for stages, message in [
         ([f"{first}:4", "performer:end"], r"learned_parameters.* none of the stages linformer, performer learns"),
-        ([f"{first}6:4", f"{second}:end"], r"of shape \(8, 64\), which none of the stages linformer, f"),
+        ([f"{first}6:4", f"{second}:end"], r"of shape \(8, 128\), which none of the stages linformer, f"),
     ]:
         before = checkpoints(tmp_path), steps(tmp_path)
-        assert trainings.run(tmp_path, "learned", "--resume", "--stages", *stages) == [1]
+        assert trainings.run(tmp_path, "learned", resume=True, stages=stages) == [1]
         last = output(tmp_path).strip().splitlines()[-1]
         assert last.startswith("hf_efficient_attn.errors.UnsupportedAttentionError: ") and re.search(message, last)
         assert (checkpoints(tmp_path), steps(tmp_path)) == before
     # Later stages may end elsewhere, or be replaced.
-    stages = ("--stages", f"{first}:4", f"{second}:8", "flurka_linear,share=none:end")
-    assert trainings.run(tmp_path, "learned", "--resume", *stages) == [0], output(tmp_path)
-    assert [step["attention"] for step in steps(tmp_path)][-3:] == [
-        "flurka_performer",
-        "flurka_linear",
-        "flurka_linear",
-    ]
+    stages = [f"{first}:4", f"{second}:8", "flurka_linear,share=none:end"]
+    assert trainings.run(tmp_path, "learned", resume=True, stages=stages) == [0], output(tmp_path)
+    last = ["flurka_performer", "flurka_linear", "flurka_linear"]
+    assert [step["attention"] for step in steps(tmp_path)][-3:] == last
+
+
+@pytest.mark.slow
+def test_fsdp2_on_two_processes(trainings, tmp_path):
+    """Losses and switches are those of one process, also when resumed. Stages must learn the same parameters."""
+    shards = {"version": 2, "fsdp_version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
+    sharded = {**TWO, "world": 2, "dropout": 0.0, "fsdp": "full_shard auto_wrap", "fsdp_config": shards}
+    stages = ["sdpa:2", "linear:5", "longformer,window_size=8:end"]
+    options = {"stages": stages, "adam_epsilon": 1e-3}
+    one = steps(trainings.reference("learned", dropout=0.0, **options))
+    assert trainings.run(tmp_path, "learned", **options, **sharded) == [0, 0], output(tmp_path)
+    two, log = steps(tmp_path), result(tmp_path)["log"]
+    assert [step["attention"] for step in two] == [step["attention"] for step in one]
+    torch.testing.assert_close([s["loss"] for s in two], [s["loss"] for s in one], rtol=0, atol=1e-4)
+    assert [x["uptraining_stage"] for x in log if "uptraining_stage" in x] == ["linear", "longformer"]
+    (tmp_path / "steps-0.jsonl").unlink()
+    again = {**options, **sharded, "resume": str(tmp_path / "checkpoint-4")}
+    assert trainings.run(tmp_path, "learned", **again) == [0, 0], output(tmp_path)
+    assert steps(tmp_path) == two[4:] and result(tmp_path)["log"] == log
+    first = "linformer,projection_dim=8:2"
+    assert trainings.run(tmp_path / "learned", "learned", stages=[first, "flurka_linear:end"], **sharded) == [0, 0]
+    assert trainings.run(tmp_path / "no", "learned", stages=[first, "linear:end"], **sharded) == [1, 1]
+    assert re.search("do not learn the same parameters.*DistributedDataParallel", output(tmp_path / "no"))
