@@ -17,12 +17,14 @@ from typing import Any
 import jinja2
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
+from transformers.modelcard import TASK_MAPPING
+from transformers.models.auto import modeling_auto
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub.facts import Facts, clean, read_facts
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry, changed_hyperparameters
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import available_methods, method_info
 from hf_efficient_attn.models import auto_class, model_type
@@ -38,26 +40,12 @@ _TAGS = ("efficient-attention", "hf_efficient_attn")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
 # Tags of the original that need not be true of a converted checkpoint.
 _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-inference", "text-generation-inference")
-# The options of `distill` that say how it trains.
-_DISTILLATION_OPTIONS = (
-    "data", "steps", "loss", "learning_rate", "length", "batch_size", "seed", "finetune_steps", "finetune_target",
-    "finetune_learning_rate", "lora_rank",
-)  # fmt: skip
-# Tasks of pipelines of Transformers by the end of the architecture's name. The first that fits counts.
+# The class names of Transformers' models for each task of its pipelines.
 _PIPELINES = {
-    "ForMaskedLM": "fill-mask",
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
-    "ForImageClassification": "image-classification",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "WhisperForConditionalGeneration": "automatic-speech-recognition",
-    "ForQuestionAnswering": "question-answering",
-    "BigGANModel": None,
-    "WhisperModel": None,
-    "Model": "feature-extraction",
+    **TASK_MAPPING,
+    "feature-extraction": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    "image-feature-extraction": modeling_auto.MODEL_FOR_IMAGE_MAPPING_NAMES,
 }
-_IMAGE_MODELS = ("ViT", "T2TViT", "DeiT", "Beit", "Swin", "Dinov2")
 
 
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
@@ -101,10 +89,6 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
     title = name or facts.folder.resolve().name or "Model"
     with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
         body = re.sub(r"\n{3,}", "\n\n", _template().render(_context(facts, title))).strip()
-    assert isinstance(card.data, ModelCardData)
-    # Earlier versions of this package wrote their measurements there.
-    others = [x for x in card.data.eval_results or () if not str(x.metric_type).startswith("exact_attention_")]
-    card.data.eval_results = others or None
     old, new = card.data.to_dict(), front_matter(facts).to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
     data = ModelCardData(**{**old, **new, "tags": [*new.get("tags", ()), *kept] or None})
@@ -160,9 +144,7 @@ def card_problems(text: str) -> list[str]:
 
 def pipeline_of(facts: Facts) -> str | None:
     """The task of the pipeline that fits the architecture, or None if its name does not tell."""
-    name = facts.architecture or ""
-    task = next((task for ending, task in _PIPELINES.items() if name.endswith(ending)), None)
-    return "image-feature-extraction" if task == "feature-extraction" and name.startswith(_IMAGE_MODELS) else task
+    return next((task for task, names in _PIPELINES.items() if facts.architecture in names.values()), None)
 
 
 def escape(value: object) -> str:
@@ -187,7 +169,6 @@ def _context(facts: Facts, title: str) -> dict[str, Any]:
     forward = getattr(getattr(transformers, architecture, None), "forward", None)
     return {
         "facts": facts,
-        "command": _command(facts),
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
         "methods": [_method(facts, part, choice, entry) for part, choice in facts.choices for entry in choice.entries],
         "model_class": auto_class(architecture) or architecture or "AutoModel",
@@ -216,23 +197,3 @@ def _method(facts: Facts, part: str, choice: EfficientAttentionConfig, entry: En
         "exact": ranges(n for n in numbers if choice.for_layer(n) is None) if len(choice.entries) > 1 else "",
         "hyperparameters": [row for row in rows if row[1] != row[2]],
     }
-
-
-def _command(facts: Facts) -> str | None:
-    """The command that makes this checkpoint; None for mixes and composite models, which need more."""
-    if len(facts.configs) != 1 or facts.choices[0][0]:
-        return None
-    (entry,), distilled = facts.choices[0][1].entries, facts.distillation
-    settings = [f"{key}={value}" for key, value in changed_hyperparameters(entry.config).items()]
-    options = {
-        "layers": None if entry.layers is None else ranges(entry.layers),
-        "max_length": facts.origin["max_length"],
-    }
-    if distilled is not None:
-        plan = {**distilled["plan"], "data": distilled["data"]["name"], "length": distilled["tokens"]}
-        options |= {key: plan.get(key) for key in _DISTILLATION_OPTIONS}
-    words = ["convert" if distilled is None else "distill", facts.origin["base_model"] or "SOURCE"]
-    words += ["--method", entry.config.method, *(word for setting in settings for word in ("--set", setting))]
-    for key, value in options.items():
-        words += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
-    return shlex.join(["hf-efficient-attn", *words, "-o", "OUT", *facts.import_options])

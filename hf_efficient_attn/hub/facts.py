@@ -1,13 +1,11 @@
 """What the files of a converted checkpoint say.
 
-They are `config.json`, `efficient_attention.json`, `benchmark.json` and `distillation.json`. Numbers must be finite,
-and texts are brought to one line without control characters.
+They are `config.json`, `efficient_attention.json`, `benchmark.json` and `distillation.json`.
 """
 
-import math
 import pathlib
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +14,9 @@ import torch
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, read_origin
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method
-
-# Keys of a measurement that can be missing.
-_OPTIONAL = dict.fromkeys(("peak_memory_mib", "error", "agreement", "first_token_seconds", "tokens_per_second"))
 
 
 class OwnFile(NamedTuple):
@@ -38,15 +33,6 @@ class OwnFile(NamedTuple):
         return f"import {self.name.removesuffix('.py').replace('/', '.')}  # registers {self.method}"
 
 
-def own_files_of(config_classes: Iterable[type[MethodConfig]]) -> list[OwnFile]:
-    """The methods that are registered outside of this package, by the classes of their configs, sorted by module."""
-    return [
-        OwnFile(method, None if module == "__main__" else f"{module.replace('.', '/')}.py")
-        for module, method in sorted({(one.__module__, one.method) for one in config_classes})
-        if not module.startswith("hf_efficient_attn.")
-    ]
-
-
 @dataclass(frozen=True)
 class Facts:
     """Everything that a card is made of.
@@ -61,8 +47,7 @@ class Facts:
         kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
         code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
             there is no such code.
-        benchmark: The contents of `benchmark.json`, with the measurements sorted by length; None without the file. A
-            measurement is `own` if it was made with the methods, hyperparameters and layers of the checkpoint.
+        benchmark: The contents of `benchmark.json`, or None.
         distillation: The contents of `distillation.json`, or None.
     """
 
@@ -96,14 +81,12 @@ class Facts:
 
     @property
     def own_files(self) -> list[OwnFile]:
-        """The methods that are registered by files outside of this package."""
-        return own_files_of(map(type, self.configs))
-
-    @property
-    def import_options(self) -> list[str]:
-        """The options of a command of this package for `own_files`."""
-        names = dict.fromkeys(file.name for file in self.own_files if file.name)
-        return [word for name in names for word in ("--import", name)]
+        """The methods that are registered outside of this package, sorted by module."""
+        return [
+            OwnFile(method, None if module == "__main__" else f"{module.replace('.', '/')}.py")
+            for module, method in sorted({(type(config).__module__, config.method) for config in self.configs})
+            if not module.startswith("hf_efficient_attn.")
+        ]
 
     @property
     def is_extended(self) -> bool:
@@ -144,7 +127,7 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         origin=origin,
         kernel=implementation if isinstance(implementation, str) and "/" in implementation else None,
         code=_auto_class(config.get("auto_map"), name),
-        benchmark=_benchmark(folder, choices[0][1] if len(choices) == 1 else None),
+        benchmark=_read(folder / "benchmark.json"),
         distillation=_read(folder / "distillation.json"),
     )
 
@@ -194,38 +177,4 @@ def _windowed(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    """The contents of a JSON file with finite numbers, with every text in one line; None if it does not exist."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UnsupportedAttentionError(f"{path.name}: {value} is not a finite number")
-        if isinstance(value, dict):
-            return {clean(name): plain(part) for name, part in value.items()}
-        if isinstance(value, list):
-            return [plain(part) for part in value]
-        return clean(value) if isinstance(value, str) else value
-
-    return plain(read_json_object(path)) if path.exists() else None
-
-
-def _benchmark(folder: pathlib.Path, own: EfficientAttentionConfig | None) -> dict[str, Any] | None:
-    """Read `benchmark.json`; `own` are the methods of the checkpoint."""
-    name = "benchmark.json"
-    measured = _read(folder / name)
-    if measured is None:
-        return None
-    with refusing(f"{name} is not as 'hf-efficient-attn benchmark' writes it"):
-        rows = [
-            {**_OPTIONAL, **row, "own": _is_same(row["method"], row["settings"], own)}
-            for row in measured["measurements"]
-        ]
-        rows.sort(key=lambda row: (row["length"], row["batch"], row["method"] != EXACT, not row["own"]))
-    return {"notes": [], "complete": True, **measured, "measurements": rows}
-
-
-def _is_same(method: str, settings: dict[str, Any], own: EfficientAttentionConfig | None) -> bool:
-    """Whether a measurement is of the methods and layers of a checkpoint."""
-    try:
-        return own is not None and EfficientAttentionConfig.from_dict({"method": method, **settings}) == own
-    except UnsupportedAttentionError:  # exact attention, or a method that this version does not have
-        return False
+    return read_json_object(path) if path.exists() else None
