@@ -35,14 +35,14 @@ def push(
     if yes and (dry_run or show_card):
         raise UnsupportedAttentionError("--dry-run and --show-card send nothing: leave them out, or leave out --yes")
     report = hub.push(folder, repository, private=private, install=install, message=message) if yes else None
-    plan = report.plan if report else hub.plan_push(folder, repository, private=private, install=install)
+    plan = report.plan if report else hub.plan_push(folder, repository, install=install)
     size = sum(size for _, size in plan.files)
     if as_json:
         done = {"url": report.url, "commit": report.commit} if report else {}
         card = {"card": plan.card} if show_card else {}
         values = {
-            "repository": plan.repo_id,
-            "private": plan.private,
+            "repository": repository,
+            "private": private,
             "files": [{"path": path, "bytes": size} for path, size in plan.files],
             "card_problems": list(plan.problems),
             "refusals": list(plan.refusals),

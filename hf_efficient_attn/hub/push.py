@@ -4,8 +4,7 @@ import dataclasses
 import pathlib
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
@@ -36,14 +35,10 @@ class PushError(OSError):
     """The hub refused a request or could not be reached. The message gives the reason and what had been sent."""
 
 
-@dataclass(frozen=True)
-class PushPlan:
+class PushPlan(NamedTuple):
     """What `push` would send.
 
     Attributes:
-        folder: The folder of the checkpoint.
-        repo_id: The repository.
-        private: Whether a new repository becomes private.
         files: (path in the repository, size in bytes).
         problems: What is missing in the card.
         refusals: Why `push` would refuse the folder.
@@ -53,9 +48,6 @@ class PushPlan:
         changes: {name: new contents} of files in the folder that `push` writes first, so that they say what to install.
     """
 
-    folder: pathlib.Path
-    repo_id: str
-    private: bool
     files: tuple[tuple[str, int], ...]
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
@@ -64,8 +56,7 @@ class PushPlan:
     changes: Mapping[str, bytes]
 
 
-@dataclass(frozen=True)
-class PushReport:
+class PushReport(NamedTuple):
     """What `push` sent: the plan that was carried out, the address of the repository, and the id of the commit."""
 
     plan: PushPlan
@@ -73,9 +64,7 @@ class PushReport:
     commit: str
 
 
-def plan_push(
-    folder: "str | pathlib.Path", repo_id: str, *, private: bool = False, install: str | None = None
-) -> PushPlan:
+def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None = None) -> PushPlan:
     """Check a folder as `push` does, without any request to the network.
 
     The arguments are those of `push`. Nothing is written.
@@ -123,16 +112,15 @@ def plan_push(
     ]
     card = for_repository(text, repo_id)
     sizes |= {name: len(content) for name, content in changes.items()} | {NAME: len(card.encode())}
-    files = tuple(sorted(sizes.items()))
-    return PushPlan(folder, repo_id, private, files, problems, tuple(refusals), install, card, changes)
+    return PushPlan(tuple(sorted(sizes.items())), problems, tuple(refusals), install, card, changes)
 
 
 def _problems(facts: Facts, files: Mapping[str, int]) -> list[str]:
     """What the card does not say about speed and error, and the files of methods that are not in the folder."""
-    measured, problems = facts.benchmark, []
-    if measured is None or not (measured["complete"] and any(row["own"] for row in measured["measurements"])):
-        words = ["hf-efficient-attn", "benchmark", str(facts.folder), "--card", *facts.import_options]
-        problems.append(f"no complete measurements of this checkpoint: '{shlex.join(words)}' adds them")
+    problems = []
+    if facts.benchmark is None or not facts.benchmark.get("complete", True):
+        command = shlex.join(["hf-efficient-attn", "benchmark", str(facts.folder), "--card"])
+        problems.append(f"no complete measurements: '{command}' adds them")
     return problems + [
         f"readers need {file.name or 'your code'}, which registers {file.method}: put it into the folder, or write "
         f"into {NAME} where it is"
@@ -176,7 +164,7 @@ def push(
             that the card claims. No request has been made.
         PushError: The hub refused a request or could not be reached.
     """
-    plan = plan_push(folder, repo_id, private=private, install=install)
+    folder, plan = pathlib.Path(folder), plan_push(folder, repo_id, install=install)
     if plan.refusals:
         raise UnsupportedAttentionError("; ".join(plan.refusals))
     if constants.HF_HUB_OFFLINE:
@@ -187,10 +175,10 @@ def push(
             "there is no token for the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
         )
     for name, content in plan.changes.items():
-        with replacing(plan.folder / name) as draft:
+        with replacing(folder / name) as draft:
             draft.write_bytes(content)
     api = HfApi(token=token, library_name="hf_efficient_attn")
-    sent = {name: plan.folder / name for name, _ in plan.files} | {NAME: plan.card.encode()}
+    sent = {name: folder / name for name, _ in plan.files} | {NAME: plan.card.encode()}
     done = "nothing had been sent"
     try:
         ModelCard(plan.card).validate()
@@ -204,7 +192,7 @@ def push(
         commit = api.create_commit(
             repo_id,
             [*additions, *(CommitOperationDelete(name) for name in old if name not in sent)],
-            commit_message=message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn",
+            commit_message=message or f"{' and '.join(read_facts(folder).methods)} by hf_efficient_attn",
         )
     # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
     except (OSError, _HTTPError, RuntimeError, ValueError) as error:
