@@ -15,8 +15,16 @@ from hf_efficient_attn.checkpoint.limits import find_limits
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, check_hub_id, check_install
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, update_card
-from hf_efficient_attn.hub.facts import Facts, clean, read_facts
+from hf_efficient_attn.hub.card import (
+    NAME,
+    OWN_PART,
+    Facts,
+    card_problems,
+    clean,
+    for_repository,
+    read_facts,
+    update_card,
+)
 from hf_efficient_attn.io.json import encode_json, read_json_object
 from hf_efficient_attn.io.writing import replacing
 

@@ -11,12 +11,10 @@ from huggingface_hub import ModelCard
 import converted
 import hf_efficient_attn as hea
 import hub_server
-from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.provenance import check_install
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub import write_card
-from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, escape, for_repository
-from hf_efficient_attn.hub.facts import clean
+from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, clean, escape, for_repository
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from tiny_models import SMALL
 
@@ -128,11 +126,6 @@ STATEMENTS = {
         {"origin": converted.origin(max_length=1024), "modules": []},
         ['SentenceTransformer("ORG/NAME")\n'], ["model_kwargs"],
     ),
-    "pictures": (
-        {"config": config_json(architecture="ViTForImageClassification")},
-        ["outputs = model(**inputs, interpolate_pos_encoding=True)"], [],
-    ),
-    "texts": ({"config": config_json(architecture="BertModel")}, [], ["interpolate_pos_encoding"]),
     "an original on the hub": ({}, ["This is [someone/tiny-bert](https://huggingface.co/someone/tiny-bert) with"], []),
     "an original elsewhere": (
         {"origin": converted.origin(base_model=None, base_name="folder-of-mine"), "benchmark": converted.benchmark()},
