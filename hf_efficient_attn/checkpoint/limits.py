@@ -35,17 +35,12 @@ class Limit(NamedTuple):
     tokens: int
 
 
-def find_limits(folder: pathlib.Path) -> list[Limit]:
-    """Find the limits in the files of a checkpoint: those of sentence-transformers first, then those of the tokenizer.
+def sentence_limit(folder: pathlib.Path) -> Limit | None:
+    """The limit that applies when texts are truncated: of sentence-transformers, or else of the tokenizer, or None.
 
     Files without the key, or with null in its place, set no limit. A file that is no JSON object is refused.
     """
-    return [limit for limit, *_ in _entries(folder)]
-
-
-def sentence_limit(folder: pathlib.Path) -> Limit | None:
-    """The limit that applies when texts are truncated: of sentence-transformers, or else of the tokenizer, or None."""
-    limits = [limit for limit in find_limits(folder) if limit.file != "tokenizer.json"]
+    limits = [limit for limit, *_ in _entries(folder) if limit.file != "tokenizer.json"]
     of_sentences = [limit for limit in limits if limit.file == _SENTENCE]
     return min(of_sentences or limits, key=lambda limit: limit.tokens, default=None)
 

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import CheckedSource
+from hf_efficient_attn.checkpoint.weights import find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import get_method
@@ -78,7 +79,9 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     name = shown(checked.hub_id or checked.folder.name)
     with quiet(), refusing(f"{name}: no model can be built from its config"):
         cls, config, notes = _model_class(checked)
-        tensors, counts = checked.weights.read_again(), Counter[torch.dtype]()
+        # The model gets views of its own, whose training does not change those of `checked`.
+        tensors = find_weights(checked.folder, checked.inside, allow_pickle=True).tensors
+        counts = Counter[torch.dtype]()
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()

@@ -82,8 +82,6 @@ def benchmark(
     from hf_efficient_attn.hub.card import read_facts, write_card
     from hf_efficient_attn.io.writing import check_folder, write_results
 
-    if setting and not methods:
-        raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = common.parse_methods(methods, setting)
     if card and output is not None:
         raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")

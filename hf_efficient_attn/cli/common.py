@@ -358,7 +358,7 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict
             method_info(only)  # refuses unknown names
         matches = [config.method == only if dot else key in config.hyperparameters() for config in configs]
         if not any(matches):
-            chosen = ", ".join(dict.fromkeys(config.method for config in configs))
+            chosen = ", ".join(dict.fromkeys(config.method for config in configs)) or "none: --set needs --methods"
             names = dict.fromkeys(name for config in configs for name in config.hyperparameters())
             hint = "" if key in names else did_you_mean(key, names)
             raise UnsupportedAttentionError(f"--set {setting}: none of the chosen methods ({chosen}) has it.{hint}")

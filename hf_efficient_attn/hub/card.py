@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, read_origin
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.hub.remote_code import MODULE
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry
 from hf_efficient_attn.io.json import read_json_object
@@ -148,6 +149,8 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         name = (config.get("architectures") or [None])[0]
         is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
         count = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None)
+        autos = config.get("auto_map") or {}
+        codes = [auto for auto in autos if auto.isidentifier() and autos[auto] == f"{MODULE}.{name}"]
         windowed = tuple(i for i, kind in enumerate(config.get("layer_types") or ()) if "sliding" in kind)
     return Facts(
         folder=folder,
@@ -157,7 +160,7 @@ def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> F
         choices=choices,
         origin=origin,
         kernel=implementation if isinstance(implementation, str) and "/" in implementation else None,
-        code=_auto_class(config.get("auto_map"), name),
+        code=codes[-1] if codes else None,
         benchmark=_read(folder / "benchmark.json"),
         distillation=_read(folder / "distillation.json"),
     )
@@ -188,13 +191,6 @@ def _choices(
         for key, value in config.items():
             if isinstance(value, dict) and key not in ("efficient_attention", "attn_implementation"):
                 yield from _choices(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
-
-
-def _auto_class(auto_map: Any, architecture: object) -> str | None:
-    """The key of a config's `auto_map` whose class has the name of the model's class."""
-    entries = auto_map.items() if isinstance(auto_map, dict) else ()
-    names = [key for key, value in entries if str(value).rpartition(".")[2] == architecture and key.isidentifier()]
-    return names[-1] if names else None
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:

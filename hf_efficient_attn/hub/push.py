@@ -11,7 +11,6 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import regular_file, short_name
-from hf_efficient_attn.checkpoint.limits import find_limits
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, check_hub_id, check_install
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -110,17 +109,10 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
         text = update_card(text, dataclasses.replace(facts, origin={**facts.origin, INSTALL: install}))
         changes[NAME] = text.encode()
     is_standalone = facts.kernel is not None or facts.code is not None
-    refusals = [_NO_INSTALL] if is_own and install is None and not is_standalone else []
-    max_length = facts.origin["max_length"] or 0
-    refusals += [
-        f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims {max_length}: "
-        f"convert again with --max-length {max_length}, or change the number in the file"
-        for limit in find_limits(folder)
-        if limit.tokens < max_length
-    ]
+    refusals = (_NO_INSTALL,) if is_own and install is None and not is_standalone else ()
     card = for_repository(text, repo_id)
     sizes |= {name: len(content) for name, content in changes.items()} | {NAME: len(card.encode())}
-    return PushPlan(tuple(sorted(sizes.items())), problems, tuple(refusals), install, card, changes)
+    return PushPlan(tuple(sorted(sizes.items())), problems, refusals, install, card, changes)
 
 
 def _problems(facts: Facts, files: Mapping[str, int]) -> list[str]:
@@ -167,9 +159,8 @@ def push(
         What was sent.
 
     Raises:
-        UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token; the card could not
-            say what to install; or files of the tokenizer or of sentence-transformers truncate texts below the length
-            that the card claims. No request has been made.
+        UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token; or the card could
+            not say what to install. No request has been made.
         PushError: The hub refused a request or could not be reached.
     """
     folder, plan = pathlib.Path(folder), plan_push(folder, repo_id, install=install)

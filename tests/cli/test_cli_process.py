@@ -299,10 +299,10 @@ def test_output_that_cannot_be_written(output, status, error):
 # Options of long measurements.
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
 def test_minutes_must_be_positive(value, capsys):
     assert cli.run(cli.app, ["demo", "--minutes", value], NAME) == 2
-    assert "positive number of minutes" in capsys.readouterr().err
+    assert "Invalid value for '--minutes'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cudaa", "meta", "cuda:99"])

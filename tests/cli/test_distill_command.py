@@ -317,7 +317,7 @@ def test_refusals(base, made, text, tmp_path, capsys):  # noqa: F811
     ):
         assert message in refused(capsys, *base, *options, *out)
     assert "neither a folder nor the id" in refused(capsys, "distill", "no/such/model", *given[2:], *HEDGEHOG, *out)
-    assert "not a positive number of minutes" in refused(capsys, *base, "--minutes", 0, *out)
+    assert "Invalid value for '--minutes'" in refused(capsys, *base, "--minutes", 0, *out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     assert "exists already; --force" in refused(capsys, *base, *out)

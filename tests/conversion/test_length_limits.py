@@ -8,7 +8,7 @@ import pytest
 import hf_efficient_attn as hea
 from converted import tiny_tokenizer
 from hf_efficient_attn import cli
-from hf_efficient_attn.checkpoint.limits import find_limits, sentence_limit, set_limits
+from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -91,7 +91,8 @@ def test_limits_that_are_not_set_or_larger(tmp_path):
         # A text of more tokens than the model takes would be an error, so the larger limit of sentences shrinks.
         assert read(folder, NAME) == (before if after is None else after)
         assert [limit["before"] for limit in changed] == ([512] if after == {"max_seq_length": 300} else [])
-        assert len(find_limits(folder)) == 1 + (type(before.get("max_seq_length")) is int)
+        is_set = type(before.get("max_seq_length")) is int
+        assert sentence_limit(folder).file == (NAME if is_set else "tokenizer_config.json")
 
 
 def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):

@@ -223,20 +223,6 @@ def test_the_file_of_a_method_is_missed(folder, monkeypatch):
     assert len(problems()) == 1
 
 
-def test_files_that_truncate_below_the_length_of_the_card_are_refused(folder, online, capsys):
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
-    _origin(folder, max_length=128)  # that of the tokenizer
-    assert status(folder, REPOSITORY, "--yes") == 2
-    err = capsys.readouterr().err
-    assert "sentence_bert_config.json truncates texts at 64 tokens" in err and "the card claims 128" in err
-    assert "tokenizer_config.json" not in err
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
-    assert hub.plan_push(folder, REPOSITORY).refusals == ()
-    _origin(folder, max_length=256)
-    files = [reason.split()[0] for reason in hub.plan_push(folder, REPOSITORY).refusals]
-    assert files == ["sentence_bert_config.json", "tokenizer_config.json"] and online.requests == []
-
-
 @pytest.mark.parametrize(
     ("measured", "is_complete"),
     [(None, False), ({"complete": False}, False), ({}, True)],
