@@ -148,7 +148,7 @@ Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=
 Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of threads of PyTorch.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", show_default=False, help=_place)]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", show_default=False, help=_dtypes)]
-Minutes = Annotated[float | None, typer.Option("--minutes", metavar="X", min=0.001, help=_minutes)]
+Minutes = Annotated[float | None, typer.Option("--minutes", metavar="X", min=1e-9, help=_minutes)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help=_pickle)]
 # The options of commands that convert a checkpoint.

@@ -56,7 +56,7 @@ def distill(
     save_steps: Annotated[int, typer.Option(metavar="N", min=1, help=_save_steps)] = 50,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the saved state and start again.")] = False,
     write_now: Annotated[bool, typer.Option("--write-now", help=_write_now)] = False,
-    minutes: Annotated[float | None, typer.Option("--minutes", metavar="X", min=0.001, help=_minutes)] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", metavar="X", min=1e-9, help=_minutes)] = None,
     threads: common.Threads = None,
     device: common.Device = None,
     force: common.ForceFolder = False,
