@@ -24,6 +24,11 @@ _MAX_LENGTHS = (150, 151, 600, 2400)
 _LARGEST = {"num_hashes": 12, "pinv_iterations": 8, "error_percent": 200, "score_groups": 12}
 
 
+def check(promise: str, instance: Instance, arguments: dict[str, Any]) -> None:
+    """Run the check of a promise in `promises.py`."""
+    getattr(promises, f"check_{promise}")(instance, **arguments)
+
+
 @dataclass(frozen=True)
 class Case:
     """One check of one promise of a method. Its text is the code that repeats it."""
@@ -36,7 +41,7 @@ class Case:
     def check(self, row: Instance | None = None) -> None:
         """Run the check. `row` describes a method that has no row in `instances.py`."""
         instance = (row or FIRST[self.method]).vary(self.hyperparameters)
-        PROMISES[self.promise].check(instance, **self.arguments)
+        check(self.promise, instance, self.arguments)
 
 
 class Draw:
@@ -133,13 +138,11 @@ class Promise(NamedTuple):
     """How random cases of a promise are made.
 
     Attributes:
-        check: from `promises.py`.
         draw: draws the arguments of the check.
         share: how many cases are drawn, relative to other promises. What takes seconds is rare.
         applies: whether the instance makes this promise.
     """
 
-    check: Callable[..., None]
     draw: Callable[[Draw], dict[str, Any]]
     share: float = 1.0
     applies: Callable[[Instance], bool] = lambda instance: True
@@ -230,50 +233,46 @@ def _is_causal(instance: Instance) -> bool:
     return instance.info.causal
 
 
-def _promise(name: str, draw: Callable[[Draw], dict[str, Any]], **more: Any) -> tuple[str, Promise]:
-    return name, Promise(getattr(promises, f"check_{name}"), draw, **more)
-
-
-PROMISES: dict[str, Promise] = dict([
-    _promise("shapes", lambda d: {"padding": d.padding(), **_seeds(d)}),
-    _promise("exact", _exact, applies=lambda i: i.budget > 0),
-    _promise("arguments", lambda d: {**d.form(), "padding": d.padding(), **d.shape()}),
-    _promise("masked_keys", _masked_keys, share=2.0),
-    _promise("masked_gradients", lambda d: {**d.form(), **d.shape(batch=d.choice(1, 2))}),
-    _promise("empty_queries", lambda d: {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}),
-    _promise("padding", _padding, share=2.0),
-    _promise(
-        "future", lambda d: {**_length_and_cut(d), "padding": d.padding(), **d.heads(), "content": d.any_content()},
-        share=2.0, applies=_is_causal,
+PROMISES = {
+    "shapes": Promise(lambda d: {"padding": d.padding(), **_seeds(d)}),
+    "exact": Promise(_exact, applies=lambda i: i.budget > 0),
+    "arguments": Promise(lambda d: {**d.form(), "padding": d.padding(), **d.shape()}),
+    "masked_keys": Promise(_masked_keys, share=2.0),
+    "masked_gradients": Promise(lambda d: {**d.form(), **d.shape(batch=d.choice(1, 2))}),
+    "empty_queries": Promise(lambda d: {**d.form(), "length": d.length(2), **d.heads(), "content": "normal"}),
+    "padding": Promise(_padding, share=2.0),
+    "future": Promise(
+        lambda d: {**_length_and_cut(d), "padding": d.padding(), **d.heads(), "content": d.any_content()},
+        share=2.0,
+        applies=_is_causal,
     ),
-    _promise(
-        "length", lambda d: {**_length_and_cut(d), **d.heads()}, applies=lambda i: _is_causal(i) and not i.switches
+    "length": Promise(
+        lambda d: {**_length_and_cut(d), **d.heads()}, applies=lambda i: _is_causal(i) and not i.switches
     ),
-    _promise("last_queries", _last_queries, applies=_is_causal),
-    _promise("state", _state, share=2.0, applies=lambda i: i.info.recurrent),
-    _promise("batch", lambda d: {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))}),
-    _promise("seeds", _seeds),
-    _promise("finite", _finite),
-    _promise("sums", _sums, applies=lambda i: i.averages),
-    _promise("gradients", _gradients, share=0.4),
-    _promise(
-        "naive",
+    "last_queries": Promise(_last_queries, applies=_is_causal),
+    "state": Promise(_state, share=2.0, applies=lambda i: i.info.recurrent),
+    "batch": Promise(lambda d: {**d.form(), "padding": d.padding(), **d.shape(batch=d.choice(2, 3, 4))}),
+    "seeds": Promise(_seeds),
+    "finite": Promise(_finite),
+    "sums": Promise(_sums, applies=lambda i: i.averages),
+    "gradients": Promise(_gradients, share=0.4),
+    "naive": Promise(
         lambda d: {**d.form(), "padding": d.padding(), "scale": d.choice(None, None, 0.0, -0.5, 1.7), **d.shape()},
         share=2.0,
     ),
-    _promise("naive_gradients", _naive_gradients),
-    _promise("whole_budget", _budget, applies=lambda i: i.limit in ("exact", "bounded")),
-    _promise("refused", lambda d: {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()}),
-    _promise(
-        "largest_tensor",
+    "naive_gradients": Promise(_naive_gradients),
+    "whole_budget": Promise(_budget, applies=lambda i: i.limit in ("exact", "bounded")),
+    "refused": Promise(lambda d: {"what": d.choice(*promises.REFUSED), "q_len": d.length(2), "seed": d.seed()}),
+    "largest_tensor": Promise(
         lambda d: {**d.form(), "length": d.between(400, 600), "num_heads": 1, "content": d.any_content()},
-        share=0.05, applies=_has_long_tables,
+        share=0.05,
+        applies=_has_long_tables,
     ),
-])  # fmt: skip
+}
 
 
 @st.composite
-def arguments(draw: st.DrawFn, name: str, instance: Instance, is_causal: bool | None = None) -> dict[str, Any]:
+def drawn_arguments(draw: st.DrawFn, name: str, instance: Instance, is_causal: bool | None = None) -> dict[str, Any]:
     """Arguments of the check of a promise, for one instance."""
     return PROMISES[name].draw(Draw(draw, instance, is_causal))
 
@@ -282,7 +281,7 @@ def arguments(draw: st.DrawFn, name: str, instance: Instance, is_causal: bool | 
 def cases(draw: st.DrawFn, name: str, row: Instance) -> Case:
     """Cases of a promise with any hyperparameters of a method."""
     drawn = draw(hyperparameters(row).filter(lambda values: PROMISES[name].applies(row.vary(values))))
-    return Case(name, row.method, drawn, draw(arguments(name, row.vary(drawn))))
+    return Case(name, row.method, drawn, draw(drawn_arguments(name, row.vary(drawn))))
 
 
 def attack(name: str, row: Instance, examples: int, **options: Any) -> None:
@@ -290,7 +289,7 @@ def attack(name: str, row: Instance, examples: int, **options: Any) -> None:
 
     @hypothesis.settings(max_examples=examples, **options)
     @hypothesis.given(cases(name, row))
-    def check(case: Case) -> None:
+    def run(case: Case) -> None:
         case.check(row)
 
-    check()
+    run()

@@ -53,7 +53,7 @@ class Instance:
         splits_scale: whether queries and keys are both multiplied by sqrt(scale), so that draws depend on both.
         core: whether the core suite has the row although it is not the first of its method.
         cost: hyperparameter -> how many keys one unit of it costs a query, for those that `with_budget` sets.
-        facts: config -> those of the values above that depend on hyperparameters, for `vary`.
+        facts: config -> those of the values above that depend on hyperparameters.
         adapt: (query, key, value, mask) -> the tensors and options of the call, for `VARIANTS`.
     """
 
@@ -108,11 +108,16 @@ class Instance:
     def config(self, **changes):
         return self.info.config_class(**{**self.hyperparameters, **changes})
 
+    def row(self, **hyperparameters: Any) -> "Instance":
+        """The method with more hyperparameters, and what is known about it with these."""
+        hyperparameters = {**self.hyperparameters, **hyperparameters}
+        facts = self.facts(self.info.config_class(**hyperparameters))
+        return dataclasses.replace(self, hyperparameters=hyperparameters, **facts)
+
     def vary(self, hyperparameters: dict[str, Any]) -> "Instance":
-        """The method with other hyperparameters, and what is known about it with these."""
-        config = self.info.config_class(**hyperparameters)
-        facts = {"random": None, **self.facts(config)}
-        return dataclasses.replace(self, hyperparameters=hyperparameters, small={}, **facts)
+        """The method with these hyperparameters, which may be any: whether the seed has an effect is unknown."""
+        varied = dataclasses.replace(self, hyperparameters={}, small={}).row(**hyperparameters)
+        return dataclasses.replace(varied, random=None)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
         return self._run(hea.attention, query, key, value, mask, **options)
@@ -125,197 +130,136 @@ class Instance:
         return form(self.config(), *tensors, attention_mask=mask, **more, **options)
 
 
-def _row(method: str, hyperparameters: dict[str, Any], **facts) -> Instance:
-    """A method that draws something, and that is exact within its budget and with the budget of the whole sequence."""
-    return Instance(method, hyperparameters, **{"limit": "exact", "random": True, **facts})
-
-
-def _near_far(method: str, data_dependent: bool = False, **options) -> Instance:
-    """The default near field, "auto", means "window" in the causal form and a choice by head otherwise."""
-    return _row(
-        method,
-        {"block_size": 16, "num_samples": 24, **options},
-        exact_steps=True,
-        data_dependent=data_dependent,
-        facts=lambda c: {"data_dependent": c.column_scores == "kde"},
-    )
-
-
-def _auto(**options) -> Instance:
-    """Without `crossover` it would be exact at the lengths of the tests."""
-    bounded = options["max_error"] > 0
-    return _row(
-        "auto",
-        {"columns": 24, "crossover": 24, **options},
-        small={"crossover": 9},
-        limit="bounded" if bounded else "exact",
-        exact_steps=True,
-        averages=False,
-        data_dependent=bounded,
-        core=bounded,
-        splits_scale=True,
-        cost={"columns": 1},
-        facts=lambda c: {
-            "limit": "bounded" if c.max_error > 0 else "exact",
-            "data_dependent": c.max_error > 0,
-            "switches": c.exact_length > c.columns,
-        },
-    )
-
-
-def _eva(window_size: int = 8, num_landmarks: int = 8, **options) -> Instance:
-    hyperparameters = {"window_size": window_size, "num_landmarks": num_landmarks, **options}
-    facts = {"random": options.get("proposal") != "mean", "exact_steps": True, "skips_masked_queries": True}
-    return _row("eva", hyperparameters, splits_scale=True, **facts)
-
-
-def _scatterbrain(block_size: int = 16, num_features: int = 24, **options) -> Instance:
-    hyperparameters = {"block_size": block_size, "num_features": num_features, **options}
-    return _row("scatterbrain", hyperparameters, splits_scale=True)
-
-
-def _longformer(**options) -> Instance:
-    facts = {"random": False, "reads_positions": True, "cost": _COST | {"window_size": 2}}
-    return _row("longformer", {"window_size": 8, **options}, **facts)
-
-
 # About ten tokens for each projection, and tables as long as most of the sequences of the tests.
 _TABLES = {"projection_dim": 240, "max_length": 2400}
 _SMALL_TABLES = {"projection_dim": 100, "max_length": 300}
 
 
-def _learns_features(config) -> bool:
-    """Initial maps depend on the config's seed, but not on that of a call."""
-    return getattr(config, "feature_map", "") in LEARNED
+def _auto_facts(config) -> dict[str, Any]:
+    bounded = config.max_error > 0
+    facts = {"limit": "bounded" if bounded else "exact", "data_dependent": bounded, "core": bounded}
+    return {**facts, "switches": config.exact_length > config.columns}
 
 
 def _projection_facts(config) -> dict[str, Any]:
-    """Gaussian tables have weights of both signs and depend on the config's seed, but not on that of a call."""
-    call_seed = config.init == "means" and not _learns_features(config)
-    return {"averages": config.init == "means", "call_seed": call_seed}
+    """Gaussian tables have weights of both signs. They and learned maps depend on the seed of the config alone."""
+    is_learned, is_gaussian = getattr(config, "feature_map", "") in LEARNED, config.init != "means"
+    is_random = hasattr(config, "num_features") or getattr(config, "proposal", "mean") != "mean"
+    is_random = is_random and config.method != "flurka_linear"
+    return {
+        "averages": not is_gaussian,
+        "call_seed": not is_gaussian and not is_learned,
+        "random": None if is_gaussian or is_learned else is_random,
+        "splits_scale": config.method not in ("flurka_linear", "linformer") and not is_learned,
+    }
 
 
-def _flurka(method: str, **options) -> Instance:
-    learned = "feature_map" in options
-    return Instance(
-        method,
-        {**_TABLES, **options},
-        small=_SMALL_TABLES,
-        random=None if learned else bool(options) and options.get("proposal") != "mean",
-        call_seed=not learned,
-        splits_scale=method != "flurka_linear" and not learned,
-        cost=_COST if method == "flurka_performer" else {**_COST, "num_features": 0},
-        facts=_projection_facts,
-    )
+def _feature_facts(config) -> dict[str, Any]:
+    """Learned features are another attention. Their initial maps depend on the seed of the config."""
+    facts, window = {}, getattr(config, "window_size", 0)
+    cost = {} if config.feature_map == "elu" else {"num_features": 1 if config.feature_map in ("t2r", "favor") else 2}
+    if config.feature_map in LEARNED:
+        is_hedgehog = config.feature_map == "hedgehog"
+        facts = {"limit": "none", "random": None, "call_seed": False, "splits_scale": False, "core": is_hedgehog}
+    return {**facts, "cost": {**cost, "window_size": 2}, "reads_positions": window > 0, "square": window > 0}
 
 
-def _learned(method: str, **options) -> Instance:
-    """Features that are learned. Their initial maps depend on the seed of the config unless they are the identity."""
-    cost, core = {"num_features": 1 if options["feature_map"] == "t2r" else 2}, options["feature_map"] == "hedgehog"
-    return Instance(method, options, random=None, call_seed=False, core=core, cost=cost)
+def _exact(method: str, *, random: bool = True, **facts: Any) -> Instance:
+    """A method that is exact within its budget and with the budget of the whole sequence."""
+    return Instance(method, limit="exact", random=random, **facts)
 
 
-def _linear_facts(config) -> dict[str, Any]:
-    has_window = config.window_size > 0
-    return {"reads_positions": has_window, "square": has_window, "call_seed": not _learns_features(config)}
+def _projected(method: str, **facts: Any) -> Instance:
+    return Instance(method, _TABLES, small=_SMALL_TABLES, facts=_projection_facts, **facts)
 
 
-def _performer_facts(config) -> dict[str, Any]:
-    """Learned features are another attention."""
-    return {"limit": "none", "call_seed": False, "splits_scale": False} if _learns_features(config) else {}
-
-
-def _window(**options) -> Instance:
-    """A window beside the features of linear attention."""
-    row = _learned("linear", **options) if "feature_map" in options else Instance("linear", options)
-    cost = {**(row.cost if "feature_map" in options else {}), "window_size": 2}
-    return dataclasses.replace(row, cost=cost, reads_positions=True, square=True)
-
-
-def _nystromformer(pinv: str) -> Instance:
-    facts = {"random": False, "averages": False, "cost": _COST | {"num_landmarks": 2}}
-    hyperparameters = {"num_landmarks": 16, "pinv": pinv}
-    square = lambda c: {"square": c.conv_kernel_size > 0}  # noqa: E731
-    return _row("nystromformer", hyperparameters, facts=square, **facts)
-
-
-def _nearfar(small: dict[str, Any], **options) -> Instance:
-    cost = _COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0}
-    facts = {"exact_steps": True, "averages": False, "splits_scale": True}
-    return _row("nearfar", {"num_probes": 9, **options}, small=small, cost=cost, **facts)
-
-
-def _reformer(**options) -> Instance:
-    """Shared queries and keys are another attention."""
-    another = {"limit": "none", "square": True}
-    return _row("reformer", options, facts=lambda c: another if c.shared_query_key else {})
-
-
-def _wildcat(**options) -> Instance:
-    return _row("wildcat", {"num_samples": 24, **options}, cost=_COST | {"num_candidates": 0})
-
+_AUTO = _exact(
+    "auto", small={"crossover": 9}, exact_steps=True, averages=False, splits_scale=True, cost={"columns": 1},
+    facts=_auto_facts,
+)  # fmt: skip
+_KDEFORMER, _HYPERATTENTION = (
+    _exact(method, exact_steps=True, facts=lambda c: {"data_dependent": c.column_scores == "kde"})
+    for method in ("kdeformer", "hyperattention")
+)
+_EVA = _exact(
+    "eva", splits_scale=True, exact_steps=True, skips_masked_queries=True,
+    facts=lambda c: {"random": c.proposal != "mean"},
+)  # fmt: skip
+_FLURKA_EVA, _FLURKA_LINEAR = (
+    _projected(method, cost={**_COST, "num_features": 0}) for method in ("flurka_eva", "flurka_linear")
+)
+_FLURKA_PERFORMER, _LINFORMER = _projected("flurka_performer"), _projected("linformer")
+_LINEAR = Instance("linear", facts=_feature_facts)
+_LONGFORMER = _exact("longformer", random=False, reads_positions=True, cost=_COST | {"window_size": 2})
+_NEARFAR = _exact(
+    "nearfar", exact_steps=True, averages=False, splits_scale=True,
+    cost=_COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0},
+)  # fmt: skip
+_NYSTROMFORMER = _exact(
+    "nystromformer", random=False, averages=False, cost=_COST | {"num_landmarks": 2},
+    facts=lambda c: {"square": True, "limit": "none"} if c.conv_kernel_size else {},
+)  # fmt: skip
+_PERFORMER = Instance("performer", limit="expectation", random=True, splits_scale=True, facts=_feature_facts)
+# Shared queries and keys are another attention.
+_REFORMER = _exact("reformer", facts=lambda c: {"limit": "none", "square": True} if c.shared_query_key else {})
+_SCATTERBRAIN = _exact("scatterbrain", splits_scale=True)
+_WILDCAT = _exact("wildcat", cost=_COST | {"num_candidates": 0})
+_NEAR = {"block_size": 16, "num_samples": 24}
 
 INSTANCES = [
-    _auto(max_error=0.0),
-    _auto(max_error=0.5),
-    _row("approx_kmv", {"num_samples": 24}, data_dependent=True, splits_scale=True),
-    _flurka("flurka_eva", window_size=3, num_landmarks=4),
-    _flurka("flurka_eva", window_size=2, num_landmarks=7, proposal="mean"),
-    _flurka("flurka_linear"),
-    _flurka("flurka_linear", feature_map="hedgehog", num_features=20),
-    _flurka("flurka_performer", num_features=32),
-    _flurka("flurka_performer", feature_map="exp", num_features=9),
-    _near_far("kdeformer"),
-    _near_far("kdeformer", near_field="lsh"),
-    _near_far("kdeformer", near_field="window"),
-    _near_far("kdeformer", columns="all", draw="independent"),
-    _near_far("kdeformer", score_groups=2, num_probes=3),
-    _near_far("kdeformer", column_scores="value_norm"),
-    _near_far("kdeformer", column_scores="kde", data_dependent=True),
-    _near_far("hyperattention"),
-    _near_far("hyperattention", near_field="lsh"),
-    _near_far("hyperattention", near_field="window"),
-    _near_far("hyperattention", draw="independent"),
-    _eva(),
-    _eva(proposal="mean"),
-    _eva(proposal="learned"),
-    _eva(6, 5),
-    _longformer(),
-    _longformer(global_tokens=3),
-    Instance("linear", cost={}, facts=_linear_facts),
-    _learned("linear", feature_map="hedgehog", num_features=20),
-    _learned("linear", feature_map="t2r", num_features=9),
-    _learned("linear", feature_map="exp", num_features=16),
-    _window(window_size=12),
-    _window(window_size=8, feature_map="hedgehog", num_features=20),
-    _window(window_size=5, feature_map="exp", num_features=9),
-    Instance("linformer", _TABLES, small=_SMALL_TABLES, facts=_projection_facts),
-    _nystromformer("iterative"),
-    _nystromformer("solve"),
-    Instance(
-        "performer",
-        {"num_features": 32},
-        limit="expectation",
-        random=True,
-        splits_scale=True,
-        facts=_performer_facts,
+    # Without `crossover` it would be exact at the lengths of the tests.
+    *(_AUTO.row(columns=24, crossover=24, max_error=error) for error in (0.0, 0.5)),
+    _exact("approx_kmv", data_dependent=True, splits_scale=True).row(num_samples=24),
+    _FLURKA_EVA.row(window_size=3, num_landmarks=4),
+    _FLURKA_EVA.row(window_size=2, num_landmarks=7, proposal="mean"),
+    _FLURKA_LINEAR.row(),
+    _FLURKA_LINEAR.row(feature_map="hedgehog", num_features=20),
+    _FLURKA_PERFORMER.row(num_features=32),
+    _FLURKA_PERFORMER.row(feature_map="exp", num_features=9),
+    # The default near field, "auto", means "window" in the causal form and a choice by head otherwise.
+    _KDEFORMER.row(**_NEAR),
+    _KDEFORMER.row(**_NEAR, near_field="lsh"),
+    _KDEFORMER.row(**_NEAR, near_field="window"),
+    _KDEFORMER.row(**_NEAR, columns="all", draw="independent"),
+    _KDEFORMER.row(**_NEAR, score_groups=2, num_probes=3),
+    _KDEFORMER.row(**_NEAR, column_scores="value_norm"),
+    _KDEFORMER.row(**_NEAR, column_scores="kde"),
+    _HYPERATTENTION.row(**_NEAR),
+    _HYPERATTENTION.row(**_NEAR, near_field="lsh"),
+    _HYPERATTENTION.row(**_NEAR, near_field="window"),
+    _HYPERATTENTION.row(**_NEAR, draw="independent"),
+    _EVA.row(window_size=8, num_landmarks=8),
+    _EVA.row(window_size=8, num_landmarks=8, proposal="mean"),
+    _EVA.row(window_size=8, num_landmarks=8, proposal="learned"),
+    _EVA.row(window_size=6, num_landmarks=5),
+    _LONGFORMER.row(window_size=8),
+    _LONGFORMER.row(window_size=8, global_tokens=3),
+    _LINEAR.row(),
+    _LINEAR.row(feature_map="hedgehog", num_features=20),
+    _LINEAR.row(feature_map="t2r", num_features=9),
+    _LINEAR.row(feature_map="exp", num_features=16),
+    _LINEAR.row(window_size=12),
+    _LINEAR.row(window_size=8, feature_map="hedgehog", num_features=20),
+    _LINEAR.row(window_size=5, feature_map="exp", num_features=9),
+    _LINFORMER.row(),
+    _NYSTROMFORMER.row(num_landmarks=16, pinv="iterative"),
+    _NYSTROMFORMER.row(num_landmarks=16, pinv="solve"),
+    _PERFORMER.row(num_features=32),
+    _PERFORMER.row(feature_map="hedgehog", num_features=20),
+    _SCATTERBRAIN.row(block_size=16, num_features=24),
+    _SCATTERBRAIN.row(block_size=16, num_features=24, near_field="lsh"),
+    _SCATTERBRAIN.row(block_size=17, num_features=9),
+    dataclasses.replace(_NEARFAR, small={"num_samples": 3, "block_size": 2, "num_probes": 4, "near_share": 0.11}).row(
+        num_probes=9, num_samples=18, block_size=6, near_share=0.11
     ),
-    _learned("performer", feature_map="hedgehog", num_features=20),
-    _scatterbrain(),
-    _scatterbrain(near_field="lsh"),
-    _scatterbrain(17, 9),
-    _nearfar(
-        {"num_samples": 3, "block_size": 2, "num_probes": 4, "near_share": 0.11},
-        num_samples=18,
-        block_size=6,
-        near_share=0.11,
+    dataclasses.replace(_NEARFAR, small={"num_probes": 0, "num_candidates": 6}).row(
+        num_probes=9, num_samples=20, block_size=4, near_share=0.0, num_candidates=30
     ),
-    _nearfar({"num_probes": 0, "num_candidates": 6}, num_samples=20, block_size=4, near_share=0.0, num_candidates=30),
-    _reformer(block_size=8),
-    _reformer(block_size=5, num_hashes=3),
-    _row("thinformer", {"num_samples": 24}, splits_scale=True),
-    _wildcat(),
-    _wildcat(num_candidates=30),
+    _REFORMER.row(block_size=8),
+    _REFORMER.row(block_size=5, num_hashes=3),
+    _exact("thinformer", splits_scale=True).row(num_samples=24),
+    _WILDCAT.row(num_samples=24),
+    _WILDCAT.row(num_samples=24, num_candidates=30),
 ]
 
 
@@ -332,22 +276,15 @@ def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> t
     return (both, both, value), {}
 
 
-def _gaussian(method: str, **options) -> Instance:
-    """Random tables, whose weights have both signs."""
-    hyperparameters = {"projection_dim": 16, "init": "gaussian", "share": "none", "max_length": 300, **options}
-    return Instance(method, hyperparameters, random=None, call_seed=False, averages=False)
-
-
+_GAUSSIAN = {"projection_dim": 16, "init": "gaussian", "share": "none", "max_length": 300}
 # What needs other tensors, parameters or initial values than the functional form has. Only the promises run on these.
 VARIANTS = [
-    _gaussian("linformer"),
-    _gaussian("flurka_linear"),
-    _gaussian("flurka_performer", num_features=24),
-    _gaussian("flurka_eva", window_size=3, num_landmarks=5),
-    Instance(
-        "nystromformer", {"num_landmarks": 16, "conv_kernel_size": 5}, averages=False, square=True, adapt=_convolution
-    ),
-    Instance("reformer", {"block_size": 8, "shared_query_key": True}, random=True, square=True, adapt=_shared),
+    _LINFORMER.row(**_GAUSSIAN),
+    _FLURKA_LINEAR.row(**_GAUSSIAN),
+    _FLURKA_PERFORMER.row(**_GAUSSIAN, num_features=24),
+    _FLURKA_EVA.row(**_GAUSSIAN, window_size=3, num_landmarks=5),
+    dataclasses.replace(_NYSTROMFORMER, adapt=_convolution).row(num_landmarks=16, conv_kernel_size=5),
+    dataclasses.replace(_REFORMER, adapt=_shared).row(block_size=8, shared_query_key=True),
 ]
 
 # The first row of every method.

@@ -1,7 +1,8 @@
 """The checks of the promises that every method keeps.
 
 A check is a function of an instance that raises `AssertionError` if the promise is broken. `test_promises.py` runs each
-check on every instance, and `attack.py` on random hyperparameters and inputs. `**shape` are arguments of `inputs`.
+check on every instance and on random hyperparameters, with inputs that `attack_cases.py` draws. `**shape` are arguments
+of `inputs`.
 """
 
 import dataclasses

@@ -25,8 +25,6 @@ from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import Facts, read_facts, write_card
-from hf_efficient_attn.hub.kernel import kernel_implementation
-from hf_efficient_attn.hub.remote_code import MODULE, remote_code
 from hf_efficient_attn.integration.attention import method_at
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -36,6 +34,8 @@ from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConf
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
+from hf_efficient_attn.standalone.kernel import kernel_implementation
+from hf_efficient_attn.standalone.remote_code import MODULE, remote_code
 
 
 def convert_checkpoint(

@@ -24,13 +24,13 @@ from transformers.models.auto import modeling_auto
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, read_origin
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.remote_code import MODULE
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info
 from hf_efficient_attn.models import auto_class, model_type
+from hf_efficient_attn.standalone.remote_code import MODULE
 
 NAME = "README.md"
 START, END = "<!-- hf_efficient_attn -->", "<!-- /hf_efficient_attn -->"

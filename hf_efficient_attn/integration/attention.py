@@ -120,10 +120,7 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     """The numbers of the `num_heads` query heads of a call of an attention module; None for all heads of the layer.
 
     Tensor parallelism gives attention only some of the heads that the module and its config describe. What a method
-    draws and has learned for a head depends on its number among all.
-
-    Raises:
-        UnsupportedAttentionError: it has some of the layer's heads, and it cannot be known which.
+    draws and has learned for a head depends on its number among all, so an unknown one is refused.
     """
     total = first_number(getattr(module, "config", None), "num_attention_heads", "n_head", "n_heads", "num_heads")
     if total is None or num_heads >= total:

@@ -13,8 +13,7 @@ from hf_efficient_attn.methods import available_methods
 logger = logging.get_logger(__name__)
 
 _ATTRIBUTE = "efficient_attention"
-# The settings of each method with its default hyperparameters. They are made at registration, because torch.compile
-# cannot trace it.
+# The settings of each method's defaults. They are made at registration, because torch.compile cannot trace it.
 _DEFAULTS: dict[str, EfficientAttentionConfig] = {}
 
 
@@ -42,29 +41,30 @@ def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {key: part for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
 
 
-class _ReadOnly(dict[str, Any]):
+class Stored(dict[str, Any]):
+    """The read-only dictionary `config.efficient_attention`: a change of one key would escape the check."""
+
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedAttentionError(
-            "config.efficient_attention is read-only: assign a new dictionary, "
+            "config.efficient_attention is read-only: assign a new dictionary instead, "
             "config.efficient_attention = {**config.efficient_attention, key: value}"
         )
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stored, (dict(self),)
 
 
 def _stored(config: object) -> EfficientAttentionConfig | None:
     """The settings that a config stores."""
-    stored: Any = config.__dict__.get(_ATTRIBUTE)
+    stored: EfficientAttentionConfig | dict[str, Any] | None = config.__dict__.get(_ATTRIBUTE)
     if isinstance(stored, dict):  # the config was loaded before this package
         stored = config.__dict__[_ATTRIBUTE] = as_settings(stored, getattr(config, "_attn_implementation", None))
-    settings: EfficientAttentionConfig | None = stored
-    return settings
+    return stored
 
 
-def _get(config: PreTrainedConfig) -> dict[str, Any] | None:
+def _get(config: PreTrainedConfig) -> Stored | None:
     """None, or a read-only dictionary.
 
     It can be set to None, a dictionary, a method's config or an `EfficientAttentionConfig`. A dictionary without
@@ -73,8 +73,7 @@ def _get(config: PreTrainedConfig) -> dict[str, Any] | None:
     setting has no effect until the model is switched.
     """
     settings = _stored(config)
-    # The choice was checked as a whole when it was assigned. A change of a single key would escape the check.
-    return None if settings is None else _ReadOnly(settings.to_dict())
+    return None if settings is None else Stored(settings.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:

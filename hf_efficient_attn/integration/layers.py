@@ -21,8 +21,6 @@ Layer: TypeAlias = int | str
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 # A number, or a range of numbers, with the beginning of a name before it or without.
 _RANGE = re.compile(rf"(?P<before>({_NAME.pattern}\.)?)(?P<first>[0-9]{{1,5}})(-(?P<last>[0-9]{{1,5}}))?")
-# Fewer names in a row are written one by one.
-_SHORTEST_NAME_RANGE = 3
 
 
 def layer_of(module: nn.Module, path: str) -> Layer | None:
@@ -52,11 +50,7 @@ def names_of(paths: Iterable[str]) -> list[str]:
 
 
 def check_layer(layer: Any) -> Layer:
-    """Check a layer and return it as a config stores it.
-
-    Raises:
-        UnsupportedAttentionError: it is neither a non-negative integer nor a name.
-    """
+    """Check a layer, a non-negative integer or a name, and return it as a config stores it."""
     if isinstance(layer, str) and len(layer) < 65 and _NAME.fullmatch(layer):
         return layer
     if isinstance(layer, (bool, str)) or not hasattr(layer, "__index__") or int(layer) < 0:
@@ -104,7 +98,7 @@ def ranges(layers: Iterable[Layer]) -> str:
     words: list[str] = []
     for (before, _), group in itertools.groupby(range(len(texts)), run_of):
         run = [texts[index] for index in group]
-        is_long = len(run) >= (_SHORTEST_NAME_RANGE if before else 2)
+        is_long = len(run) >= (3 if before else 2)  # fewer are written one by one
         words += [f"{run[0]}-{run[-1].removeprefix(before)}"] if is_long else run
     return ",".join(words)
 

@@ -115,11 +115,7 @@ def models_in(module: nn.Module) -> list[PreTrainedModel]:
 
 
 def transformers_models(model: nn.Module) -> list[PreTrainedModel]:
-    """The outermost Transformers models in a module: the module itself if it is one.
-
-    Raises:
-        UnsupportedAttentionError: it contains none.
-    """
+    """The outermost Transformers models in a module, of which there must be one: the module itself if it is one."""
     models = models_in(model) if isinstance(model, nn.Module) else []
     inner = {id(part) for one in models for part in models_in(one)[1:]}
     found = [one for one in models if id(one) not in inner]

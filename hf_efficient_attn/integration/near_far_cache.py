@@ -203,7 +203,7 @@ class NearFarCache(Cache):
             )
         if not isinstance(config, PreTrainedConfig):
             raise UnsupportedAttentionError(
-                f"NearFarCache: give the config of a model, model.config, not {shown(config)}"
+                f"NearFarCache takes the config of a model, not {shown(config)}: give it model.config"
             )
         config = config.get_text_config(decoder=True)
         name, usable = method_of(config), methods_with("decodes_exactly")

@@ -187,11 +187,7 @@ def check_methods(
     model: str = "the model",
     allow_learned: bool = False,
 ) -> None:
-    """Check that methods suit a model.
-
-    Raises:
-        UnsupportedAttentionError: a method does not suit the model. The message names the methods that do.
-    """
+    """Refuse methods that do not suit a model, with the names of methods that do."""
     for config in configs:
         name = config.method
         if is_causal and not config.causal:

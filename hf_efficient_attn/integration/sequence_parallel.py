@@ -215,11 +215,7 @@ def is_parallel(module: nn.Module) -> bool:
 
 
 def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
-    """The shards of the call of an attention module; None if its model is not divided.
-
-    Raises:
-        UnsupportedAttentionError: the shards are not known.
-    """
+    """The shards of the call of an attention module; None if its model is not divided."""
     if not is_parallel(module):
         return None
     _check_eager()

@@ -203,7 +203,7 @@ def _mix_entry(entry: Any, method: str | None) -> Entry:
     if not is_entry or any(key in entry for key in ("version", "calibrated_length")):
         raise UnsupportedAttentionError(
             f"'layers' contains {shown(entry)}; in a mix every entry is "
-            '{"layers": [indices], "method": name, hyperparameters}'
+            '{"layers": [indices], "method": name, hyperparameters}, and any other key belongs beside \'layers\''
         )
     if any(isinstance(layer, Mapping) for layer in _as_list(entry["layers"]) or ()):
         raise UnsupportedAttentionError("an entry of 'layers' contains indices, not entries again")

@@ -23,10 +23,13 @@ measured the machine. Expected: relative times of at most 1.05.
 `--compiled` compares compiled methods with the same in eager mode, by inductor, which needs a C++ compiler on CPUs. The
 time of compiling is that of the first call. Expected: no method slower than in eager mode.
 
+`--onnx` compares the methods that export to ONNX with exact attention, all in onnxruntime.
+
 `--device cuda` measures bfloat16 and 16 heads by default, against PyTorch's flash kernel, in forward passes and in
 forward and backward passes. A method that does not fit the device is left out, with a message.
 """
 
+import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +57,7 @@ METHODS = (
     "nystromformer", "wildcat", "thinformer", "linformer", "reformer", "scatterbrain", "eva", "flurka_linear",
     "flurka_performer", "flurka_eva",
 )  # fmt: skip
+ONNX_METHODS = ("nystromformer", "longformer", "linear", "performer", "performer:num_features=64")
 # Goals of the extra memory in the forward pass, as a multiple of the inputs: (length, causal) -> goal.
 MEMORY_GOALS = {(16384, False): 2.5}
 _NO_MEMORY_GOAL = (EXACT, "reformer")
@@ -72,6 +76,10 @@ COLUMNS = {
     "tokens": "{length}", "rows": "{batch}", "pass": "{pass}", "attention": "{method}", "ms": "{ms:.1f}",
     "times faster": "{ratio:.1f}x", "min..max": "{ratio_min:.1f}..{ratio_max:.1f}",
     "extra memory / inputs": "{extra_memory:.2f}",
+}  # fmt: skip
+ONNX_COLUMNS = {
+    "tokens": "{length}", "attention": "{method}", "ms": "{ms:.1f}", "exact ms": "{reference_ms:.1f}",
+    "times faster": "{ratio:.2f}x", "min..max": "{ratio_min:.2f}..{ratio_max:.2f}",
 }  # fmt: skip
 AUTO_COLUMNS = {
     "case": "{source}", "tokens": "{length}", "attention": "{method}", "ms": "{ms:.3g}",
@@ -134,6 +142,34 @@ def measure_compiled(config: MethodConfig, case: Case, rounds: int) -> dict[str,
     compiling = time_calls(lambda: work(compiled))
     timing = paired(lambda: work(hea.attention), {"": lambda: work(compiled)}, rounds)[1][""]
     return {"compile_seconds": compiling, **timing._asdict(), "unsteady": timing.unsteady}
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self, config: MethodConfig | None) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if self.config is None:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        return hea.attention(self.config, query, key, value)
+
+
+def measure_onnx(configs: Mapping[str, MethodConfig], case: Case, rounds: int) -> dict[str, Timing]:
+    """Timings of the methods in onnxruntime, relative to exact attention there."""
+    import onnxruntime  # an optional dependency
+
+    options, inputs = onnxruntime.SessionOptions(), make_inputs(case)
+    options.intra_op_num_threads = case.threads
+
+    def call(config: MethodConfig | None) -> Callable[[], Any]:
+        sizes = ({2: torch.export.Dim.DYNAMIC},) * 3
+        program = torch.onnx.export(_Attention(config).eval(), inputs, dynamic_shapes=sizes, verbose=False)
+        session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), options)
+        given = {one.name: x.numpy() for one, x in zip(session.get_inputs(), inputs, strict=True)}
+        return lambda: session.run(None, given)
+
+    return paired(call(None), {label: call(config) for label, config in configs.items()}, rounds)[1]
 
 
 def speed_goals(case: Case) -> Goals:
@@ -218,6 +254,7 @@ def attention(
     compiled: commands.option(
         bool, "Compare methods in torch.compile with the same in eager mode.", "--compiled"
     ) = False,
+    onnx: commands.option(bool, "Compare the methods with exact attention in onnxruntime.", "--onnx") = False,
     heads: commands.option(int | None, "Number of heads. [default: 8, and 16 on accelerators]", min=1) = None,
     width: commands.HeadDim = 64,
     device: Device = None,
@@ -236,6 +273,8 @@ def attention(
         usual = Case(0, num_heads=16, dtype=dtype or "bfloat16", device=where)
     sizes = usual._replace(num_heads=heads or usual.num_heads, head_dim=width, threads=threads)
     parse_dtype(sizes.dtype)
+    if check and onnx:
+        raise UnsupportedAttentionError("--check: --onnx has no goals; leave out one of them")
     has_goals = check and not (auto or compiled)
     if has_goals and (sizes != usual or (short and usual != Case(0))):
         raise UnsupportedAttentionError(f"--check: the goals hold for {Case(0) if short else usual}; leave out others")
@@ -243,22 +282,27 @@ def attention(
         raise UnsupportedAttentionError("--check: there are no goals for float16; leave out --check or --dtype")
     if short and length:
         raise UnsupportedAttentionError("--short chooses the lengths itself; leave out --length")
-    if short + auto + compiled > 1 or ((auto or compiled) and where != "cpu"):
-        raise UnsupportedAttentionError("--short, --auto and --compiled exclude each other; the last two are for CPUs")
+    if short + auto + compiled + onnx > 1 or ((auto or compiled or onnx) and where != "cpu"):
+        raise UnsupportedAttentionError(
+            "--short, --auto, --compiled and --onnx exclude each other; the last three are for CPUs"
+        )
     # --short replaces the hyperparameters that a budget sets.
-    named = method or (AUTO if auto else [name for name in METHODS if not (short and ":" in name)])
+    usual_methods = AUTO if auto else ONNX_METHODS if onnx else [x for x in METHODS if not (short and ":" in x)]
+    named = method or usual_methods
     configs, lengths = parse_methods(named), parse_lengths(length)
     columns, verdicts_of = COLUMNS if memory else dict([*COLUMNS.items()][:-1]), verdicts
     if auto:
         sizes, columns, verdicts_of, memory = sizes._replace(num_heads=heads or 12), AUTO_COLUMNS, auto_verdicts, False
         pairs = itertools.product(AUTO_CASES, lengths or AUTO_LENGTHS)
         cases = [sizes._replace(length=n, **changes) for changes, n in pairs]
-    elif short or compiled:
+    elif short or compiled or onnx:
         sizes = sizes._replace(causal=bool(causal), backward=bool(backward))
         found = SHORT_CASES if short else [{"length": n} for n in lengths or (2048, 8192)]
         cases = [sizes._replace(**changes) for changes in found]
         if compiled:
             columns, verdicts_of, memory = COMPILED_COLUMNS, compiled_verdicts, False
+        elif onnx:
+            columns, memory = ONNX_COLUMNS, False
     else:
         cases = settings(lengths, causal, backward, check, sizes)
     rows: list[dict[str, Any]] = []
@@ -275,7 +319,9 @@ def attention(
             if compiled:
                 timed = {label: measure_compiled(config, case, rounds) for label, config in usable.items()}
             else:
-                timings = measure(usable, case, rounds, bar, data)
+                timings = (measure_onnx if onnx else functools.partial(measure, bar=bar, data=data))(
+                    usable, case, rounds
+                )
                 timed = {label: t._asdict() | {"unsteady": t.unsteady} for label, t in timings.items()}
             for label, timing in timed.items():
                 row = {"method": label, **case._asdict(), **timing, "relative": 1.0 / timing["ratio"]}

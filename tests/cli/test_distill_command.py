@@ -67,7 +67,7 @@ def _handles_interrupts():
 def _quick(request, monkeypatch):
     """Draw the figure in one test only."""
     if "result" not in request.node.name:
-        monkeypatch.setattr(distill_checkpoint, "draw", lambda result, path: path.write_bytes(b""))
+        monkeypatch.setattr(distill_checkpoint, "_draw", lambda result, path: path.write_bytes(b""))
 
 
 def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys):  # noqa: F811

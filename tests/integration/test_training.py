@@ -85,14 +85,6 @@ def test_packed_sequences_are_refused_in_a_compiled_model():
             compiled(ids, position_ids=packed, use_cache=False)
 
 
-@pytest.mark.exhaustive
-def test_compiling_with_inductor():
-    torch.compiler.reset()
-    model, inputs = tiny_model("bert", "linear", num_hidden_layers=1), tiny_batch("bert", padding="right")
-    compiled = torch.compile(model, fullgraph=True)
-    torch.testing.assert_close(output(compiled, inputs), output(model, inputs), atol=1e-4, rtol=1e-4)
-
-
 @few_methods
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -104,14 +104,6 @@ def test_generation(name, padding, method):
     assert torch.equal(tokens, other.generate(**inputs, **options, use_cache=False))
 
 
-def test_generation_with_landmarks():
-    model, inputs = exact_model("Qwen2", "ForCausalLM"), batch(70, "left")
-    other = converted(model)
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-    cache = hea.NearFarCache(other.config, columns=512)
-    assert torch.equal(other.generate(**inputs, **options, past_key_values=cache), model.generate(**inputs, **options))
-
-
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
 def test_every_way_of_switching_warns_once(name, tmp_path):
     model, inputs = exact_model(name), batch(70, "right")

@@ -22,7 +22,7 @@ BROKEN = {
     "length": ["depends_on_the_length"],
     "last_queries": ["reads_masked_queries"],
     "batch": ["mixes_the_batch"],
-    "seeds": ["draws_from_the_global_state", "draws_without_a_seed", "ignores_the_seed"],
+    "seeds": ["draws_from_the_global_state", "draws_without_a_seed"],
     "finite": ["never_subtracts_the_maximum", "accumulates_in_half"],
     "sums": ["sums_in_half"],
     "gradients": ["forgets_the_denominator", "detaches_the_keys"],
@@ -46,9 +46,7 @@ def test_every_promise_has_something_that_breaks_it():
 
 @pytest.mark.parametrize(("name", "form"), [(name, form) for name, forms in BROKEN.items() for form in forms])
 def test_finds_a_method_that_breaks_the_promise(name, form):
-    # What depends on the hyperparameters is unknown, but not that these methods draw.
-    facts = (lambda config: {"random": True}) if form == "ignores_the_seed" else (lambda config: {})
-    with bad.broken(form, naive="correct", limit="exact", facts=facts) as row:
+    with bad.broken(form, naive="correct", limit="exact") as row:
         check_found(name, row, 5 if name == "largest_tensor" else 15)
 
 
@@ -67,6 +65,11 @@ def test_finds_what_the_package_breaks(name, monkeypatch):
     monkeypatch.setattr(promises, "attention_with_state", forgetting)
     monkeypatch.setattr(call, "check_call", lambda *_: None)
     check_found(name, FIRST["linear"], 8)
+
+
+def test_a_seed_without_an_effect_is_noticed():
+    with bad.broken("ignores_the_seed", random=True) as instance, pytest.raises(AssertionError, match="another seed"):
+        promises.check_seeds(instance, False)
 
 
 @pytest.mark.parametrize("form", ["never_converges", "stops_short"])

@@ -131,6 +131,10 @@ def test_refusals(method):
     tensors = inputs(q_len=40)
     with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: 40 keys are more than the 30 .*length=40 or"):
         hea.attention(method, *tensors, max_length=30)
+    with pytest.raises(hea.UnsupportedAttentionError, match="40 keys are more than the 39 that value_projection"):
+        hea.attention(
+            method, *tensors, projection_dim=6, key_projection=numbers(6, 40), value_projection=numbers(6, 39)
+        )
     for shape, name in product(((5, 40), (40,), (1, 6, 40)), ("key_projection", "value_projection")):
         with pytest.raises(hea.UnsupportedAttentionError, match=rf"{method}: {name} .*not suit projection_dim=6"):
             hea.attention(method, *tensors, projection_dim=6, **{name: numbers(*shape)})
@@ -151,19 +155,6 @@ def test_projections_without_weight_are_left_out(method):
 # --- the Linformer alone ---
 
 linformer = hea.functional.linformer_attention
-
-
-def test_shared_tables():
-    """Keys and values share any table. A value table is used where one is given."""
-    tensors, (first, second) = inputs(q_len=40, dtype=torch.float64), (numbers(6, 40, seed=s) for s in (1, 2))
-    shared = linformer(*tensors, projection_dim=6, key_projection=first)
-    both = {"projection_dim": 6, "key_projection": first}
-    close(shared, linformer(*tensors, share="none", **both, value_projection=first))
-    other = linformer(*tensors, share="none", **both, value_projection=second)
-    close(linformer(*tensors, **both, value_projection=second), other)
-    assert differs(other, shared, 0.1)
-    with pytest.raises(hea.UnsupportedAttentionError, match="40 keys are more than the 39 that value_projection"):
-        linformer(*tensors, **both, value_projection=numbers(6, 39))
 
 
 @pytest.mark.parametrize("length", [1, 30, 50])

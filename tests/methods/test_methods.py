@@ -240,22 +240,19 @@ def test_a_registered_method_is_available_at_once_and_can_be_replaced():
     def zeros(config, query, key, value, options):
         return torch.zeros_like(query[..., :1]) * value[:, :, :1]
 
+    names, tensors = [], inputs(q_len=20)
     with broken("correct") as instance:
-        method = get_method("correct")
-        config_class = method.info.config_class
+        config_class = instance.info.config_class
         with pytest.raises(hea.UnsupportedAttentionError, match=r"'correct' is registered already.*replace=True"):
             hea.register_method(config_class, forward=zeros, naive=zeros)
-        tensors = inputs(q_len=20)
         out = instance(*tensors)
         assert out.abs().sum() > 0 and torch.equal(hea.functional.correct_attention(*tensors), out)
-        names = []
         methods.on_register(names.append)
         assert set(names) == set(hea.available_methods())
         other = type("Other", (config_class,), {"title": "Another title"})
         assert "Another title" not in hea.functional.correct_attention.__doc__
         hea.register_method(other, forward=zeros, naive=zeros, replace=True)
-        assert names[-1] == "correct"
-        assert hea.available_methods().count("correct") == 1
+        assert names[-1] == "correct" and hea.available_methods().count("correct") == 1
         assert hea.attention("correct", *tensors).abs().sum() == 0
         assert "Another title" in hea.functional.correct_attention.__doc__
     assert "correct" not in hea.available_methods()

@@ -18,7 +18,7 @@ import torch
 
 import hf_efficient_attn as hea
 import promises
-from attack_cases import PROMISES, Case, arguments, attack
+from attack_cases import PROMISES, Case, attack, check, drawn_arguments
 from each import each_form, each_instance
 from hf_efficient_attn.methods import learns
 from instances import DEFAULTS, FIRST, INSTANCES, VARIANTS, forms, inputs
@@ -49,11 +49,11 @@ def number_of_cases(name):
 def test_promise(name, instance, is_causal):
     @hypothesis.seed(f"{name}:{instance}:{is_causal}")
     @hypothesis.settings(max_examples=number_of_cases(name))
-    @hypothesis.given(arguments(name, instance, is_causal))
-    def check(drawn):
-        PROMISES[name].check(instance, **drawn)
+    @hypothesis.given(drawn_arguments(name, instance, is_causal))
+    def run(arguments):
+        check(name, instance, arguments)
 
-    check()
+    run()
 
 
 @pytest.mark.parametrize(("name", "method"), ATTACKS)

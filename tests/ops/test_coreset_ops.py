@@ -121,13 +121,10 @@ def test_candidates_are_spread_over_the_valid_keys():
         gaps = position[0].diff()
         assert position[0, 0] == 0 and gaps.min() >= length // limit and gaps.max() <= -(-length // limit)
     mask = torch.rand(5, 60, generator=torch.Generator().manual_seed(0)) < torch.tensor([[0.9], [0.5], [0.2], [0], [2]])
-    position, valid = candidate_positions(mask, 60, 20, torch.device("cpu"))
-    for b in range(5):
-        keys = mask[b].nonzero()[:, 0]
-        own, _ = candidate_positions(None, len(keys), 20, torch.device("cpu"))
-        assert valid[b].sum() == min(20, len(keys))
-        assert torch.equal(position[b][valid[b]], keys[own[0]])
-        assert valid[b].int().diff().max() <= 0  # the ones that exist come first
+    for position, valid, keys in zip(*candidate_positions(mask, 60, 20, torch.device("cpu")), mask, strict=True):
+        alone, _ = candidate_positions(None, int(keys.sum()), 20, torch.device("cpu"))
+        assert torch.equal(position[valid], keys.nonzero()[:, 0][alone[0]])
+        assert valid.int().diff().max() <= 0  # the ones that exist come first
     points, landmarks = numbers(3, 40, 5).float(), numbers(3, 9, 5, seed=1).float()
     assert torch.equal(nearest(points, landmarks), torch.cdist(points, landmarks).argmin(2))
 

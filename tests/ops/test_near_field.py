@@ -83,20 +83,6 @@ def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask,
     close(ours[queries], naive[queries], 1e-6)
 
 
-@each_mask
-@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
-def test_groups_of_blocks_partition_the_queries(near_field, mask):
-    """Group sizes differ by at most one block. Some groups may be empty."""
-    _, near, _ = plan(near_field, mask=mask)
-    for groups in (1, 3, 4, 50):
-        group = query_groups(near, groups).expand(4, -1)
-        for a in (0, 2):
-            num_blocks = -(-(90 if mask is None else int(mask[a // 2].sum())) // near.block_q)
-            held = group[a, :num_blocks].bincount(minlength=groups)
-            assert len(held) == groups and held.max() - held.min() <= 1
-            assert group[a].diff().min() >= 0 and group[a].max() < groups
-
-
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 def test_the_near_field_is_close_by_position_or_by_hash(near_field):
     (query, key, _), near, far = plan(near_field)

@@ -1,10 +1,8 @@
 """Calls from several threads give, bit for bit, what one thread gives."""
 
-import ast
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -72,17 +70,3 @@ def test_another_thread_compiles(instance, is_causal, monkeypatch):
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     for call, outputs in zip(calls, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(call(), outputs, strict=True))
-
-
-def test_no_state_of_a_call_is_global():
-    """No function of the levels that compute assigns to a global."""
-    package = Path(hea.__file__).parent
-    found = {
-        (path.name, name)
-        for folder in ("ops", "methods", "kernel", "integration")
-        for path in (package / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Global)
-        for name in node.names
-    }
-    assert not found

@@ -22,7 +22,8 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.kernel import (
+from hf_efficient_attn.standalone.function import kernel_function
+from hf_efficient_attn.standalone.kernel import (
     BACKENDS,
     export_kernel,
     kernel_files,
@@ -30,8 +31,7 @@ from hf_efficient_attn.hub.kernel import (
     method_module,
     modules_of,
 )
-from hf_efficient_attn.hub.remote_code import MODULE, remote_code
-from hf_efficient_attn.integration.kernel_function import kernel_function
+from hf_efficient_attn.standalone.remote_code import MODULE, remote_code
 from tiny_models import SMALL, tiny_batch, tiny_config, tiny_model
 
 KERNELS = [method for method in kernel_methods() if method in SMALL]
@@ -127,7 +127,7 @@ def test_a_kernel_in_a_compiled_model(repository):
 
 def test_kernels_import_pytorch_only():
     allowed = {*sys.stdlib_module_names, "torch", "triton"}  # triton only in a function, for tensors on a GPU
-    modules = ["integration.kernel_function", *map(method_module, KERNELS)]
+    modules = ["standalone.function", *map(method_module, KERNELS)]
     for path, text in modules_of(modules, without_imports=["integration"]).items():
         for node in ast.walk(ast.parse(text)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.kernel import method_module, methods_of_package, modules_of
 from hf_efficient_attn.integration.settings import as_settings
+from hf_efficient_attn.standalone.kernel import method_module, methods_of_package, modules_of
 from hf_efficient_attn.version import __version__
 
 # The name of the file.

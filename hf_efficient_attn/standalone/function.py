@@ -1,8 +1,9 @@
 """The attention function of a kernel repository, which Transformers calls where this package is not installed.
 
-`hub.kernel` copies this module, and all others that it imports, into the repository. None of them imports Transformers.
-The function reads the hyperparameters from `module.config`, and it knows no more of the model than the attention module
-that calls it. What depends on the rest of the model is therefore refused, although the package itself can do it.
+`standalone.kernel` copies this module, and all others that it imports, into the repository. None of them imports
+Transformers. The function reads the hyperparameters from `module.config`, and it knows no more of the model than the
+attention module that calls it. What depends on the rest of the model is therefore refused, although the package itself
+can do it.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """A method as a repository of Hugging Face's `kernels` library, which Transformers loads without this package.
 
-The repository contains copies of this package's own modules: `integration.kernel_function`, the method, and what they
+The repository contains copies of this package's own modules: `standalone.function`, the method, and what they
 import. Imports become relative, and nothing but PyTorch is needed. The layout is the one that the library documents
 (https://huggingface.co/docs/kernels): `build/<variant>` for each backend, with equal modules.
 """
@@ -27,11 +27,11 @@ from hf_efficient_attn.methods import available_methods, get_method, learns
 from hf_efficient_attn.version import __version__
 
 BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
-_PACKAGE, _ENTRY = "hf_efficient_attn", "integration.kernel_function"
+_PACKAGE, _ENTRY = "hf_efficient_attn", "standalone.function"
 _IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
 _INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
 
-from ._modules.integration.kernel_function import kernel_function
+from ._modules.standalone.function import kernel_function
 from ._modules.methods import attention
 
 {method} = kernel_function("{method}")
