@@ -52,8 +52,8 @@ def demo(
 
     methods = common.parse_methods(method or default_methods(purpose="demo"), setting)
     lengths = common.parse_lengths(length) if length else _LENGTHS
-    if not methods:
-        raise UnsupportedAttentionError("the demo needs at least one --method")
+    if not methods or not lengths:
+        raise UnsupportedAttentionError("the demo needs at least one --method and one --length")
     for tokens in lengths:
         if not 512 <= tokens <= 16384:
             raise UnsupportedAttentionError(f"a length of {tokens} is not between 512 and 16384 tokens")
