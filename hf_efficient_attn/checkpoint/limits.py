@@ -4,9 +4,8 @@ A text is truncated at the smallest of these numbers, whatever the model itself 
 
 - `model_max_length` in `tokenizer_config.json`, by Transformers' tokenizers;
 - `truncation` in `tokenizer.json`, by programs that use the library tokenizers without Transformers;
-- `max_seq_length` in `sentence_bert_config.json`, by sentence-transformers, in place of `model_max_length`. Older
-  versions give this file other names, and newer ones also read `model_max_length` among the arguments of the tokenizer
-  there. The file can be in the folder of a module that `modules.json` names.
+- `max_seq_length` in `sentence_bert_config.json`, by sentence-transformers, in place of `model_max_length`. Newer
+  versions also read `model_max_length` among the arguments of the tokenizer there.
 """
 
 import pathlib
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hf_efficient_attn.io.json import MAX_BYTES, read_json_object, write_json
 
-_SENTENCE = "sentence_*_config.json"
+_SENTENCE = "sentence_bert_config.json"
 _KEYS = {
     _SENTENCE: (
         "max_seq_length", "tokenizer_args.model_max_length", "processor_kwargs.model_max_length",
@@ -36,18 +35,13 @@ class Limit(NamedTuple):
     tokens: int
 
 
-def find_limits(folder: pathlib.Path) -> list[Limit]:
-    """Find the limits in the files of a checkpoint: those of sentence-transformers first, then those of the tokenizer.
+def sentence_limit(folder: pathlib.Path) -> Limit | None:
+    """The limit that applies when texts are truncated: of sentence-transformers, or else of the tokenizer, or None.
 
     Files without the key, or with null in its place, set no limit. A file that is no JSON object is refused.
     """
-    return [limit for limit, *_ in _entries(folder)]
-
-
-def sentence_limit(folder: pathlib.Path) -> Limit | None:
-    """The limit that applies when texts are truncated: of sentence-transformers, or else of the tokenizer, or None."""
-    limits = [limit for limit in find_limits(folder) if not limit.file.endswith("tokenizer.json")]
-    of_sentences = [limit for limit in limits if not limit.file.endswith("tokenizer_config.json")]
+    limits = [limit for limit, *_ in _entries(folder) if limit.file != "tokenizer.json"]
+    of_sentences = [limit for limit in limits if limit.file == _SENTENCE]
     return min(of_sentences or limits, key=lambda limit: limit.tokens, default=None)
 
 
@@ -61,31 +55,25 @@ def set_limits(folder: pathlib.Path, max_length: int) -> list[dict[str, Any]]:
         "file", "key", "before" and "after" of each limit that was changed.
     """
     changed = []
-    for limit, path, values, holder in _entries(folder):
-        if limit.tokens < max_length or (limit.tokens > max_length and path.name not in _KEYS):
+    for limit, values, holder in _entries(folder):
+        if limit.tokens < max_length or (limit.tokens > max_length and limit.file == _SENTENCE):
             holder[limit.key.rpartition(".")[2]] = max_length
-            write_json(path, values)
+            write_json(folder / limit.file, values)
             changed.append({"file": limit.file, "key": limit.key, "before": limit.tokens, "after": max_length})
     return changed
 
 
-def _entries(folder: pathlib.Path) -> Iterator[tuple[Limit, pathlib.Path, dict[str, Any], dict[str, Any]]]:
-    """Each limit, with its file, the contents of the file, and the object in them that contains the number.
-
-    Subfolders with a model of their own are skipped: their limits are those of another model.
-    """
-    parts = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
-    for pattern, keys in _KEYS.items():
-        for path in (path for part in parts for path in sorted(part.glob(pattern))):
-            config, name = path.with_name("config.json"), path.relative_to(folder).as_posix()
-            if path.parent != folder and config.is_file() and "model_type" in read_json_object(config):
-                continue
-            values = read_json_object(path, max_bytes=_MAX_BYTES.get(path.name, MAX_BYTES), name=name)
-            for key in keys:
-                *parents, last = key.split(".")
-                holder: Any = values
-                for parent in parents:
-                    holder = holder.get(parent) if isinstance(holder, dict) else None
-                tokens = holder.get(last) if isinstance(holder, dict) else None
-                if type(tokens) is int and tokens > 0:
-                    yield Limit(name, key, tokens), path, values, holder
+def _entries(folder: pathlib.Path) -> Iterator[tuple[Limit, dict[str, Any], dict[str, Any]]]:
+    """Each limit, with the contents of its file and the object in them that contains the number."""
+    for name, keys in _KEYS.items():
+        if not (folder / name).is_file():
+            continue
+        values = read_json_object(folder / name, max_bytes=_MAX_BYTES.get(name, MAX_BYTES), name=name)
+        for key in keys:
+            *parents, last = key.split(".")
+            holder: Any = values
+            for parent in parents:
+                holder = holder.get(parent) if isinstance(holder, dict) else None
+            tokens = holder.get(last) if isinstance(holder, dict) else None
+            if type(tokens) is int and tokens > 0:
+                yield Limit(name, key, tokens), values, holder

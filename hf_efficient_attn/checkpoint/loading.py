@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import CheckedSource
+from hf_efficient_attn.checkpoint.weights import find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import get_method
@@ -78,7 +79,9 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     name = shown(checked.hub_id or checked.folder.name)
     with quiet(), refusing(f"{name}: no model can be built from its config"):
         cls, config, notes = _model_class(checked)
-        tensors, counts = checked.weights.read_again(), Counter[torch.dtype]()
+        # The model gets views of its own, whose training does not change those of `checked`.
+        tensors = find_weights(checked.folder, checked.inside, allow_pickle=True).tensors
+        counts = Counter[torch.dtype]()
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
@@ -134,6 +137,17 @@ def check_learned(chosen: EfficientAttentionConfig, config: object, present: int
             )
 
 
+def auto_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
+    """The model class of each class such as `AutoModelForCausalLM` for a config."""
+    found = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if name.startswith("Auto") and mapping is not None and type(config) in mapping:
+            classes = mapping[type(config)]
+            found[name] = classes[0] if isinstance(classes, (tuple, list)) else classes
+    return found
+
+
 def _model_class(checked: CheckedSource) -> tuple[type[PreTrainedModel], PreTrainedConfig, list[str]]:
     """The class that `config.architectures` names, its config, and notes for the user."""
     kind, names = checked.config["model_type"], checked.config.get("architectures") or []
@@ -143,17 +157,12 @@ def _model_class(checked: CheckedSource) -> tuple[type[PreTrainedModel], PreTrai
             "comes with a checkpoint is never run"
         )
     config = CONFIG_MAPPING[kind].from_dict(dict(checked.config))
-    mapping: Any = AutoModel._model_mapping
-    if not names and type(config) in mapping:
-        cls = mapping[type(config)]
-        cls = cls[0] if isinstance(cls, tuple) else cls
-        return cls, config, [f"config.json names no architectures: loaded as a {cls.__name__}, as AutoModel does"]
-    # Classes that programs have registered for this config with one of Transformers' Auto classes.
-    added = [
-        getattr(getattr(auto, "_model_mapping", None), "_extra_content", {}).get(type(config), ())
-        for auto in vars(modeling_auto).values()
-    ]
-    registered = {cls.__name__: cls for entry in added for cls in (entry if isinstance(entry, tuple) else (entry,))}
+    # Also those that programs have registered, and that Transformers itself does not contain.
+    classes = auto_classes(config)
+    if not names and "AutoModel" in classes:
+        base = classes["AutoModel"]
+        return base, config, [f"config.json names no architectures: loaded as a {base.__name__}, as AutoModel does"]
+    registered = {cls.__name__: cls for cls in classes.values()}
     for name in names:
         cls = getattr(transformers, name, None) or registered.get(name)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and isinstance(config, cls.config_class or ()):

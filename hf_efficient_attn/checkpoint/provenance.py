@@ -5,7 +5,6 @@ import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from huggingface_hub import metadata_load
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -20,7 +19,7 @@ INSTALL, TRAINED, VERSION = "install", "trained_positions", "hf_efficient_attn" 
 _MAX_CARD = 2**20  # bytes
 _NAME = r"hf[-_.]efficient[-_.]attn(\[[a-z,]+\])?"
 _PINNED = re.compile(rf"{_NAME} ?== ?[0-9][0-9A-Za-z.+!-]{{0,49}}")
-_URL = re.compile(rf"({_NAME} ?@ ?)?(?P<url>(git\+)?https://[A-Za-z0-9._~:/?#@!+,=%&-]{{1,400}})")
+_URL = re.compile(rf"({_NAME} ?@ ?)?(git\+)?https://[A-Za-z0-9.:-]+/[A-Za-z0-9._~:/?#@!+,=%&-]{{1,400}}")
 
 
 def _is_text(value: Any) -> bool:
@@ -107,13 +106,8 @@ def check_install(text: str, where: str = "--install") -> None:
         UnsupportedAttentionError: It is a path on this machine, a name without a version, a URL with a password or
             token, or something else.
     """
-    url = _URL.fullmatch(text)
-    if url is not None and "@" in urlsplit(url["url"].removeprefix("git+")).netloc:
+    if not _URL.fullmatch(text) and not _PINNED.fullmatch(text):
         raise UnsupportedAttentionError(
-            f"{where}: the URL contains a user, password or token, which everybody could read: leave it out"
-        )
-    if url is None and not _PINNED.fullmatch(text):
-        raise UnsupportedAttentionError(
-            f"{where} {text!r}: give what others can install, a URL (https://... or git+https://...) or a version "
-            "(hf_efficient_attn==0.2.0); a path exists only on this machine, and a name alone could be another package"
+            f"{where}: give what others can install, a URL (https://... or git+https://...) without a password or "
+            "token, or a version (hf_efficient_attn==0.2.0): a name alone could be another package"
         )

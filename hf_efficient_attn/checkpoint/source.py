@@ -115,10 +115,8 @@ def _download(name: str, allow_pickle: bool) -> pathlib.Path:
     """Download a checkpoint, or find it in the cache; return its folder."""
     try:
         validate_repo_id(name)
-        folder = snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
-        if allow_pickle and not any(pathlib.Path(folder).glob("*.safetensors")):
-            patterns = [*_DOWNLOADED, "pytorch_model.bin"]
-            snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
+        patterns = [*_DOWNLOADED, *["pytorch_model.bin"] * allow_pickle]
+        folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
     except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise UnsupportedAttentionError(
             f"{shown(name)} is neither a folder nor the id (ORGANISATION/NAME) of a model that is in the cache or that "

@@ -38,14 +38,6 @@ class Weights(NamedTuple):
         """The tensors of all files."""
         return {name: tensor for tensors in self.files.values() for name, tensor in tensors.items()}
 
-    def read_again(self) -> dict[str, Tensor]:
-        """The tensors of all files for a model, whose training does not change the others."""
-        found: dict[str, Tensor] = {}
-        for path, tensors in self.files.items():
-            is_mapped = path.suffix == ".safetensors"
-            found |= load_file(path) if is_mapped else {name: tensor.clone() for name, tensor in tensors.items()}
-        return found
-
 
 def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bool) -> Weights:
     """Find the weight files of a checkpoint, and open them.

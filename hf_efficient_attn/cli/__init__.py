@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from hf_efficient_attn.cli import analyze, benchmark, convert, crossover, demo, distill, export_kernel, methods, push
+from hf_efficient_attn.cli import analyze, benchmark, convert, crossover, demo, distill, methods, push
 from hf_efficient_attn.cli.common import *  # noqa: F403 (what recipes share with the commands)
 from hf_efficient_attn.cli.common import app, main_of
 from hf_efficient_attn.version import __version__

@@ -58,8 +58,6 @@ def analyze(
 
     Ctrl-C ends the measurement: the layers that are complete are printed and written, and the exit status is 130.
     """
-    if setting and not methods:
-        raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     if max_error is not None and calibrate is not None and max_error != calibrate:
         raise UnsupportedAttentionError(
             f"--max-error {max_error} and --calibrate {calibrate} are two limits, and there is one recommendation: "

@@ -79,15 +79,13 @@ def benchmark(
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
     from hf_efficient_attn.evaluation.timing import use_threads
-    from hf_efficient_attn.hub.card import write_card
+    from hf_efficient_attn.hub.card import read_facts, write_card
     from hf_efficient_attn.io.writing import check_folder, write_results
 
-    if setting and not methods:
-        raise UnsupportedAttentionError("--set needs --methods: name the methods that the hyperparameter is for")
     chosen = common.parse_methods(methods, setting)
     if card and output is not None:
         raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
-    output = _converted_folder(source) if card else output
+    output = read_facts(source).folder if card else output
     if output is not None:
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
     if new_tokens == 1:
@@ -119,18 +117,6 @@ def benchmark(
         result, *(f"Written: {path}" for path in written), *[f"Interrupted: {output} is unchanged."] * is_kept
     )
     raise typer.Exit(status)
-
-
-def _converted_folder(source: str) -> pathlib.Path:
-    """Return SOURCE as a path if it is the folder of a converted checkpoint, which --card needs."""
-    from hf_efficient_attn.io.json import read_json_object
-
-    config = pathlib.Path(source) / "config.json"
-    if not config.is_file() or "efficient_attention" not in read_json_object(config):
-        raise UnsupportedAttentionError(
-            f"--card: {source!r} is not the folder of a converted checkpoint: make one with hf-efficient-attn convert"
-        )
-    return config.parent
 
 
 class Report:

@@ -76,31 +76,23 @@ def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], 
     """
 
     def add(function: CommandT) -> CommandT:
+        @functools.wraps(function)
+        def importing(own_files: list[pathlib.Path], **values: Any) -> None:
+            for path in own_files:
+                if problem := _import_file(path.resolve()):
+                    raise UnsupportedAttentionError(f"--import {path}: {problem}")
+            function(**values)
+
+        signature = inspect.signature(function)
+        option = inspect.Parameter("own_files", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=_Files)
+        vars(importing)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), option])
+        importing.__annotations__ = {**function.__annotations__, "own_files": _Files}
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
         kind = _Command if needs_models else _MethodsCommand
-        app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")(
-            _with_import(function)
-        )
+        app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")(importing)
         return function
 
     return add
-
-
-def _with_import(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that first imports the files which its option --import names."""
-
-    @functools.wraps(function)
-    def command(own_files: list[pathlib.Path], **values: Any) -> None:
-        for path in own_files:
-            if problem := _import_file(path.resolve()):
-                raise UnsupportedAttentionError(f"--import {path}: {problem}")
-        function(**values)
-
-    signature = inspect.signature(function)
-    option = inspect.Parameter("own_files", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=[], annotation=_Files)
-    vars(command)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), option])
-    command.__annotations__ = {**function.__annotations__, "own_files": _Files}
-    return command
 
 
 def _import_file(file: pathlib.Path) -> str | None:
@@ -137,13 +129,6 @@ def complete_methods(incomplete: str) -> list[str]:
     return [full for name in names if (full := f"{chosen},{name}" if chosen else name).startswith(incomplete)]
 
 
-def check_minutes(value: float | None) -> float | None:
-    """Refuse a limit of time that is not a positive number."""
-    if value is not None and not 0 < value < float("inf"):
-        raise typer.BadParameter(f"{value} is not a positive number of minutes.")
-    return value
-
-
 # What the help texts say about --methods.
 DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-attn methods` marks them"
 
@@ -163,7 +148,7 @@ Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=
 Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of threads of PyTorch.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", show_default=False, help=_place)]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", show_default=False, help=_dtypes)]
-Minutes = Annotated[float | None, typer.Option("--minutes", metavar="X", callback=check_minutes, help=_minutes)]
+Minutes = Annotated[float | None, typer.Option("--minutes", metavar="X", min=1e-9, help=_minutes)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help=_pickle)]
 # The options of commands that convert a checkpoint.
@@ -307,23 +292,17 @@ def _rule(columns: Iterable[tuple[str, int]]) -> str:
     return f"|{'|'.join('-' * (width + 1) + ('-' if sign == '<' else ':') for sign, width in columns)}|"
 
 
-def _widths(lines: Iterable[Sequence[Any]]) -> list[int]:
-    return [max(len("" if cell is None else str(cell)) for cell in cells) for cells in zip(*lines, strict=True)]
-
-
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table whose columns are aligned to the left; None is an empty cell."""
     lines = [headers, *rows]
-    columns = [("<", width) for width in _widths(lines)]
+    texts = [["" if cell is None else str(cell) for cell in line] for line in lines]
+    columns = [("<", max(map(len, cells))) for cells in zip(*texts, strict=True)]
     return "\n".join([_row(headers, columns), _rule(columns), *(_row(line, columns) for line in lines[1:])])
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table whose first column is aligned to the left, and the others to the right, as numbers."""
-    lines = [headers, *rows]
-    live = LiveTable(headers, _widths(lines), left=headers[:1])
-    for line in lines[1:]:
-        live.add(line)
+    """Print a table whose columns are aligned to the left."""
+    typer.echo(table(headers, rows))
 
 
 def split_list(values: Iterable[str]) -> list[str]:
@@ -339,13 +318,6 @@ def parse_lengths(values: Iterable[str]) -> list[int]:
             raise UnsupportedAttentionError(f"{text!r} is not a number of tokens; give integers such as 512,4096")
         lengths.append(int(text))
     return list(dict.fromkeys(lengths))
-
-
-def parse_layers(text: str) -> "list[int | str]":
-    """Parse the value of --layers: "0-2,8" becomes [0, 1, 2, 8]; see `integration.layers.parse_layers`."""
-    from hf_efficient_attn.integration.layers import parse_layers
-
-    return parse_layers(text)
 
 
 def parse_pair(text: str) -> tuple[str, Any]:
@@ -386,7 +358,7 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict
             method_info(only)  # refuses unknown names
         matches = [config.method == only if dot else key in config.hyperparameters() for config in configs]
         if not any(matches):
-            chosen = ", ".join(dict.fromkeys(config.method for config in configs))
+            chosen = ", ".join(dict.fromkeys(config.method for config in configs)) or "none: --set needs --methods"
             names = dict.fromkeys(name for config in configs for name in config.hyperparameters())
             hint = "" if key in names else did_you_mean(key, names)
             raise UnsupportedAttentionError(f"--set {setting}: none of the chosen methods ({chosen}) has it.{hint}")

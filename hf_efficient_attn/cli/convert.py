@@ -53,6 +53,7 @@ def convert(
     either complete or does not appear. What others put there during the work is never lost.
     """
     from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+    from hf_efficient_attn.integration.layers import parse_layers
 
     if (method is None) == (config is None) or (config is not None and (setting or layers)):
         raise UnsupportedAttentionError(
@@ -60,7 +61,7 @@ def convert(
             "--set and --layers"
         )
     chosen, hyperparameters = parse_method(method or "", setting) if config is None else (_read_settings(config), None)
-    chosen_layers = None if layers is None else common.parse_layers(layers)
+    chosen_layers = None if layers is None else parse_layers(layers)
     done = convert_checkpoint(
         source, output, chosen, hyperparameters=hyperparameters, layers=chosen_layers, max_length=max_length,
         base_model=base_model, kernel=kernel, has_code=remote_code, force=force, allow_pickle=allow_pickle,
@@ -110,9 +111,6 @@ def describe_conversion(done: dict[str, Any]) -> list[str]:
         lines.append(f"positions: {done['positions']}")
     kept, new, dropped = (done["parameters"][kind] for kind in ("kept", "new", "dropped"))
     lines.append(f"tensors: {kept} kept bit for bit, {len(new)} new or changed, {len(dropped)} dropped")
-    for kind, names in (("new", new), ("dropped", dropped)):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines += [f"  {kind}: {', '.join(names[:3])}{more}"] if names else []
     lines += ["", common.table(("file", "bytes"), [(entry["name"], f"{entry['bytes']:,}") for entry in done["files"]])]
     lines += [f"left out: {name}" for name in done["left_out"]]
     lines += [f"note: {note}" for note in done["notes"]]

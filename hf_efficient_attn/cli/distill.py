@@ -56,9 +56,7 @@ def distill(
     save_steps: Annotated[int, typer.Option(metavar="N", min=1, help=_save_steps)] = 50,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the saved state and start again.")] = False,
     write_now: Annotated[bool, typer.Option("--write-now", help=_write_now)] = False,
-    minutes: Annotated[
-        float | None, typer.Option("--minutes", metavar="X", callback=common.check_minutes, help=_minutes)
-    ] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", metavar="X", min=1e-9, help=_minutes)] = None,
     threads: common.Threads = None,
     device: common.Device = None,
     force: common.ForceFolder = False,
@@ -75,6 +73,7 @@ def distill(
     """
     from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
     from hf_efficient_attn.evaluation.timing import use_threads
+    from hf_efficient_attn.integration.layers import parse_layers
     from hf_efficient_attn.training.distill_checkpoint import Plan, distill_checkpoint
     from hf_efficient_attn.training.distillation import DistillationOptions
     from hf_efficient_attn.training.finetuning import FinetuningOptions
@@ -99,7 +98,7 @@ def distill(
         output=output,
         method=str(chosen),
         hyperparameters=hyperparameters,
-        layers=None if layers is None else common.parse_layers(layers),
+        layers=None if layers is None else parse_layers(layers),
         max_length=max_length,
         base_model=base_model,
         force=force,

@@ -1,11 +1,11 @@
-"""`hf-efficient-attn push`."""
+"""`hf-efficient-attn push` and `export-kernel`."""
 
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import Json, command, print_json, print_table
+from hf_efficient_attn.cli.common import ForceFolder, Json, Output, command, complete_methods, print_json, print_table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 _repository = "Repository on the hub; it is created if it does not exist."
@@ -35,21 +35,20 @@ def push(
     if yes and (dry_run or show_card):
         raise UnsupportedAttentionError("--dry-run and --show-card send nothing: leave them out, or leave out --yes")
     report = hub.push(folder, repository, private=private, install=install, message=message) if yes else None
-    plan = report.plan if report else hub.plan_push(folder, repository, private=private, install=install)
+    plan = report.plan if report else hub.plan_push(folder, repository, install=install)
     size = sum(size for _, size in plan.files)
     if as_json:
-        done = {"url": report.url, "commit": report.commit} if report else {}
-        card = {"card": plan.card} if show_card else {}
-        values = {
-            "repository": plan.repo_id,
-            "private": plan.private,
+        values: dict[str, Any] = {
+            "repository": repository,
+            "private": private,
             "files": [{"path": path, "bytes": size} for path, size in plan.files],
             "card_problems": list(plan.problems),
             "refusals": list(plan.refusals),
             "install": plan.install,
             "sent": yes,
+            "card": plan.card,
         }
-        return print_json(values | done | card)
+        return print_json(values | ({"url": report.url, "commit": report.commit} if report else {}))
     if show_card:
         typer.echo(plan.card, nl=False)
         return typer.echo("".join(f"--yes would refuse: {reason}\n" for reason in plan.refusals), nl=False, err=True)
@@ -66,3 +65,37 @@ def push(
         step = "Correct this first, then add" if plan.refusals else "Add"
         lines.append(f"Nothing was sent. {step} --yes to send the files.")
     typer.echo("\n".join(lines))
+
+
+@command("export-kernel nearfar --repo my-org/nearfar -o nearfar-kernel")
+def export_kernel(
+    method: Annotated[
+        str,
+        typer.Argument(metavar="METHOD", help="A method without learned parameters.", autocompletion=complete_methods),
+    ],
+    output: Output,
+    repo: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="Hub id of the repository. [default: ORG and the name of the folder]"),
+    ] = None,
+    force: ForceFolder = False,
+    as_json: Json = False,
+) -> None:
+    """Write a repository for Hugging Face's kernels library, so that models with the method load without this package.
+
+    The folder contains plain PyTorch, copied from this package, for CPU, CUDA, Metal, ROCm and XPU. `convert --kernel
+    ORG/NAME` writes a checkpoint that names it.
+
+    Exit status: 0 done, 1 an error of writing, 2 refused, 130 interrupted. The output folder is either complete or does
+    not appear.
+    """
+    from hf_efficient_attn.standalone.kernel import export_kernel
+
+    done = export_kernel(method, output, repo_id=repo, force=force)
+    if as_json:
+        return print_json(done)
+    typer.echo(
+        f"{done['method']} -> {done['output']}, for {', '.join(done['backends'])}\n\n"
+        "To use it, after an upload (the command is in its README.md):\n"
+        f'    AutoModel.from_pretrained(..., attn_implementation="{done["function"]}", allow_all_kernels=True)'
+    )

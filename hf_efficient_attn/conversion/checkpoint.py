@@ -12,22 +12,30 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import refusing
-from hf_efficient_attn.checkpoint.limits import set_limits
+from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.conversion.convert import choice_of, convert
 from hf_efficient_attn.conversion.positions import extend_positions
-from hf_efficient_attn.conversion.report import describe, exact_lengths, loading_lines, notes_of, num_positions
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.hub.card import write_card
-from hf_efficient_attn.integration.layers import Layer, in_order
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
-from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.standalone.checkpoint import kernel_implementation, make_standalone
+from hf_efficient_attn.hub.card import Facts, read_facts, write_card
+from hf_efficient_attn.integration.attention import method_at
+from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration.layers import Layer, in_order, ranges
+from hf_efficient_attn.integration.models import attention_modules
+from hf_efficient_attn.integration.positions import find_tables
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, changed_hyperparameters
+from hf_efficient_attn.io.json import read_json_object, write_json
+from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.models import auto_class
+from hf_efficient_attn.standalone.kernel import kernel_implementation
+from hf_efficient_attn.standalone.remote_code import MODULE, remote_code
 
 
 def convert_checkpoint(
@@ -183,10 +191,17 @@ class Conversion:
             notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
             _check_result(draft, changes, self._loaded.unused)
-            make_standalone(draft, model.config, self._kernel, self._has_code)
+            config = read_json_object(draft / "config.json")
+            if self._kernel is not None:
+                config["attn_implementation"] = kernel_implementation(model.config, self._kernel)
+            if self._has_code:
+                code, config["auto_map"] = remote_code(model.config)
+                (draft / f"{MODULE}.py").write_text(code, encoding="utf-8", newline="\n")
+            write_json(draft / "config.json", config)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
+            load = loading_lines(read_facts(draft, may_be_exact=True), self._output)
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
         groups = exact_lengths(model)
@@ -211,13 +226,7 @@ class Conversion:
             "files": sizes,
             "left_out": list(checked.left_out),
             "notes": notes,
-            "load": loading_lines(
-                model,
-                self._output,
-                embeds_sentences="modules.json" in checked.companions,
-                kernel=self._kernel,
-                has_code=self._has_code,
-            ),
+            "load": load,
         }
 
 
@@ -233,3 +242,97 @@ def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) 
         lost = sorted({*load_with_report(written).unused} - {*unused} | (changes.new.keys() - tensors.keys()))
         if lost or len(tensors) != changes.kept + len(changes.new):
             raise UnsupportedAttentionError(f"the model does not find {shown(lost[0]) if lost else 'all tensors'}")
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """The number of tokens that a text model takes, as its position table or its config says; None if neither does."""
+    tables = [table.num_positions for table in find_tables(model, model.config)]
+    return min(tables) if tables else getattr(model.config, "max_position_embeddings", None)
+
+
+def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """The methods of a converted model, in the order of the layers.
+
+    Returns:
+        For each method "layers", "method", "settings" (the hyperparameters that differ from the defaults) and "tokens":
+        the number of tokens up to which these layers compute exact attention, 0 if they never do.
+    """
+    methods: dict[Layer, MethodConfig] = {}
+    for module in attention_modules(model):
+        method = method_at(module.config, method_of(module.config), module.location)
+        if method is not None and module.location.label is not None:
+            methods.setdefault(module.location.label, method)
+    layers: dict[MethodConfig, list[Layer]] = {}
+    for layer in in_order(methods):
+        layers.setdefault(methods[layer], []).append(layer)
+    return [
+        {
+            "layers": labels,
+            "method": method.method,
+            "settings": changed_hyperparameters(method),
+            "tokens": method.exact_length,
+        }
+        for method, labels in layers.items()
+    ]
+
+
+def describe(groups: Sequence[Mapping[str, Any]], positions: int | None) -> list[str]:
+    """Sentences about the length from which a model differs from exact attention; `positions` as `num_positions`."""
+    sentences = []
+    for group in groups:
+        where = f" (layers {ranges(group['layers'])})" if len(groups) > 1 else ""
+        what = "differs from exact attention at every length"
+        if group["tokens"]:
+            what = f"up to {group['tokens']} tokens are computed exactly, more are approximated"
+        sentences.append(f"{group['method']}{where}: {what}")
+    if groups and positions and positions <= min(group["tokens"] for group in groups):
+        sentences.append(
+            f"the model takes {positions} tokens, so its output does not change: the method takes effect with longer "
+            "inputs (--max-length) or smaller hyperparameters only"
+        )
+    return sentences
+
+
+def notes_of(
+    draft: pathlib.Path, positions: int | None, origin: Mapping[str, Any], changed: Sequence[Mapping[str, Any]] | None
+) -> list[str]:
+    """Notes about the number of tokens that a result takes, and about what its card cannot say.
+
+    The result is in the folder `draft`, and its model takes `positions` tokens, or an unknown number. `origin` are the
+    contents of `efficient_attention.json`. `changed` is what `set_limits` returned, None if no length was asked for.
+    """
+    trained, limit = origin[TRAINED], sentence_limit(draft)
+    notes = [
+        f"{x['file']}: {x['key']} {x['after']} in place of {x['before']}; the rest is unchanged" for x in changed or ()
+    ]
+    if limit is not None and positions is not None and limit.tokens < positions:
+        notes.append(
+            f"texts are truncated at {limit.tokens} tokens ({limit.key} in {limit.file}), although the model takes "
+            f"{positions}: --max-length {positions} raises that number"
+        )
+    if changed is not None and trained is not None and positions is not None and positions > trained:
+        notes.append(
+            f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not "
+            f"trained on texts of more than {trained} tokens: check its results on texts as long as yours, or "
+            "fine-tune it on them"
+        )
+    if origin["base_model"] is None:
+        notes.append("the card does not name the original model: if it is on the hub, give --base-model ORG/NAME")
+    return notes
+
+
+def loading_lines(facts: Facts, output: str) -> str:
+    """The Python lines that load the result, with sentence-transformers if the files are those of such a model."""
+    architecture, embeds_sentences = facts.architecture or "", facts.has("modules.json")
+    option, lines, library = "", list[str](), "transformers"
+    if facts.code is not None:
+        option = ", trust_remote_code=True"
+    elif facts.kernel is not None:
+        option = ', model_kwargs={"allow_all_kernels": True}' if embeds_sentences else ", allow_all_kernels=True"
+    elif facts.methods or auto_class(architecture):
+        lines = ["import hf_efficient_attn", *(file.line for file in facts.own_files)]
+    name = facts.code or auto_class(architecture) or architecture
+    call = f"{name}.from_pretrained"
+    if embeds_sentences:
+        library, name, call = "sentence_transformers", "SentenceTransformer", "SentenceTransformer"
+    return "\n".join([*lines, f"from {library} import {name}", f"model = {call}({output!r}{option})"])

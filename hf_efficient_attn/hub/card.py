@@ -7,25 +7,30 @@ template, `card.md.jinja`.
 
 import functools
 import importlib.resources
-import inspect
 import pathlib
 import re
 import shlex
-from dataclasses import fields
-from typing import Any
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import jinja2
-import transformers
+import torch
 from huggingface_hub import ModelCard, ModelCardData
+from transformers.modelcard import TASK_MAPPING
+from transformers.models.auto import modeling_auto
 
 from hf_efficient_attn.checkpoint.files import refusing
+from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, read_origin
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.facts import Facts, clean, read_facts
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry, changed_hyperparameters
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry
+from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing
-from hf_efficient_attn.methods import available_methods, method_info
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info
 from hf_efficient_attn.models import auto_class, model_type
+from hf_efficient_attn.standalone.remote_code import MODULE
 
 NAME = "README.md"
 START, END = "<!-- hf_efficient_attn -->", "<!-- /hf_efficient_attn -->"
@@ -38,26 +43,158 @@ _TAGS = ("efficient-attention", "hf_efficient_attn")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
 # Tags of the original that need not be true of a converted checkpoint.
 _OTHER_TAGS = ("endpoints_compatible", "autotrain_compatible", "text-embeddings-inference", "text-generation-inference")
-# The options of `distill` that say how it trains.
-_DISTILLATION_OPTIONS = (
-    "data", "steps", "loss", "learning_rate", "length", "batch_size", "seed", "finetune_steps", "finetune_target",
-    "finetune_learning_rate", "lora_rank",
-)  # fmt: skip
-# Tasks of pipelines of Transformers by the end of the architecture's name. The first that fits counts.
-_PIPELINES = {
-    "ForMaskedLM": "fill-mask",
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
-    "ForImageClassification": "image-classification",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "WhisperForConditionalGeneration": "automatic-speech-recognition",
-    "ForQuestionAnswering": "question-answering",
-    "BigGANModel": None,
-    "WhisperModel": None,
-    "Model": "feature-extraction",
+# The class names of Transformers' models for each task of its pipelines.
+_PIPELINES: dict[str, Any] = {
+    **TASK_MAPPING,
+    "feature-extraction": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    "image-feature-extraction": modeling_auto.MODEL_FOR_IMAGE_MAPPING_NAMES,
 }
-_IMAGE_MODELS = ("ViT", "T2TViT", "DeiT", "Beit", "Swin", "Dinov2")
+
+
+class OwnFile(NamedTuple):
+    """A method that is not part of this package, and the file that registers it; None for a program or notebook."""
+
+    method: str
+    name: str | None
+
+    @property
+    def line(self) -> str:
+        """The line of Python that registers the method."""
+        if self.name is None:
+            return f"# first run the code that registers {self.method}"
+        return f"import {self.name.removesuffix('.py').replace('/', '.')}  # registers {self.method}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a card is made of.
+
+    Attributes:
+        folder: The folder of the checkpoint.
+        architecture: The name of the model's class, or None.
+        layers: The number of layers, or None.
+        windowed: The layers that have a sliding window of the model's own.
+        choices: Pairs of the name of a part of a composite model ("" for the model itself) and its methods.
+        origin: The contents of `efficient_attention.json`, with None for keys that it does not have.
+        kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
+        code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
+            there is no such code.
+        benchmark: The contents of `benchmark.json`, or None.
+        distillation: The contents of `distillation.json`, or None.
+    """
+
+    folder: pathlib.Path
+    architecture: str | None
+    layers: int | None
+    windowed: tuple[int, ...]
+    choices: tuple[tuple[str, EfficientAttentionConfig], ...]
+    origin: dict[str, Any]
+    kernel: str | None
+    code: str | None
+    benchmark: dict[str, Any] | None
+    distillation: dict[str, Any] | None
+
+    @property
+    def configs(self) -> list[MethodConfig]:
+        """The configs of all methods in the model, in the order of the config."""
+        return [entry.config for _, choice in self.choices for entry in choice.entries]
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of all methods in the model."""
+        return list(dict.fromkeys(config.method for config in self.configs))
+
+    @property
+    def learned(self) -> list[str]:
+        """The names of the parameters that the methods learn."""
+        sizes = dict.fromkeys(("num_heads", "head_dim", "value_dim", "max_length"), 1)
+        with torch.device("meta"):
+            return sorted({x for c in self.configs for x in get_method(c.method).initial_parameters(c, **sizes)})
+
+    @property
+    def own_files(self) -> list[OwnFile]:
+        """The methods that are registered outside of this package, sorted by module."""
+        return [
+            OwnFile(method, None if module == "__main__" else f"{module.replace('.', '/')}.py")
+            for module, method in sorted({(type(config).__module__, config.method) for config in self.configs})
+            if not module.startswith("hf_efficient_attn.")
+        ]
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether the position table is longer than the trained one."""
+        return (self.origin["max_length"] or 0) > (self.origin[TRAINED] or 0)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name in the folder."""
+        return (self.folder / name).is_file()
+
+
+def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> Facts:
+    """Read and check the files of a converted checkpoint, with `may_be_exact` also of one that was converted back.
+
+    Raises:
+        UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.
+            The message names the file.
+    """
+    folder = pathlib.Path(folder)
+    config, origin = read_json_object(folder / "config.json"), read_origin(folder / FILE, folder)
+    choices, implementation = tuple(_choices(config)), config.get("attn_implementation")
+    if not choices and not (may_be_exact and (folder / FILE).exists()):
+        raise UnsupportedAttentionError(
+            f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
+            "it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
+        )
+    with refusing(f"{folder / 'config.json'} cannot be understood"):
+        name = (config.get("architectures") or [None])[0]
+        is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
+        count = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None)
+        autos = config.get("auto_map") or {}
+        codes = [auto for auto in autos if auto.isidentifier() and autos[auto] == f"{MODULE}.{name}"]
+        windowed = tuple(i for i, kind in enumerate(config.get("layer_types") or ()) if "sliding" in kind)
+    return Facts(
+        folder=folder,
+        architecture=name if is_name else None,
+        layers=count if type(count) is int and count > 0 else None,
+        windowed=windowed,
+        choices=choices,
+        origin=origin,
+        kernel=implementation if isinstance(implementation, str) and "/" in implementation else None,
+        code=codes[-1] if codes else None,
+        benchmark=_read(folder / "benchmark.json"),
+        distillation=_read(folder / "distillation.json"),
+    )
+
+
+def clean(text: str, limit: int = 200) -> str:
+    """Bring text to one line of at most `limit` characters, without control characters and lone surrogates."""
+    plain = "".join(" " if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text[: 4 * limit])
+    plain = " ".join(plain.split())
+    return plain if len(plain) <= limit else plain[: limit - 1].rstrip() + "…"
+
+
+def _choices(
+    config: Mapping[str, Any], part: str = "", depth: int = 0
+) -> Iterator[tuple[str, EfficientAttentionConfig]]:
+    """(name of the part, its methods) of every part of a config that names a method."""
+    method, stored = config.get("attn_implementation"), config.get("efficient_attention")
+    if isinstance(method, dict):  # a composite model; "" is the model itself, and the parts repeat their own
+        method = method.get("")
+    elif depth and method is None and isinstance(stored, dict):  # a part of a composite model
+        method = stored.get("method")
+    if isinstance(method, str):
+        method = method.rpartition(":")[2]  # of a kernel repository, ORG/NAME:METHOD
+    if isinstance(method, str) and method in available_methods():
+        choice = EfficientAttentionConfig.from_dict(stored or {}, method)
+        yield part, choice if choice.method == method else EfficientAttentionConfig(method)
+    if depth < 2:
+        for key, value in config.items():
+            if isinstance(value, dict) and key not in ("efficient_attention", "attn_implementation"):
+                yield from _choices(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    return read_json_object(path) if path.exists() else None
 
 
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
@@ -101,10 +238,6 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
     title = name or facts.folder.resolve().name or "Model"
     with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
         body = re.sub(r"\n{3,}", "\n\n", _template().render(_context(facts, title))).strip()
-    assert isinstance(card.data, ModelCardData)
-    # Earlier versions of this package wrote their measurements there.
-    others = [x for x in card.data.eval_results or () if not str(x.metric_type).startswith("exact_attention_")]
-    card.data.eval_results = others or None
     old, new = card.data.to_dict(), front_matter(facts).to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
     data = ModelCardData(**{**old, **new, "tags": [*new.get("tags", ()), *kept] or None})
@@ -160,9 +293,7 @@ def card_problems(text: str) -> list[str]:
 
 def pipeline_of(facts: Facts) -> str | None:
     """The task of the pipeline that fits the architecture, or None if its name does not tell."""
-    name = facts.architecture or ""
-    task = next((task for ending, task in _PIPELINES.items() if name.endswith(ending)), None)
-    return "image-feature-extraction" if task == "feature-extraction" and name.startswith(_IMAGE_MODELS) else task
+    return next((task for task, names in _PIPELINES.items() if facts.architecture in names.values()), None)
 
 
 def escape(value: object) -> str:
@@ -183,17 +314,13 @@ def _context(facts: Facts, title: str) -> dict[str, Any]:
     architecture = facts.architecture or ""
     own_type = model_type(architecture)
     exact = {c.method: c.exact_length for c in sorted(facts.configs, key=lambda config: -config.exact_length)}
-    # Whether a model of Transformers interpolates its positions for pictures of another size.
-    forward = getattr(getattr(transformers, architecture, None), "forward", None)
     return {
         "facts": facts,
-        "command": _command(facts),
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
         "methods": [_method(facts, part, choice, entry) for part, choice in facts.choices for entry in choice.entries],
         "model_class": auto_class(architecture) or architecture or "AutoModel",
         # A model of this package also has attention outside its numbered layers.
         "num_layers": None if own_type else facts.layers,
-        "other_sizes": forward is not None and "interpolate_pos_encoding" in inspect.signature(forward).parameters,
         "own_type": own_type,
         "pipeline": pipeline_of(facts),
         "repository": _PLACEHOLDER,
@@ -216,23 +343,3 @@ def _method(facts: Facts, part: str, choice: EfficientAttentionConfig, entry: En
         "exact": ranges(n for n in numbers if choice.for_layer(n) is None) if len(choice.entries) > 1 else "",
         "hyperparameters": [row for row in rows if row[1] != row[2]],
     }
-
-
-def _command(facts: Facts) -> str | None:
-    """The command that makes this checkpoint; None for mixes and composite models, which need more."""
-    if len(facts.configs) != 1 or facts.choices[0][0]:
-        return None
-    (entry,), distilled = facts.choices[0][1].entries, facts.distillation
-    settings = [f"{key}={value}" for key, value in changed_hyperparameters(entry.config).items()]
-    options = {
-        "layers": None if entry.layers is None else ranges(entry.layers),
-        "max_length": facts.origin["max_length"],
-    }
-    if distilled is not None:
-        plan = {**distilled["plan"], "data": distilled["data"]["name"], "length": distilled["tokens"]}
-        options |= {key: plan.get(key) for key in _DISTILLATION_OPTIONS}
-    words = ["convert" if distilled is None else "distill", facts.origin["base_model"] or "SOURCE"]
-    words += ["--method", entry.config.method, *(word for setting in settings for word in ("--set", setting))]
-    for key, value in options.items():
-        words += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
-    return shlex.join(["hf-efficient-attn", *words, "-o", "OUT", *facts.import_options])

@@ -4,20 +4,26 @@ import dataclasses
 import pathlib
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import regular_file, short_name
-from hf_efficient_attn.checkpoint.limits import find_limits
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, check_hub_id, check_install
 from hf_efficient_attn.checkpoint.weights import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import NAME, OWN_PART, card_problems, for_repository, update_card
-from hf_efficient_attn.hub.facts import Facts, clean, read_facts
+from hf_efficient_attn.hub.card import (
+    NAME,
+    OWN_PART,
+    Facts,
+    card_problems,
+    clean,
+    for_repository,
+    read_facts,
+    update_card,
+)
 from hf_efficient_attn.io.json import encode_json, read_json_object
 from hf_efficient_attn.io.writing import replacing
 
@@ -36,14 +42,10 @@ class PushError(OSError):
     """The hub refused a request or could not be reached. The message gives the reason and what had been sent."""
 
 
-@dataclass(frozen=True)
-class PushPlan:
+class PushPlan(NamedTuple):
     """What `push` would send.
 
     Attributes:
-        folder: The folder of the checkpoint.
-        repo_id: The repository.
-        private: Whether a new repository becomes private.
         files: (path in the repository, size in bytes).
         problems: What is missing in the card.
         refusals: Why `push` would refuse the folder.
@@ -53,9 +55,6 @@ class PushPlan:
         changes: {name: new contents} of files in the folder that `push` writes first, so that they say what to install.
     """
 
-    folder: pathlib.Path
-    repo_id: str
-    private: bool
     files: tuple[tuple[str, int], ...]
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
@@ -64,8 +63,7 @@ class PushPlan:
     changes: Mapping[str, bytes]
 
 
-@dataclass(frozen=True)
-class PushReport:
+class PushReport(NamedTuple):
     """What `push` sent: the plan that was carried out, the address of the repository, and the id of the commit."""
 
     plan: PushPlan
@@ -73,9 +71,7 @@ class PushReport:
     commit: str
 
 
-def plan_push(
-    folder: "str | pathlib.Path", repo_id: str, *, private: bool = False, install: str | None = None
-) -> PushPlan:
+def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None = None) -> PushPlan:
     """Check a folder as `push` does, without any request to the network.
 
     The arguments are those of `push`. Nothing is written.
@@ -113,26 +109,18 @@ def plan_push(
         text = update_card(text, dataclasses.replace(facts, origin={**facts.origin, INSTALL: install}))
         changes[NAME] = text.encode()
     is_standalone = facts.kernel is not None or facts.code is not None
-    refusals = [_NO_INSTALL] if is_own and install is None and not is_standalone else []
-    max_length = facts.origin["max_length"] or 0
-    refusals += [
-        f"{limit.file} truncates texts at {limit.tokens} tokens ({limit.key}), and the card claims {max_length}: "
-        f"convert again with --max-length {max_length}, or change the number in the file"
-        for limit in find_limits(folder)
-        if limit.tokens < max_length
-    ]
+    refusals = (_NO_INSTALL,) if is_own and install is None and not is_standalone else ()
     card = for_repository(text, repo_id)
     sizes |= {name: len(content) for name, content in changes.items()} | {NAME: len(card.encode())}
-    files = tuple(sorted(sizes.items()))
-    return PushPlan(folder, repo_id, private, files, problems, tuple(refusals), install, card, changes)
+    return PushPlan(tuple(sorted(sizes.items())), problems, refusals, install, card, changes)
 
 
 def _problems(facts: Facts, files: Mapping[str, int]) -> list[str]:
     """What the card does not say about speed and error, and the files of methods that are not in the folder."""
-    measured, problems = facts.benchmark, []
-    if measured is None or not (measured["complete"] and any(row["own"] for row in measured["measurements"])):
-        words = ["hf-efficient-attn", "benchmark", str(facts.folder), "--card", *facts.import_options]
-        problems.append(f"no complete measurements of this checkpoint: '{shlex.join(words)}' adds them")
+    problems = []
+    if facts.benchmark is None or not facts.benchmark.get("complete", True):
+        command = shlex.join(["hf-efficient-attn", "benchmark", str(facts.folder), "--card"])
+        problems.append(f"no complete measurements: '{command}' adds them")
     return problems + [
         f"readers need {file.name or 'your code'}, which registers {file.method}: put it into the folder, or write "
         f"into {NAME} where it is"
@@ -171,12 +159,11 @@ def push(
         What was sent.
 
     Raises:
-        UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token; the card could not
-            say what to install; or files of the tokenizer or of sentence-transformers truncate texts below the length
-            that the card claims. No request has been made.
+        UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token; or the card could
+            not say what to install. No request has been made.
         PushError: The hub refused a request or could not be reached.
     """
-    plan = plan_push(folder, repo_id, private=private, install=install)
+    folder, plan = pathlib.Path(folder), plan_push(folder, repo_id, install=install)
     if plan.refusals:
         raise UnsupportedAttentionError("; ".join(plan.refusals))
     if constants.HF_HUB_OFFLINE:
@@ -187,10 +174,10 @@ def push(
             "there is no token for the hub: 'hf auth login' stores one, or set HF_TOKEN to one with write access"
         )
     for name, content in plan.changes.items():
-        with replacing(plan.folder / name) as draft:
+        with replacing(folder / name) as draft:
             draft.write_bytes(content)
     api = HfApi(token=token, library_name="hf_efficient_attn")
-    sent = {name: plan.folder / name for name, _ in plan.files} | {NAME: plan.card.encode()}
+    sent = {name: folder / name for name, _ in plan.files} | {NAME: plan.card.encode()}
     done = "nothing had been sent"
     try:
         ModelCard(plan.card).validate()
@@ -204,7 +191,7 @@ def push(
         commit = api.create_commit(
             repo_id,
             [*additions, *(CommitOperationDelete(name) for name in old if name not in sent)],
-            commit_message=message or f"{' and '.join(read_facts(plan.folder).methods)} by hf_efficient_attn",
+            commit_message=message or f"{' and '.join(read_facts(folder).methods)} by hf_efficient_attn",
         )
     # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
     except (OSError, _HTTPError, RuntimeError, ValueError) as error:

@@ -6,6 +6,7 @@ import. Imports become relative, and nothing but PyTorch is needed. The layout i
 `build.toml` for those who build the repository themselves.
 """
 
+import ast
 import base64
 import hashlib
 import importlib.resources
@@ -13,21 +14,22 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jinja2
+from transformers import PreTrainedConfig
 
 from hf_efficient_attn.checkpoint.provenance import check_hub_id
 from hf_efficient_attn.checkpoint.staging import check_output, staged
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.methods import get_method, learns
-from hf_efficient_attn.standalone.modules import method_module, methods_of_package, modules_of
+from hf_efficient_attn.methods import available_methods, get_method, learns
 from hf_efficient_attn.version import __version__
 
 BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
-_ENTRY = "standalone.function"
+_PACKAGE, _ENTRY = "hf_efficient_attn", "standalone.function"
 _IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
 _INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
 
@@ -71,8 +73,7 @@ def export_kernel(
         force: Replace an existing output folder when everything is written.
 
     Returns:
-        A report of plain values: method, output, function (the `attn_implementation`), backends, modules (their number
-        in one backend) and lines (of these modules).
+        A report of plain values: method, output, function (the `attn_implementation`) and backends.
 
     Raises:
         UnsupportedAttentionError: The method has learned parameters or is not part of this package, or the output
@@ -90,20 +91,11 @@ def export_kernel(
     check_hub_id(repo_id, "the kernel repository")
     name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
     files, module = kernel_files(method), name.replace("-", "_")
-    values: dict[str, Any] = {
-        "name": name,
-        "module": module,
-        "method": method,
-        "title": info.title,
-        "paper": info.paper,
-    }
-    values |= {"url": info.paper_url, "repo_id": repo_id, "version": __version__, "summary": info.summary}
-    values |= {"backends": json.dumps(BACKENDS), "causal": info.causal}
+    values = {"info": info, "name": name, "repo_id": repo_id, "version": __version__, "backends": json.dumps(BACKENDS)}
     with staged(place) as draft:
         _write(draft / "torch-ext" / module, files)
         for backend in BACKENDS:
-            folder = draft / "build" / f"torch-{backend}"
-            built = files | {f"{module}/__init__.py": _COMPATIBLE}
+            folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": _COMPATIBLE}
             _write(folder, built)
             write_json(folder / "metadata.json", _metadata(name, backend, built))
         for file in ("build.toml", "README.md"):
@@ -116,15 +108,82 @@ def export_kernel(
         "output": str(place.path),
         "function": f"{repo_id}:{method}",
         "backends": list(BACKENDS),
-        "modules": len(files),
-        "lines": sum(len(text.splitlines()) for text in files.values()),
     }
+
+
+def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
+    """The `attn_implementation` that names the method of a model's config in a kernel repository.
+
+    Raises:
+        UnsupportedAttentionError: A kernel repository cannot compute the attention of this model.
+    """
+    check_hub_id(repo_id, "--kernel")
+    stored = config.efficient_attention
+    entries = as_settings(stored).entries if stored else ()
+    methods = sorted({entry.config.method for entry in entries})
+    problems = {
+        "the attention is exact": not entries,
+        f"a kernel repository has one method, and this model has {', '.join(methods)}": len(methods) > 1,
+        f"it can have these methods only: {', '.join(kernel_methods())}": not {*methods} <= {*kernel_methods()},
+        "the attention has learned parameters": any(learns(entry.config) for entry in entries),
+        "'layers' must be numbers": any(isinstance(layer, str) for entry in entries for layer in entry.layers or ()),
+        "the model has cross attention": config.is_encoder_decoder or getattr(config, "add_cross_attention", False),
+        "the model has several parts": bool(config.sub_configs),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise UnsupportedAttentionError(f"--kernel {repo_id}: {problem}: use --remote-code, or leave --kernel out")
+    return f"{repo_id}:{methods[0]}"
 
 
 def kernel_methods() -> list[str]:
     """The methods of this package that learn nothing with their default hyperparameters."""
     entries = [get_method(name) for name in methods_of_package()]
     return [entry.info.name for entry in entries if not learns(entry.default)]
+
+
+def methods_of_package() -> list[str]:
+    """All methods but those that a user's own file has registered."""
+    modules = {name: get_method(name).info.config_class.__module__ for name in available_methods()}
+    return [name for name, module in modules.items() if module.startswith(f"{_PACKAGE}.methods.")]
+
+
+def method_module(method: str) -> str:
+    """The module of a method of this package, such as "methods.nearfar"."""
+    return get_method(method).info.config_class.__module__.removeprefix(f"{_PACKAGE}.")
+
+
+def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -> dict[str, str]:
+    """The texts of modules, of the packages that contain them, and of all modules of this package that they import.
+
+    Args:
+        names: Modules relative to this package, such as "methods.nearfar". The package itself is left out.
+        without_imports: Packages of which only the docstring is kept.
+
+    Returns:
+        The texts by their paths relative to the package, in alphabetical order.
+    """
+    root, texts, waiting = importlib.resources.files(_PACKAGE), dict[str, str](), [*names]
+    while waiting:
+        name = waiting.pop()
+        paths = [
+            path for end in (".py", "/__init__.py") if root.joinpath(path := name.replace(".", "/") + end).is_file()
+        ]
+        if not paths or paths[0] in texts:  # a name in a module and no module itself, or known already
+            continue
+        text = root.joinpath(paths[0]).read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+        if name in without_imports:
+            texts[paths[0]] = f'"""{(ast.get_docstring(tree) or "").splitlines()[0]}"""\n'
+            continue
+        texts[paths[0]] = text
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == _PACKAGE:
+                module = str(node.module)[len(_PACKAGE) + 1 :]
+                waiting += [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+    return dict(sorted(texts.items()))
 
 
 def kernel_files(method: str) -> dict[str, str]:

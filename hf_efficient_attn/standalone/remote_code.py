@@ -11,26 +11,15 @@ from typing import Any
 
 import jinja2
 from transformers import PreTrainedConfig
-from transformers.models.auto import modeling_auto
 
+from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import as_settings
-from hf_efficient_attn.standalone.modules import method_module, methods_of_package, modules_of
+from hf_efficient_attn.standalone.kernel import method_module, methods_of_package, modules_of
 from hf_efficient_attn.version import __version__
 
 # The name of the file.
 MODULE = "modeling_efficient_attention"
-
-
-def auto_classes(config: PreTrainedConfig) -> dict[str, str]:
-    """The model class of each class such as `AutoModelForCausalLM` for a config."""
-    found = {}
-    for name, auto in vars(modeling_auto).items():
-        mapping = getattr(auto, "_model_mapping", None)
-        if name.startswith("Auto") and mapping is not None and type(config) in mapping:
-            classes = mapping[type(config)]
-            found[name] = (classes[0] if isinstance(classes, (tuple, list)) else classes).__name__
-    return found
 
 
 def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
@@ -39,7 +28,7 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
     Raises:
         UnsupportedAttentionError: Transformers has no auto class for the model, or a method is not of this package.
     """
-    stored, classes = config.efficient_attention, auto_classes(config)
+    stored, classes = config.efficient_attention, {name: cls.__name__ for name, cls in auto_classes(config).items()}
     methods = sorted({entry.config.method for entry in as_settings(stored).entries}) if stored else []
     others = [name for name in methods if name not in methods_of_package()]
     if others or not classes or not type(config).__module__.startswith("transformers."):

@@ -23,8 +23,9 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import parse_layers, parse_methods
+from hf_efficient_attn.cli import parse_methods
 from hf_efficient_attn.errors import did_you_mean, unknown_name
+from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.io.writing import check_picture
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common.reporting import METRICS, PICTURE

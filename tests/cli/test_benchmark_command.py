@@ -474,7 +474,7 @@ def test_peak_memory():
         (["BARE"], "no tokenizer"),
         (["BERT", "--lengths", "2"], "an input of 2 tokens"),
         (["VIT", "--data", "TEXT"], "a folder or a zip file"),
-        (["GPT2", "--card"], "not the folder of a converted checkpoint"),
+        (["GPT2", "--card"], "names no attention method"),
         (["GPT2", "--card", "--output", "x"], "leave --output out"),
         (["GPT2", "--output", "missing/folder"], "does not exist"),
         (["GPT2", "--batch", "0"], "--batch"),

@@ -11,6 +11,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import defaults, demo
+from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods import learns
 
 METHODS = hea.available_methods()
@@ -168,10 +169,10 @@ def test_parse_methods():
 
 def test_parse_lengths_and_layers():
     assert cli.parse_lengths(["512, 1024", "512", "2048"]) == [512, 1024, 2048]
-    assert cli.parse_layers("1-2,t2t.1, t2t.0") == ["t2t.0", "t2t.1", 1, 2]
+    assert parse_layers("1-2,t2t.1, t2t.0") == ["t2t.0", "t2t.1", 1, 2]
     for text in ("", "a b", "t2t.0-t2t.1", "3-1", "-1", "1-", "0-9999999", "1,,2", "²"):
         with pytest.raises(UnsupportedAttentionError, match="0-5,8"):
-            cli.parse_layers(text)
+            parse_layers(text)
 
 
 @pytest.mark.exhaustive

@@ -273,7 +273,7 @@ def test_tables(capsys):
     text = "| a   | bcd |\n|-----|-----|\n| xyz | 1   |\n|     | 22  |"
     assert cli.table(("a", "bcd"), [("xyz", 1), (None, 22)]) == text
     cli.print_table(("file", "size"), [("a", "1.2"), ("bc", None)])
-    assert capsys.readouterr().out == "| file | size |\n|------|-----:|\n| a    |  1.2 |\n| bc   |      |\n"
+    assert capsys.readouterr().out == "| file | size |\n|------|------|\n| a    | 1.2  |\n| bc   |      |\n"
 
 
 def test_a_name_that_the_terminal_cannot_show(monkeypatch):
@@ -299,10 +299,10 @@ def test_output_that_cannot_be_written(output, status, error):
 # Options of long measurements.
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
 def test_minutes_must_be_positive(value, capsys):
     assert cli.run(cli.app, ["demo", "--minutes", value], NAME) == 2
-    assert "positive number of minutes" in capsys.readouterr().err
+    assert "Invalid value for '--minutes'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cudaa", "meta", "cuda:99"])

@@ -234,7 +234,7 @@ def test_the_origin_is_carried_on(source, tmp_path, capsys):
         assert "cannot be the id of a model" in capsys.readouterr().err
     path.write_text(json.dumps({**origin, "install": "../package"}))
     assert status(*line, "--force") == 2
-    assert "efficient_attention.json: install '../package'" in capsys.readouterr().err
+    assert "efficient_attention.json: install: give" in capsys.readouterr().err
 
 
 def test_extended_positions(tmp_path):
@@ -325,7 +325,7 @@ def test_from_one_method_to_another(source, tmp_path, capsys):
 
     assert status(tmp_path / "a", "--method", "kdeformer", "-o", tmp_path / "other") == 0
     out, err = capsys.readouterr()
-    assert "4 dropped" in out and "learned_parameters.key_projection" in out and err == ""
+    assert "4 dropped" in out and err == ""
     assert not any("learned" in name for name in tensors(tmp_path / "other"))
 
     changed = convert_checkpoint(tmp_path / "a", tmp_path / "b", "linformer", hyperparameters={"projection_dim": 4})

@@ -8,10 +8,9 @@ import pytest
 import hf_efficient_attn as hea
 from converted import tiny_tokenizer
 from hf_efficient_attn import cli
-from hf_efficient_attn.checkpoint.limits import find_limits, sentence_limit, set_limits
+from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.conversion.report import describe, exact_lengths, num_positions
+from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from instances import INSTANCES
 from tiny_models import output, tiny_batch, tiny_model
@@ -56,8 +55,7 @@ def test_max_length_raises_every_limit(tmp_path):
         "processor_kwargs": {"model_max_length": 66},
         "processing_kwargs": {"text": {"max_length": 67, "padding": True}},
     }
-    others = {"1_Pooling/" + NAME: {"max_seq_length": 68}, "sentence_xlm-roberta_config.json": {"max_seq_length": 70}}
-    source = sentence_model(tmp_path / "source", **{NAME: own}, **others)
+    source = sentence_model(tmp_path / "source", **{NAME: own})
     tokenizer = read(source, "tokenizer.json")
     tokenizer["truncation"] = {"direction": "Right", "max_length": 69, "strategy": "LongestFirst", "stride": 0}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -65,7 +63,7 @@ def test_max_length_raises_every_limit(tmp_path):
     for key, old in [("max_seq_length", 64), ("tokenizer_args.model_max_length", 65), ("truncation.max_length", 69)]:
         assert any(f"{key} 300 in place of {old}; the rest is unchanged" in note for note in done["notes"])
     assert {"file": NAME, "key": "max_seq_length", "before": 64, "after": 300} in done["limits"]
-    assert {limit["before"] for limit in done["limits"]} == {*range(64, 71), 128} and len(done["limits"]) == 8
+    assert {limit["before"] for limit in done["limits"]} == {*range(64, 68), 69, 128} and len(done["limits"]) == 6
     assert read(tmp_path / "out", NAME) == {
         "max_seq_length": 300,
         "do_lower_case": False,
@@ -76,7 +74,6 @@ def test_max_length_raises_every_limit(tmp_path):
     assert read(tmp_path / "out", "tokenizer.json") == {
         **tokenizer, "truncation": {**tokenizer["truncation"], "max_length": 300}
     }  # fmt: skip
-    assert all(read(tmp_path / "out", other) == {"max_seq_length": 300} for other in others)
     assert read(source, NAME) == own
 
 
@@ -94,17 +91,8 @@ def test_limits_that_are_not_set_or_larger(tmp_path):
         # A text of more tokens than the model takes would be an error, so the larger limit of sentences shrinks.
         assert read(folder, NAME) == (before if after is None else after)
         assert [limit["before"] for limit in changed] == ([512] if after == {"max_seq_length": 300} else [])
-        assert len(find_limits(folder)) == 1 + (type(before.get("max_seq_length")) is int)
-
-
-def test_the_limits_of_another_model_in_a_subfolder_stay(tmp_path):
-    other = {"config.json": {"model_type": "bert"}, NAME: {"max_seq_length": 7}, "tokenizer_config.json": {}}
-    for name, values in other.items():
-        for part in ("", "query_0"):
-            (tmp_path / part).mkdir(exist_ok=True)
-            (tmp_path / part / name).write_text(json.dumps(values))
-    assert [limit["file"] for limit in set_limits(tmp_path, 300)] == [NAME]
-    assert read(tmp_path / "query_0", NAME) == {"max_seq_length": 7}
+        is_set = type(before.get("max_seq_length")) is int
+        assert sentence_limit(folder).file == (NAME if is_set else "tokenizer_config.json")
 
 
 def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):

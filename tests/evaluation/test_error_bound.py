@@ -1,12 +1,13 @@
 """The recipe that measures how often the bound of `hea.attention_error` fails."""
 
+import csv
 
 import pytest
 import torch
 
 import hf_efficient_attn as hea
+from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
-from recipe_commands import read_csv, run
 from recipes.benchmarks import error_bound as recipe
 
 
@@ -44,17 +45,18 @@ def test_misses_are_counted(monkeypatch, capsys):
 def test_the_command_on_gpt2(data, tmp_path, capsys):
     file = tmp_path / "bounds.csv"
     few = ("--tokens", 160, "--budget", 32, "--rows", "32,64", "--seeds", 1, "--method", "kdeformer,nystromformer")
-    assert run(recipe, "--data", data, "--source", "gpt2", *few, "--csv", file, "--check") == 0
+    assert run("--data", data, "--source", "gpt2", *few, "--csv", file, "--check") == 0
     out = capsys.readouterr().out
     assert "| gpt2   | 160    | 32   | 24     |" in out  # six books, four layers, and only the causal method
     assert "64 rows" in out
-    rows = read_csv(file)
+    with file.open() as opened:
+        rows = list(csv.DictReader(opened))
     assert len(rows) == 48
     assert {row["method"] for row in rows} == {"kdeformer, 32"}
 
 
 def test_what_is_refused(data, capsys):
-    assert run(recipe, "--source", "newspapers") == 2
+    assert run("--source", "newspapers") == 2
     assert "not one of books, xquad" in capsys.readouterr().err
-    assert run(recipe, "--data", data, "--source", "gpt2", "--tokens", 30, "--method", "kdeformer") == 2
+    assert run("--data", data, "--source", "gpt2", "--tokens", 30, "--method", "kdeformer") == 2
     assert "every method is exact at these lengths" in capsys.readouterr().err

@@ -11,12 +11,10 @@ from huggingface_hub import ModelCard
 import converted
 import hf_efficient_attn as hea
 import hub_server
-from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.provenance import check_install
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.hub import write_card
-from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, escape, for_repository
-from hf_efficient_attn.hub.facts import clean
+from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, clean, escape, for_repository
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from tiny_models import SMALL
 
@@ -90,19 +88,18 @@ STATEMENTS = {
             "cpu A CPU; threads 2",
             "The data are small.",
         ],
-        ["Not measured", "benchmark.png", "None of these measurements", "The measurement was stopped", "tokens/s"],
+        ["Not measured", "benchmark.png", "The measurement was stopped", "tokens/s"],
     ),
     "one example": (
         {"benchmark": converted.benchmark(data={"name": "book.txt", "rows": 1})}, ["on 1 example of book.txt"], [],
     ),
     "stopped": ({"benchmark": converted.benchmark(complete=False)}, ["The measurement was stopped before its end"], []),
-    "layers": (
-        {"config": config_json(layers=[1, 2]), "benchmark": converted.benchmark(layers=[1, 2])},
-        [], ["None of these measurements"],
-    ),
-    "other layers": (
-        {"config": config_json(layers=[1, 2]), "benchmark": converted.benchmark()},
-        ["None of these measurements"], [],
+    "extended": (
+        {"origin": converted.origin(max_length=1024)},
+        [
+            "extended to 1024 tokens without training",
+            "did not change the weights, except that the position table was extended to 1024 tokens. This card",
+        ], [],
     ),
     "no measurements": (
         {},
@@ -119,7 +116,7 @@ STATEMENTS = {
     ),
     "a mix": (
         {"config": config_json(attn_implementation="longformer", efficient_attention=MIX)},
-        ["### Longformer", "### Linear transformer", "Layers: 1-2 of 4, counted from zero; exact: 3"], ["-o OUT"],
+        ["### Longformer", "### Linear transformer", "Layers: 1-2 of 4, counted from zero; exact: 3"], [],
     ),
     "a composite model": (
         {"config": {"architectures": ["CLIPModel"], "text_config": config_json("linear")}},
@@ -129,18 +126,11 @@ STATEMENTS = {
         {"origin": converted.origin(max_length=1024), "modules": []},
         ['SentenceTransformer("ORG/NAME")\n'], ["model_kwargs"],
     ),
-    "pictures": (
-        {"config": config_json(architecture="ViTForImageClassification")},
-        ["outputs = model(**inputs, interpolate_pos_encoding=True)"], [],
-    ),
-    "texts": ({"config": config_json(architecture="BertModel")}, [], ["interpolate_pos_encoding"]),
     "an original on the hub": ({}, ["This is [someone/tiny-bert](https://huggingface.co/someone/tiny-bert) with"], []),
     "an original elsewhere": (
         {"origin": converted.origin(base_model=None, base_name="folder-of-mine"), "benchmark": converted.benchmark()},
         [
             "\nThis is a model of the class `BertForMaskedLM` with sub-quadratic attention: `kdeformer`.",
-            "converts the attention (SOURCE stands for the original model):",
-            "\nhf-efficient-attn convert SOURCE --method kdeformer",
         ],
         ["folder-of-mine", "base_model"],
     ),
@@ -170,22 +160,9 @@ def test_the_card_contains_the_speed_of_generation(tmp_path):
     assert "| peak memory, MiB | first token, s | tokens/s |\n|---|---|---|---|---|---|---|---|---|---|\n" in text
     assert "| 128 | 2 | kdeformer | 0.0321 | 1.25x | 0.2500 |  | 18 | 1 | 12.35 |" in text
     assert "| 64 | 2 | kdeformer | 0.02 | 0.50x | 0.1250 | 0.9877 | 9 | 0.25 |  |" in text
-    measured["measurements"][0]["tokens_per_second"] = "fast"
+    measured["measurements"][0]["seconds"] = "fast"
     with pytest.raises(hea.UnsupportedAttentionError, match=r"no card can be made of benchmark\.json"):
         card_of(tmp_path, benchmark=measured)
-
-
-def test_the_command_in_the_card_is_valid(tmp_path):
-    config = config_json(layers=[0, 1, 3])
-    text = card_of(tmp_path, config=config, origin=converted.origin(max_length=1024))
-    line = re.search(r"```bash\n(hf-efficient-attn convert .*)\n```", text)[1]
-    assert line.startswith("hf-efficient-attn convert someone/tiny-bert --method kdeformer --set ")
-    assert line.endswith("--layers 0-1,3 --max-length 1024 -o OUT")
-    pairs = re.findall(r"--set (\S+=\S+)", line)
-    changed = next(iter(cli.parse_methods(["kdeformer"], pairs).values()))
-    assert changed == hea.KDEformerConfig(**SMALL["kdeformer"])
-    assert "extended to 1024 tokens without training" in text
-    assert "did not change the weights, except that the position table was extended to 1024 tokens. This card" in text
 
 
 def test_the_card_says_what_to_install_only_if_that_is_known(tmp_path):
@@ -229,8 +206,8 @@ def test_the_same_files_give_the_same_card(tmp_path):
 
 def test_what_a_user_wrote_is_kept(tmp_path):
     card = ModelCard(card_of(tmp_path, benchmark=converted.benchmark()))
-    mine, ours = {"type": "accuracy", "value": 0.5}, {"type": "exact_attention_top1", "value": 0.9}
-    result = {"task": {"type": "fill-mask"}, "dataset": {"type": "glue", "name": "GLUE"}, "metrics": [mine, ours]}
+    mine = {"type": "accuracy", "value": 0.5}
+    result = {"task": {"type": "fill-mask"}, "dataset": {"type": "glue", "name": "GLUE"}, "metrics": [mine]}
     data = {**card.data.to_dict(), "thumbnail": "mine.png", "license": "mit"}
     data |= {"tags": [*data["tags"], "my-tag"], "model-index": [{"name": "x", "results": [result]}]}
     body = f"Before.\n{START}\nforged\n{END}\nAfter.\n"
@@ -308,8 +285,6 @@ def test_a_method_of_another_package_has_to_be_imported(tmp_path, monkeypatch):
     # Each block that can be run alone imports the file: those of Transformers, a pipeline and sentence-transformers.
     imports = r"```python\nimport hf_efficient_attn.*\nimport mine.my_file  # registers kdeformer\nfrom "
     assert len(re.findall(imports, text)) == 3
-    assert re.search(r"\nhf-efficient-attn convert someone/tiny-bert .* --import mine/my_file.py\n", text)
-    assert '`hf-efficient-attn benchmark "ORG/NAME" --import mine/my_file.py`' in text
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "__main__")
     text = card_of(tmp_path)
     assert "import __main__" not in text and "\n# first run the code that registers kdeformer\n" in text
@@ -348,7 +323,7 @@ def test_damaged_files_are_refused_and_nothing_is_written(name, tmp_path):
     assert not (tmp_path / "README.md").exists()
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "Infinity", '"1"', "null"])
+@pytest.mark.parametrize("seconds", ['"1"', "null"])
 def test_values_that_are_not_numbers_are_refused(seconds, tmp_path):
     write(tmp_path, benchmark=converted.benchmark())
     path = tmp_path / "benchmark.json"

@@ -125,7 +125,7 @@ def test_without_yes_or_with_dry_run_there_are_no_requests(folder, online, capsy
     assert (plan["repository"], plan["private"], plan["sent"]) == (REPOSITORY, False, False)
     assert {"path": "config.json", "bytes": (folder / "config.json").stat().st_size} in plan["files"]
     assert [problem.partition(":")[0] for problem in plan["card_problems"]] == [
-        "no license", "no complete measurements of this checkpoint"
+        "no license", "no complete measurements"
     ]  # fmt: skip
     assert plan["install"] == converted.ORIGIN["install"] and plan["refusals"] == []
     for option in ("--dry-run", "--show-card"):
@@ -220,33 +220,18 @@ def test_the_file_of_a_method_is_missed(folder, monkeypatch):
         assert [text for text in problems() if "readers" in text] == ([f"readers need {file}, {end}"] if file else [])
     monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
     (folder / "my_file.py").write_text("")
-    (problem,) = problems()
-    assert f"'hf-efficient-attn benchmark {folder} --card --import my_file.py' adds them" in problem
-
-
-def test_files_that_truncate_below_the_length_of_the_card_are_refused(folder, online, capsys):
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
-    _origin(folder, max_length=128)  # that of the tokenizer
-    assert status(folder, REPOSITORY, "--yes") == 2
-    err = capsys.readouterr().err
-    assert "sentence_bert_config.json truncates texts at 64 tokens" in err and "the card claims 128" in err
-    assert "tokenizer_config.json" not in err
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
-    assert hub.plan_push(folder, REPOSITORY).refusals == ()
-    _origin(folder, max_length=256)
-    files = [reason.split()[0] for reason in hub.plan_push(folder, REPOSITORY).refusals]
-    assert files == ["sentence_bert_config.json", "tokenizer_config.json"] and online.requests == []
+    assert len(problems()) == 1
 
 
 @pytest.mark.parametrize(
     ("measured", "is_complete"),
-    [(None, False), ({"complete": False}, False), ({"method": "linear"}, False), ({}, True)],
+    [(None, False), ({"complete": False}, False), ({}, True)],
 )
 def test_missing_measurements_are_reported(measured, is_complete, folder):
     if measured is not None:
         (folder / "benchmark.json").write_text(json.dumps(converted.benchmark(**measured)))
     command = f"'hf-efficient-attn benchmark {folder} --card' adds them"
-    expected = () if is_complete else (f"no complete measurements of this checkpoint: {command}",)
+    expected = () if is_complete else (f"no complete measurements: {command}",)
     assert hub.plan_push(folder, REPOSITORY).problems == expected
 
 
