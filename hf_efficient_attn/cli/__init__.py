@@ -1,7 +1,4 @@
-"""The command hf-efficient-attn.
-
-Its commands are `methods`, `info`, `demo`, `benchmark`, `analyze`, `crossover`, `convert`, `distill`, `export-kernel`
-and `push`.
+"""The command hf-efficient-attn, whose --help lists its commands.
 
 Exit status: 0 done, 1 an error while working (such as a file that could not be written), 2 a request that is refused,
 130 interrupted. Errors are one line on stderr.

@@ -66,7 +66,6 @@ def analyze(
     chosen = list(common.parse_methods(methods, setting).values())
     from hf_efficient_attn.evaluation.analyze import Source, analyze_checkpoint
     from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
-    from hf_efficient_attn.evaluation.progress import Execution
     from hf_efficient_attn.evaluation.timing import describe, use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
 
@@ -86,7 +85,7 @@ def analyze(
         tables[0].add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
 
     # JSON is for programs: nothing else is printed then.
-    execution = Execution(minutes) if as_json else Execution(minutes, on_begin=begin, on_row=add)
+    execution = common.execution(minutes, as_json, begin, add)
     work = functools.partial(
         analyze_checkpoint,
         Source(source, allow_pickle, common.parse_device(device)),

@@ -10,7 +10,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
     from hf_efficient_attn.evaluation.comparison import Procedure
-    from hf_efficient_attn.evaluation.progress import Execution
 
 # How outputs are compared, for each task.
 _AGREEMENT = {
@@ -90,9 +89,8 @@ def benchmark(
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
     if new_tokens == 1:
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
-    place = common.parse_device(device)
-    procedure = Procedure(batch, rounds, memory, rows, place, common.parse_dtype(dtype), new_tokens)
-    report = Report(procedure, is_silent=as_json)
+    place, kind = common.parse_device(device), common.parse_dtype(dtype)
+    report = Report(Procedure(batch, rounds, memory, rows, place, kind, new_tokens), is_silent=as_json)
     with use_threads(threads):
         result, status = common.until_interrupted(
             lambda: benchmark_checkpoint(
@@ -100,8 +98,8 @@ def benchmark(
                 chosen or None,
                 common.parse_lengths(lengths) or None,
                 data=data,
-                procedure=procedure,
-                execution=report.execution(minutes),
+                procedure=report.procedure,
+                execution=common.execution(minutes, as_json, report.begin, report.add),
                 allow_pickle=allow_pickle,
             )
         )
@@ -123,17 +121,11 @@ class Report:
     """Prints the rows of a benchmark as they are measured, and then what they mean; if it is silent, only JSON."""
 
     def __init__(self, procedure: "Procedure", *, is_silent: bool) -> None:
-        self._procedure, self._is_silent = procedure, is_silent
+        self.procedure, self._is_silent = procedure, is_silent
         self._table: common.LiveTable | None = None
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
 
-    def execution(self, minutes: float | None) -> "Execution":
-        """The limit of time together with the functions that print."""
-        from hf_efficient_attn.evaluation.progress import Execution
-
-        return Execution(minutes) if self._is_silent else Execution(minutes, on_begin=self._begin, on_row=self._add)
-
-    def _begin(self, result: dict[str, Any]) -> None:
+    def begin(self, result: dict[str, Any]) -> None:
         """Say what is compared, from what is known before the measurements."""
         from hf_efficient_attn.evaluation.comparison import chunk_label
         from hf_efficient_attn.evaluation.timing import describe
@@ -155,13 +147,13 @@ class Report:
             ("first tok", 9, "first_token_seconds", ".3f"),
             ("tok/s", 6, "tokens_per_second", ".1f"),
         ]
-        absent = set() if self._procedure.memory else {"peak_memory_mib"}
+        absent = set() if self.procedure.memory else {"peak_memory_mib"}
         absent |= set() if task in _PERPLEXITY else {"perplexity"}
-        if task != "causal-lm" or self._procedure.new_tokens < 2:
+        if task != "causal-lm" or self.procedure.new_tokens < 2:
             absent |= {"first_token_seconds", "tokens_per_second"}
         self._columns = [column for column in columns if column[2] not in absent]
 
-    def _add(self, row: dict[str, Any]) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """Print a row of "measurements"."""
         if self._table is None:
             titles, widths, *_ = zip(*self._columns, strict=True)

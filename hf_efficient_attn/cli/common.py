@@ -23,6 +23,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
+    from hf_efficient_attn.evaluation.progress import Execution
     from hf_efficient_attn.methods import MethodConfig
 
 ResultT = TypeVar("ResultT")
@@ -202,6 +203,15 @@ def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding does not have
     sys.exit(run(application, arguments, name))
+
+
+def execution(
+    minutes: float | None, is_silent: bool, on_begin: Callable[[Any], None], on_row: Callable[[Any], None]
+) -> "Execution":
+    """The time limit of a measurement, with the functions that print its beginning and rows unless it is silent."""
+    from hf_efficient_attn.evaluation.progress import Execution
+
+    return Execution(minutes) if is_silent else Execution(minutes, on_row, on_begin)
 
 
 def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:

@@ -61,7 +61,7 @@ def demo(
         check_picture(plot)
     procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device))
     report = Report(procedure, is_silent=as_json)
-    execution, source = report.execution(minutes), demo.minilm_folder()
+    execution, source = common.execution(minutes, as_json, report.begin, report.add), demo.minilm_folder()
     with use_threads(threads):
         result, status = common.until_interrupted(
             lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution)

@@ -1,16 +1,13 @@
 """`hf-efficient-attn distill`."""
 
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hf_efficient_attn.cli import common
 from hf_efficient_attn.cli.convert import describe_conversion, parse_method
 from hf_efficient_attn.errors import UnsupportedAttentionError
-
-if TYPE_CHECKING:
-    from hf_efficient_attn.evaluation.progress import Execution
 
 _data = 'Text (.txt, .jsonl with "text", or gzipped), or a folder or zip file of pictures.'
 _method = "A method with learned parameters: `methods` marks them."
@@ -95,28 +92,16 @@ def distill(
         )
     finetuning = FinetuningOptions(steps=finetune_steps, **second) if finetune_steps else None
     plan = Plan(
-        output=output,
-        method=str(chosen),
-        hyperparameters=hyperparameters,
-        layers=None if layers is None else parse_layers(layers),
-        max_length=max_length,
-        base_model=base_model,
-        force=force,
-        restart=restart,
-        write_now=write_now,
-        steps=steps,
-        loss=loss,
-        length=length,
-        batch_size=batch_size,
-        save_steps=save_steps,
+        output=output, method=str(chosen), hyperparameters=hyperparameters, max_length=max_length, steps=steps,
+        layers=None if layers is None else parse_layers(layers), base_model=base_model, loss=loss, length=length,
         options=DistillationOptions(learning_rate=learning_rate, seed=seed, finetuning=finetuning),
-    )
+        batch_size=batch_size, save_steps=save_steps, force=force, restart=restart, write_now=write_now,
+    )  # fmt: skip
     checkpoint = Checkpoint(source, allow_pickle, common.parse_device(device))
-    rows = Rows(is_silent=as_json)
+    rows = Rows()
+    execution = common.execution(minutes, as_json, rows.begin, rows.add)
     with use_threads(threads):
-        done, status = common.until_interrupted(
-            lambda: distill_checkpoint(checkpoint, data, plan, rows.execution(minutes))
-        )
+        done, status = common.until_interrupted(lambda: distill_checkpoint(checkpoint, data, plan, execution))
     if status:
         why = ", at the end of --minutes" if done["is_over"] else ""
         typer.echo(
@@ -132,16 +117,7 @@ def distill(
 
 
 class Rows:
-    """What is trained, and the table of losses and errors, which grows during the training; --json is silent."""
-
-    def __init__(self, *, is_silent: bool) -> None:
-        self._is_silent = is_silent
-
-    def execution(self, minutes: float | None = None) -> "Execution":
-        """The functions that print, and the limit of time."""
-        from hf_efficient_attn.evaluation.progress import Execution
-
-        return Execution(minutes) if self._is_silent else Execution(minutes, on_begin=self.begin, on_row=self.add)
+    """What is trained, and the table of losses and errors, which grows during the training."""
 
     def begin(self, about: dict[str, Any]) -> None:
         """Say what is trained, and where."""

@@ -86,8 +86,7 @@ def export_kernel(
     The folder contains plain PyTorch, copied from this package, for CPU, CUDA, Metal, ROCm and XPU. `convert --kernel
     ORG/NAME` writes a checkpoint that names it.
 
-    Exit status: 0 done, 1 an error of writing, 2 refused, 130 interrupted. The output folder is either complete or does
-    not appear.
+    Exit status: 0 done, 1 an error of writing, 2 refused, 130 interrupted: then the output folder does not appear.
     """
     from hf_efficient_attn.standalone.kernel import export_kernel
 

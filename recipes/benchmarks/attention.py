@@ -29,7 +29,6 @@ time of compiling is that of the first call. Expected: no method slower than in 
 forward and backward passes. A method that does not fit the device is left out, with a message.
 """
 
-import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -319,9 +318,7 @@ def attention(
             if compiled:
                 timed = {label: measure_compiled(config, case, rounds) for label, config in usable.items()}
             else:
-                timings = (measure_onnx if onnx else functools.partial(measure, bar=bar, data=data))(
-                    usable, case, rounds
-                )
+                timings = measure_onnx(usable, case, rounds) if onnx else measure(usable, case, rounds, bar, data)
                 timed = {label: t._asdict() | {"unsteady": t.unsteady} for label, t in timings.items()}
             for label, timing in timed.items():
                 row = {"method": label, **case._asdict(), **timing, "relative": 1.0 / timing["ratio"]}
