@@ -12,7 +12,7 @@ ROOT = Path(hea.__file__).parent
 BUDGETS = {
     "ops": 8520, "methods": 3900, "integration": 3000, "evaluation": 3000, "training": 2000, "models": 1800,
     "cli": 1400, "kernel": 500, "conversion+checkpoint+io+hub": 2600, "standalone": 410, "../recipes": 9000,
-    "../tests": 26850,
+    "../tests": 26860,
 }  # fmt: skip
 OPS_FILES = 25
 # What reads the kind of a device, and which files may.

@@ -1,12 +1,13 @@
-"""recipes.benchmarks.gpu, on the CPU."""
+"""recipes.benchmarks.gpu on the CPU, and methods in onnxruntime."""
 
 import json
 
+import pytest
 import torch
 
 from hf_efficient_attn import cli
 from hf_efficient_attn.methods import make_config
-from recipes.benchmarks import gpu
+from recipes.benchmarks import attention, gpu
 from recipes.common.memory import Case
 
 ARGUMENTS = [
@@ -67,3 +68,13 @@ def test_exact_attention_on_mps_is_never_called_with_too_many_scores(monkeypatch
 def test_kernels_of_a_gpu():
     assert gpu.exact_kernels(torch.device("cuda"))[:3] == ["flash", "cuDNN", "memory-efficient"]
     assert gpu.exact_kernels(torch.device("mps")) == ["default"]
+
+
+def test_methods_in_onnxruntime(capsys):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    arguments = ["--onnx", "--method", "linear", "--length", "64", "--heads", "2", "--rounds", "1"]
+    assert cli.run(attention.app, arguments, "attention") == 0
+    assert "| 64     | linear    |" in capsys.readouterr().out
+    assert cli.run(attention.app, [*arguments, "--check"], "attention") == 2
+    assert "--onnx has no goals" in capsys.readouterr().err
