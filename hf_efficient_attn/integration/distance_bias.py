@@ -5,7 +5,6 @@ attention function as `position_bias`, and return it for the next layer. They co
 forward pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ ARGUMENT = "position_bias"
 TAKES_DISTANCE_BIAS = "takes_distance_bias"
 
 
-class DistanceBias(SimpleNamespace):
+class DistanceBias:
     """What an attention module of T5 gets in place of a tensor of biases.
 
     Every layer computes its own table, so that gradients reach the parameters with any kind of gradient checkpointing.
-    `module` is the attention module that holds the parameters of the bias; None for cross attention, which has none.
     """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module: Any = module  # it holds the parameters of the bias; None for cross attention, which has none
 
 
 def has_distance_bias(kind: type[nn.Module]) -> bool:
