@@ -160,8 +160,8 @@ def refuse_context_parallel(name: str, module: nn.Module) -> None:
     exact: Any = torch.nn.functional.scaled_dot_product_attention
     # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).
     replaced = isinstance(exact, FunctionType) and exact.__module__.startswith("torch.distributed")
-    hooks = (getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values())
-    if replaced or any("_attach_context_parallel_hooks" in hook for hook in hooks):
+    hooks = (getattr(hook, "__name__", "") for hook in module._forward_pre_hooks.values())
+    if replaced or any(hook == "_self_attn_pre_forward_hook" for hook in hooks):  # accelerate's
         raise UnsupportedAttentionError(
             f"{name}: context parallelism (cp_size, ring attention) joins the sequence again in PyTorch's own "
             "attention only, so that this layer would attend within its shard: use "
