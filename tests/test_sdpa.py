@@ -167,7 +167,7 @@ def test_a_hook_that_fails_leaves_nothing_behind(x):
     def fail(*_):
         raise RuntimeError("another hook")
 
-    handle = plain.layers[1].register_forward_pre_hook(fail)  # before those of the replacement
+    handle = plain.layers[1].register_forward_pre_hook(fail)  # it runs before the hooks of the replacement
     hea.replace_sdpa(plain, SMALL, min_length=0)
     with pytest.raises(RuntimeError, match="another hook"):
         plain(x)

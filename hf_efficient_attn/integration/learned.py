@@ -97,7 +97,7 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
 
 
 def attach(found: AttentionModule, method: MethodConfig | None) -> None:
-    """Give an attention module the learned parameters of a method, unless it has those of the same hyperparameters.
+    """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
     Raises:
         UnsupportedAttentionError: the sizes cannot be determined, or the module's parameters are offloaded.

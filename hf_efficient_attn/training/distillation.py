@@ -245,7 +245,7 @@ def relative_error(call: Call, config: MethodConfig, parameters: Mapping[str, Te
 
 
 def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor], loss: str) -> float:
-    """Add the gradients of one of `LOSSES` of one call to those of the parameters, and return the loss."""
+    """Compute one of `LOSSES` for one call, add its gradients to the parameters' gradients, and return it."""
     total = 0.0
     if loss != "weights":
         errors = squared_error(call, config, parameters)

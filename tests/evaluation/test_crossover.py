@@ -136,7 +136,7 @@ def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
 
 
 def test_measured_lengths_are_used(cache, monkeypatch):
-    """Those of the method, of the kind of call, and of the machine."""
+    """The measured lengths depend on the method, the kind of call, and the machine."""
     before = look_up()
     measuring.store_crossover("kdeformer", CPU, FOUND)
     assert look_up() == 700 != before

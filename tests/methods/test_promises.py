@@ -168,7 +168,7 @@ LEARNING = [(i, c) for i, c in EVERY if learns(i.config())]
 
 @pytest.mark.parametrize(("instance", "is_causal"), LEARNING, ids=str)
 def test_gradients_of_learned_parameters(instance, is_causal):
-    """They agree with finite differences, and with those of the readable form."""
+    """Gradients agree with finite differences, and with the gradients of the readable form."""
     config, tensors = instance.reduced.config(), inputs(2, HEADS, 20, num_kv_heads=KV_HEADS, dtype=torch.float64)
     mask, options = torch.arange(20) < torch.tensor([[20], [13]]), {"is_causal": is_causal, "scale": 0.6}
     learned = {name: x.double().requires_grad_() for name, x in parameters_of(config, tensors[2]).items()}

@@ -32,7 +32,7 @@ class Task:
     texts: tuple[str, ...]  # columns of the texts in the official files
     label: str  # column of the label
     labels: Mapping[str, str]  # labels of the official files -> class names; none for a score from 0 to 5
-    metrics: tuple[str, ...] = ("accuracy",)  # the official ones, that of the BERT paper first
+    metrics: tuple[str, ...] = ("accuracy",)  # the official metrics; the one of the BERT paper comes first
     header: tuple[str, ...] | None = None  # of files without one
     dev: tuple[str, ...] = ("",)  # endings of the development sets
 
