@@ -173,7 +173,7 @@ def capture_attention(
                 "attention module. Measure another model, or give the class a name with 'Attention' in it"
             )
         location, config = known[module]
-        distance_bias = take_bias(kwargs, query.device)
+        distance_bias = take_bias(module, kwargs, query.device)
         name = "measuring attention"
         mask = read_mask(name, attention_mask)
         window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)

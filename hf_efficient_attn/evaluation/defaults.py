@@ -66,7 +66,9 @@ def default_configs(
         configs = [make_config(config, **values) for config, several in variants for values in several]
     if takes_pictures:
         configs = [make_config(one, global_tokens=1) if hasattr(one, "global_tokens") else one for one in configs]
-    return [config for config in configs if config.adds_distance_bias >= has_distance_bias]
+    if has_distance_bias:
+        configs = [one for one in configs if one.adds_distance_bias and one.adds_causal_bias >= is_causal]
+    return configs
 
 
 def method_label(config: MethodConfig) -> str:

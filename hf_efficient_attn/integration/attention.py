@@ -61,7 +61,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         location, shards, config = location_of(module), shards_of(module, kwargs), getattr(module, "config", None)
         refuse_context_parallel(name, module)
-        distance_bias, mask = take_bias(kwargs, query.device), read_mask(name, attention_mask)
+        distance_bias, mask = take_bias(module, kwargs, query.device), read_mask(name, attention_mask)
         window = refusals.take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
         refusals.refuse_arguments(name, kwargs)
         is_causal = is_causal_call(module, location, mask, is_causal)

@@ -2,9 +2,12 @@
 
 T5's attention modules compute the bias as a (1, H, Nq, Nk) tensor (of zeros for cross attention), hand it to the
 attention function as `position_bias`, and return it for the next layer. They compute none if they are given one. A
-forward pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would.
+forward pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would. UMT5's
+modules take none, so their `compute_bias` returns the `DistanceBias`.
 """
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -24,42 +27,64 @@ class DistanceBias:
     Every layer computes its own table, so that gradients reach the parameters with any kind of gradient checkpointing.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self.module: Any = module  # it holds the parameters of the bias; None for cross attention, which has none
+    def __init__(self, module: Any, **options: Any) -> None:
+        self.module = module  # it holds the parameters of the bias; None for cross attention, which has none
+        self.options = options  # arguments of its `_relative_position_bucket` besides the distances
 
 
 def has_distance_bias(kind: type[nn.Module]) -> bool:
     """Whether a class of attention modules has a bias as T5 does, which the hook can replace."""
-    is_like_t5 = hasattr(kind, "_relative_position_bucket") and kind.__name__ != "UMT5Attention"  # adds it to the mask
-    return is_like_t5 and uses_interface(kind)
+    # UMT5 adds it to the mask in some versions of Transformers.
+    passes_it = f"{ARGUMENT}={ARGUMENT}" in inspect.getsource(kind.forward) if uses_interface(kind) else False
+    return passes_it and hasattr(kind, "_relative_position_bucket")
 
 
 def attach_hook(module: nn.Module) -> None:
     """Give an attention module the hook, once. It does nothing while the model computes an attention of others."""
     if has_distance_bias(type(module)):
-        hook_once(module, _give_bias)
+        if ARGUMENT in inspect.signature(type(module).forward).parameters:
+            hook_once(module, _give_bias)
+        else:
+            vars(module)["compute_bias"] = functools.partial(_compute_bias, module)
 
 
-def take_bias(kwargs: dict[str, Any], device: torch.device) -> Tensor | None:
+def take_bias(module: nn.Module, kwargs: dict[str, Any], device: torch.device) -> Tensor | None:
     """Remove a `DistanceBias` from the arguments of an attention function, and return its table; None without one.
 
     The table (H, 2R + 1) has the bias for the distances -R to R, beyond which it is constant.
     """
-    if not isinstance(kwargs.get(ARGUMENT), DistanceBias):
+    bias = kwargs.get(ARGUMENT)
+    if isinstance(bias, Tensor) and getattr(module, "has_relative_attention_bias", None) is False:
+        del kwargs[ARGUMENT]  # the zeros that UMT5 makes for cross attention
+    if not isinstance(bias, DistanceBias):
         return None
-    module = kwargs.pop(ARGUMENT).module
-    if module is None:
+    del kwargs[ARGUMENT]
+    of_bias = bias.module
+    if of_bias is None:
         return None
-    largest, weights = module.relative_attention_max_distance, module.relative_attention_bias
+    largest, weights = of_bias.relative_attention_max_distance, of_bias.relative_attention_bias
     distance = torch.arange(-largest, largest + 1, device=weights.weight.device)
-    options = {"bidirectional": not module.is_decoder, "num_buckets": module.relative_attention_num_buckets}
-    table: Tensor = weights(module._relative_position_bucket(distance, max_distance=largest, **options))
+    table: Tensor = weights(of_bias._relative_position_bucket(distance, **bias.options))
     return table.mT.to(device)
 
 
-def _give_bias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _takes_bias(module: Any) -> bool:
     function = ALL_ATTENTION_FUNCTIONS.get(getattr(module.config, "_attn_implementation", None))
-    if not getattr(function, TAKES_DISTANCE_BIAS, False) or kwargs.get(ARGUMENT) is not None:
+    return bool(getattr(function, TAKES_DISTANCE_BIAS, False))
+
+
+def _give_bias(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    if not _takes_bias(module) or kwargs.get(ARGUMENT) is not None:
         return None
-    own = module if getattr(module, "has_relative_attention_bias", False) else None
-    return args, {**kwargs, ARGUMENT: DistanceBias(module=own)}
+    if not getattr(module, "has_relative_attention_bias", False):
+        return args, {**kwargs, ARGUMENT: DistanceBias(None)}
+    sizes = {
+        "num_buckets": module.relative_attention_num_buckets,
+        "max_distance": module.relative_attention_max_distance,
+    }
+    return args, {**kwargs, ARGUMENT: DistanceBias(module, bidirectional=not module.is_decoder, **sizes)}
+
+
+def _compute_bias(module: Any, *args: Any, **kwargs: Any) -> Tensor | DistanceBias:
+    own: Tensor | DistanceBias = DistanceBias(module)  # its `_relative_position_bucket` takes the distances only
+    return own if _takes_bias(module) else type(module).compute_bias(module, *args, **kwargs)

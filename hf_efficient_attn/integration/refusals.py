@@ -156,16 +156,20 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
 def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) -> None:
     """Refuse a method without the form that a module needs."""
     location, attention = found.location, type(found.module)
-    if not location.is_cross and has_distance_bias(attention) and not method.adds_distance_bias:
+    is_causal = not location.is_cross and getattr(found.module, "is_causal", None) is True
+    adds_bias = method.adds_distance_bias and (method.adds_causal_bias or not is_causal)
+    if not location.is_cross and has_distance_bias(attention) and not adds_bias:
+        advice = "choose only its encoder (layers=['encoder']), or " if is_causal and method.adds_distance_bias else ""
         raise UnsupportedAttentionError(
             f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
-            f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep: use "
-            f"{' or '.join(methods_with('adds_distance_bias'))} without global tokens, whose window adds it, or "
-            f"attn_implementation={EXACT!r}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep"
+            f"{' in causal attention' if advice else ''}: {advice}use "
+            f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} (longformer without "
+            f"global tokens), or attn_implementation={EXACT!r}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     check_methods(
         [method],
-        is_causal=not location.is_cross and getattr(found.module, "is_causal", None) is True,
+        is_causal=is_causal,
         is_rectangular=getattr(found.module, "is_rectangular", False),
         model=f"{kind} (at {location.name})",
         allow_learned=True,

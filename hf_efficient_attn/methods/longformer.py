@@ -32,6 +32,7 @@ class LongformerConfig(MethodConfig):
     causal = True
     rectangular = False
     exportable = True
+    adds_causal_bias = True
     summary = "a sliding window, and optional global tokens"
     paper_url = "https://arxiv.org/abs/2004.05150"
     near = "a window"

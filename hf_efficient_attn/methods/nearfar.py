@@ -20,6 +20,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, wi
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.coreset_causal import causal_coreset_attention, causal_coreset_naive, split_columns
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
+from hf_efficient_attn.ops.distance import Bias, biased_coreset_attention, biased_coreset_naive
 from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention, weighted_coreset_naive
 
 
@@ -34,6 +35,7 @@ class NearFarConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
+    adds_distance_bias = True
     summary = "the keys with the largest scores exactly, and landmarks for all other keys"
     near = "keys with the largest scores"
     far = "landmarks of clusters"
@@ -78,7 +80,8 @@ def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> Corese
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     if not options.is_causal:
-        form = functools.partial(weighted_coreset_attention, options=_coreset_options(config, options))
+        form = weighted_coreset_attention if options.distance_bias is None else biased_coreset_attention
+        form = functools.partial(form, options=_coreset_options(config, options))
         return without_padding(form, query, key, value, options, config.exact_length)
     scale, chosen = options.scale, split_columns(config.exact_length, options.seed)
     form = functools.partial(causal_coreset_attention, options=chosen, scale=scale, dropout_p=options.dropout_p)
@@ -93,10 +96,13 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
         form = functools.partial(causal_coreset_naive, options=chosen, scale=scale)
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if key.shape[1] <= config.exact_length:
-            return (scale * query.double() @ key.double().mT).softmax(2) @ value.double()  # (BH, Nq, Nk) @ (BH, Nk, Dv)
-        return weighted_coreset_naive(query, key, value, coreset)
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:
+        if key.shape[1] > config.exact_length:
+            if bias:
+                return biased_coreset_naive(query, key, value, bias[0], coreset)
+            return weighted_coreset_naive(query, key, value, coreset)
+        scores = scale * query.double() @ key.double().mT  # (BH, Nq, Nk)
+        return (scores + bias[0].of_pairs() if bias else scores).softmax(2) @ value.double()
 
     return without_padding(of_one_length, query, key, value, options)
 

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import by_heads
+from hf_efficient_attn.methods._shared.heads import by_heads, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
+from hf_efficient_attn.ops.distance import Bias, biased_block_attention, block_bias
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features import favor
 from hf_efficient_attn.ops.linear import log_weights_naive
@@ -65,6 +66,11 @@ class ScatterbrainConfig(MethodConfig):
     )
     seed: int = option(0, "Seed of the features and of the hash.", minimum=0)
 
+    @property
+    def adds_distance_bias(self) -> bool:
+        """True with blocks of positions: the keys of a block of a hash have no common distance."""
+        return self.near_field == "window"
+
 
 def _plan(
     config: ScatterbrainConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
@@ -79,6 +85,13 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
     """Fast form; see `register_method`."""
     is_causal, (scale, dropout_p) = options.is_causal, (options.scale, options.dropout_p)
     features = favor(config.num_features, scale, query.shape[3], options.seed, query.device)
+    if options.distance_bias is not None:
+
+        def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
+            size = config.block_size
+            return biased_block_attention(query, key, value, bias, features, size, scale=scale, dropout_p=dropout_p)
+
+        return without_padding(biased, query, key, value, options, config.exact_length)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         plan, size = _plan(config, query, key, key_mask, options)
@@ -93,6 +106,19 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
     features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
+
+    def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
+        block, (query, key) = (
+            torch.arange(key.shape[1], device=key.device) // config.block_size,
+            (query.double(), key.double()),
+        )
+        bias = bias._replace(table=bias.table.double())
+        exact, far = query @ key.mT * options.scale + bias.of_pairs(), log_weights_naive(query, key, features)
+        far = far + block_bias(bias, config.block_size)[:, block][:, :, block]
+        return dense_softmax(torch.where(block == block[:, None], exact, far), value)
+
+    if options.distance_bias is not None:
+        return without_padding(biased, query, key, value, options)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         plan, size = _plan(config, query, key, key_mask, options)

@@ -86,6 +86,24 @@ def bias_of(table: Tensor, distance: Tensor) -> Tensor:
     return table[:, distance.clamp(-largest, largest) + largest]
 
 
+def bias_between(table: Tensor, query_position: Tensor, key_position: Tensor) -> Tensor:
+    """Look up the bias of blocks, whose positions may differ between heads.
+
+    Args:
+        table: (BH, 2R + 1).
+        query_position: int64 (BH or 1, T, Nq).
+        key_position: int64 (BH or 1, T, Nk).
+
+    Returns:
+        (BH, T, Nq, Nk).
+    """
+    distance = key_position.unsqueeze(2) - query_position.unsqueeze(3)  # (BH or 1, T, Nq, Nk)
+    if len(distance) == 1:
+        return bias_of(table, distance[0])
+    largest = (table.shape[1] - 1) // 2
+    return table.gather(1, (distance.clamp(-largest, largest) + largest).flatten(1)).view_as(distance)
+
+
 def biased_exact(
     query: Tensor,
     key: Tensor,

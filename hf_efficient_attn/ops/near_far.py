@@ -7,12 +7,13 @@ gradient. The readable form, `dense_log_weights`, uses the same plan.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
 from hf_efficient_attn.ops.sampling import (
     FarField,
@@ -21,6 +22,7 @@ from hf_efficient_attn.ops.sampling import (
     density_norms,
     offsets_of_blocks,
     query_groups,
+    row_weights,
     sample_keys,
     sample_outside,
     stratified_ranks,
@@ -34,7 +36,9 @@ from hf_efficient_attn.ops.tokens import (
     integers,
     inverse,
     offsets,
-    take,
+    pad_to_blocks,
+    slice_size,
+    sliced,
     uniform,
     valid_first,
 )
@@ -169,9 +173,8 @@ def plan_near_field(
     The first arguments are the same as in `make_plan`. With "auto" a head gets a window or blocks of the hash: the one
     that leaves less of the exact rows to the far field.
 
-    A near field leaves the sum of a row's softmax weights outside of it. The error of a far field of m samples is about
-    this sum divided by sqrt(m). So the root mean square of the sums is compared, which does not depend on the values or
-    on the draw. The blocks of the hash are taken where they leave clearly less.
+    The error of a far field of m samples is about the sum of a row's weights outside of the near field, divided by
+    sqrt(m). So the root mean square of the sums is compared, which does not depend on the values or on the draw.
 
     The mean error of KDEformer with hash blocks, with a window and with this choice is .271, .153 and .144 on BERT (512
     tokens, budget 128), and .177, .157 and .143 on DeiT (1,025 tokens, budget 128). Comparing sums of squared weights,
@@ -187,7 +190,7 @@ def plan_near_field(
     assert lsh.query_order is not None and lsh.key_order is not None
     ranks, valid = _spread_queries(window, query.shape, num_rows, options.seed, query.device)
     positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
-    weights = row_weights(query, key, positions, key_mask, options.scale)
+    weights = row_weights(query, key, positions, key_mask, options)
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
     near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)  # (BH, R, block_k) each
     outside = 1.0 - weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
@@ -231,21 +234,6 @@ def _even_ranks(count: int, num_queries: int, seed: Seed, device: torch.device) 
     return stratified_ranks(count, num_queries, uniform((1, count), seed, _ROWS, device))
 
 
-def row_weights(query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """Compute the softmax weights of the queries at `positions`, int64 (BH, R), without a gradient: (BH, R, Nk).
-
-    The scores of bfloat16 inputs are computed in their dtype, since the rows only plan. A row without a valid key is 0.
-    """
-    if query.dtype == torch.float16:  # has no fast product on CPUs
-        query, key = query.float(), key.float()
-    scores = torch.bmm(take(query, positions) * scale, key.mT)  # (BH, R, D) @ (BH, D, Nk) -> (BH, R, Nk)
-    if key_mask is None:
-        return scores.softmax(2, dtype=accumulation_dtype(query.dtype))
-    scores = scores.masked_fill_(~key_mask[:, None], -torch.inf)
-    # NaN only without a single valid key.
-    return scores.softmax(2, dtype=accumulation_dtype(query.dtype)).nan_to_num_(0.0)
-
-
 def near_keys(near: NearField, sorted_index: Tensor) -> Tensor:
     """Find the positions of the keys near the queries at sorted indices: int64 (BH, p) -> (BH, p, block_k)."""
     index = near.start.gather(1, sorted_index // near.block_q).unsqueeze(2) + integers(near.block_k, near.start.device)
@@ -287,7 +275,7 @@ def probe_norms(
         index = stratified_ranks(ceil_div(options.num_probes, groups), bounds.diff(dim=1), offset[:, None, None])
         index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)  # (BH, R)
         positions = index if near.query_order is None else near.query_order.gather(1, index)
-        weights = row_weights(query, key, positions, key_mask, options.scale)
+        weights = row_weights(query, key, positions, key_mask, options)
         rows = ExactRows(index, near_keys(near, index), weights)
         group_of_row = integers(groups, query.device).repeat_interleave(index.shape[1] // groups).expand_as(index)
     else:
@@ -344,11 +332,12 @@ def near_far_attention(
     *,
     scale: float,
     dropout_p: float = 0.0,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of a plan.
 
-    The keys of both fields are concatenated into one block, with the log-weights of the samples as bias. One softmax
-    over both equals the merge of their partials, and one large product is faster than two small ones and a merge.
+    The keys of both fields are concatenated, with the log-weights of the samples as bias. One softmax over both equals
+    the merge of their partials, and one large product is faster than two small ones and a merge.
 
     Args:
         query: (BH, Nq, D).
@@ -358,6 +347,7 @@ def near_far_attention(
         far: the far field.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
+        table: (BH, 2R + 1), the bias by distance, or None.
 
     Returns:
         (BH, Nq, Dv).
@@ -374,8 +364,18 @@ def near_far_attention(
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 
-    gathered = GatheredKeys(index, bias, near.block_q, near.query_order)
-    return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
+    def some_heads(*tensors: Any) -> Tensor:
+        query, key, value, index, bias, order, table = tensors
+        if table is not None:
+            position = integers(query.shape[1], query.device)[None] if order is None else order  # (1 or BH, Nq)
+            position = pad_to_blocks(position.unsqueeze(2), near.block_q).squeeze(3)  # (1 or BH, T, block_q)
+            bias = bias + bias_between(table, position, index)  # (BH, T, block_q, block_k + M)
+        gathered = GatheredKeys(index, bias, near.block_q, order)
+        return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
+
+    tensors = query, key, value, index, bias, near.query_order, table
+    size = len(query) if table is None else slice_size(query.shape[1] * index.shape[2], query.device)
+    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=table is not None)
 
 
 def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:

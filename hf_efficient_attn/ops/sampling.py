@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed, seed_value
 from hf_efficient_attn.ops.tokens import constant, even_positions, integers, offsets, take, uniform, valid_first
@@ -44,6 +45,7 @@ class SamplingOptions(NamedTuple):
         batch: B. Sequences of a batch use the same random numbers.
         groups: number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
         shared: whether all blocks of queries share one sample instead of having one each.
+        table: (BH, 2R + 1), the bias of the scores by distance (`hf_efficient_attn.ops.exact`), or None.
     """
 
     num_samples: int
@@ -55,6 +57,7 @@ class SamplingOptions(NamedTuple):
     batch: int
     groups: int = 1
     shared: bool = False
+    table: Tensor | None = None
 
 
 class FarField(NamedTuple):
@@ -67,6 +70,27 @@ class FarField(NamedTuple):
 
     sorted_index: Tensor
     log_weight: Tensor
+
+
+def row_weights(
+    query: Tensor, key: Tensor, positions: Tensor, key_mask: Tensor | None, options: SamplingOptions
+) -> Tensor:
+    """Compute the softmax weights of the queries at `positions`, int64 (BH, R), without a gradient: (BH, R, Nk).
+
+    The scores of bfloat16 inputs are computed in their dtype, since the rows only plan. A row without a valid key is 0.
+    """
+    if query.dtype == torch.float16:  # has no fast product on CPUs
+        query, key = query.float(), key.float()
+    scores = torch.bmm(take(query, positions) * options.scale, key.mT)  # (BH, R, D) @ (BH, D, Nk) -> (BH, R, Nk)
+    if options.table is not None:
+        scores += bias_between(options.table, positions.unsqueeze(1), integers(key.shape[1], key.device)[None, None])[
+            :, 0
+        ]
+    if key_mask is None:
+        return scores.softmax(2, dtype=accumulation_dtype(query.dtype))
+    scores = scores.masked_fill_(~key_mask[:, None], -torch.inf)
+    # NaN only without a single valid key.
+    return scores.softmax(2, dtype=accumulation_dtype(query.dtype)).nan_to_num_(0.0)
 
 
 def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) -> Tensor:

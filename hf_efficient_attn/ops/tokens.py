@@ -349,7 +349,7 @@ class GatheredKeys(NamedTuple):
 
     Attributes:
         key_index: int64 (BH, T, K).
-        bias: (BH, T, 1, K), added to the scores.
+        bias: (BH, T, 1 or block_q, K), added to the scores.
         block_q: the number of queries of a block.
         query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
     """
@@ -377,7 +377,7 @@ def gathered_attention(
         (BH, Nq, Dv), in the order of the query positions.
     """
     index, bias, block_q, order = gathered
-    if not dropout_p and triton_applies(query, key, value):
+    if bias.shape[2] == 1 and not dropout_p and triton_applies(query, key, value):
         from hf_efficient_attn.ops.triton_gather import gather_attend  # Triton is no dependency
 
         return gather_attend(query, key, value, index, bias.squeeze(2).float(), order, block_q, scale)[0]

@@ -79,7 +79,7 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
             out = out.index_copy(0, heads, _with_near_keys(*some, options=options))
         else:
             out = _with_near_keys(*tensors, options=options)
-    return out if probes is None else _corrected(query, out, probes)
+    return out if probes is None else corrected(query, out, probes)
 
 
 class Start(NamedTuple):
@@ -107,7 +107,7 @@ def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -
     far = Partial(out[:, 0], lse.mT)  # (BH, Nq, Dv), (BH, Nq, 1)
     probes = heads = None
     if options.num_probes:
-        probes = _prepare(exact_rows(query, key, value, options))
+        probes = prepare_probes(exact_rows(query, key, value, options))
     if options.block_size and options.near_share < 1.0:
         heads = integers(len(key), key.device)
         if probes is not None and options.near_share > 0.0:
@@ -135,7 +135,8 @@ class Probes(NamedTuple):
     solve: Tensor
 
 
-def _prepare(rows: Rows) -> Probes:
+def prepare_probes(rows: Rows) -> Probes:
+    """Prepare the correction by exact rows."""
     variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
     middle = -mean * size
@@ -163,7 +164,7 @@ def _missed_share(out: Tensor, probes: Probes) -> Tensor:
     return share
 
 
-def _corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
+def corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
     """Add what the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
     missing = probes.out - out.index_select(1, probes.position)
     factor = torch.bmm(probes.solve, missing * _weight_of_probes(missing))  # (BH, D + 1, P) @ (BH, P, Dv)
@@ -277,15 +278,18 @@ def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options
     out = scores.softmax(1) @ value
     rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= math.log(LEAST_SHARE)
     only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ value
-    out = torch.where(rounding[:, None], only_near, out)
+    return corrected_naive(query, torch.where(rounding[:, None], only_near, out), exact, value, options)
+
+
+def corrected_naive(query: Tensor, out: Tensor, scores: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
+    """Compute `corrected` in the readable form for a head, from the exact scores of all pairs (Nq, Nk): (Nq, Dv)."""
     if not options.num_probes:
         return out
-    # What the outputs of the probes miss, linear in the query.
     probe = middle_positions(len(query), options.num_probes, query.device)
     features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))
-    basis, missing = features[probe], exact[probe].softmax(1) @ value - out[probe]
+    basis, missing = features[probe], scores[probe].softmax(1) @ value - out[probe]
     ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
     solve = torch.linalg.inv(basis.T @ basis + ridge) @ basis.T
-    corrected: Tensor = out + features @ solve @ (missing * _weight_of_probes(missing))
-    return corrected
+    result: Tensor = out + features @ solve @ (missing * _weight_of_probes(missing))
+    return result

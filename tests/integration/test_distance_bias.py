@@ -1,7 +1,8 @@
-"""T5's bias of relative positions: the window that adds it, exact layers, decoding, gradients, memory and refusals."""
+"""T5's bias of relative positions: the methods that add it, exact layers, decoding, gradients, memory and refusals."""
 
 import copy
 import inspect
+import pickle
 import warnings
 
 import pytest
@@ -89,6 +90,55 @@ def test_the_window_adds_the_bias_like_its_naive_form(window, masked, is_causal)
         torch.testing.assert_close(exact, dense)
 
 
+# Small budgets: every config approximates the tests' 90 tokens.
+BIASED = {
+    "longformer": hea.LongformerConfig(window_size=9),
+    "nearfar": hea.NearFarConfig(block_size=16, num_samples=12, num_probes=24),
+    "nearfar without near keys": hea.NearFarConfig(block_size=0, num_samples=12, num_probes=0),
+    "kdeformer": hea.KDEformerConfig(block_size=12, num_samples=12),
+    "kdeformer by hash": hea.KDEformerConfig(block_size=12, num_samples=12, near_field="lsh", draw="independent"),
+    "hyperattention": hea.HyperAttentionConfig(block_size=12, num_samples=12),
+    "scatterbrain": hea.ScatterbrainConfig(block_size=12, num_features=32),
+}
+FORMS = [pytest.param(config, False, id=name) for name, config in BIASED.items()]
+FAR = {name: config for name, config in BIASED.items() if name != "longformer"}
+FORMS.append(pytest.param(BIASED["longformer"], True, id="longformer, causal"))
+
+
+@pytest.mark.parametrize("q_len", [90, 40, 120])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("config", FAR.values(), ids=FAR)
+def test_far_fields_add_the_bias_like_their_naive_forms(config, masked, q_len):
+    q_len = 90 if config.needs_square else q_len
+    (query, key, value), table, mask = heads()
+    mask[0, 33:36] = False  # masked tokens count in the distances between other tokens
+    query = torch.randn(2, 3, q_len, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    options = {"attention_mask": mask if masked else None, "distance_bias": table}
+    found = hea.attention(config, query, key, value, **options)
+    expected = naive_attention(config, query, key, value, **options)
+    shown = mask[:, None, :, None].expand_as(found) if masked and q_len == 90 else torch.ones_like(found) > 0
+    torch.testing.assert_close(found[shown], expected[shown], rtol=1e-9, atol=1e-9)
+    exact = biased_exact(query, key, value, table, options["attention_mask"], is_causal=False, scale=8**-0.5)
+    whole = hea.attention(config.with_budget(180), query, key, value, **options)
+    torch.testing.assert_close(whole[shown], exact[shown])
+
+
+def test_a_bias_by_distance_lowers_the_error_of_landmarks_to_that_without_one():
+    """The mean bias of landmarks and the bias of the window both count: leaving out either is far worse."""
+    tensors, _, _ = heads(400, dtype=torch.float32)
+    distance = torch.arange(-64, 65).abs()
+    table = -torch.tensor([[0.5], [1.0], [2.0]]) * (1 + distance).log() + torch.arange(-64, 65).sign() * 0.7
+    config = hea.NearFarConfig().with_budget(96)
+
+    def error(table, given):
+        exact = biased_exact(*tensors, table, is_causal=False, scale=8**-0.5)
+        return (hea.attention(config, *tensors, distance_bias=given) - exact).norm() / exact.norm()
+
+    inside, outside = table.clone(), table.clone()
+    inside[:, distance <= 32], outside[:, distance > 32] = 0.0, 0.0
+    assert error(table, table) < 0.3 * min(error(table, None), error(table, inside), error(table, outside))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_of_the_window_with_a_bias(is_causal):
     tensors, table, _ = heads(7)
@@ -103,23 +153,54 @@ def test_gradients_of_the_window_with_a_bias(is_causal):
     assert torch.autograd.gradcheck(compute, (*tensors, table.requires_grad_()))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_with_a_bias_does_not_matter(is_causal):
+@pytest.mark.parametrize("config", FAR.values(), ids=FAR)
+def test_gradients_of_far_fields_with_a_bias_equal_those_of_their_naive_forms(config):
+    tensors, table, mask = heads()
+    tensors, found = [x.requires_grad_() for x in (*tensors, table)], []
+    for form in (hea.attention, naive_attention):
+        out = form(config, *tensors[:3], attention_mask=mask, distance_bias=tensors[3])
+        found.append(torch.autograd.grad((out[mask[:, None].expand(-1, 3, -1)] ** 2).sum(), tensors))
+    for fast, naive in zip(*found, strict=True):
+        assert naive.abs().max() > 1e-3
+        torch.testing.assert_close(fast, naive, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize(("config", "is_causal"), FORMS)
+def test_padding_and_other_rows_with_a_bias_do_not_matter(config, is_causal):
     tensors, table, mask = heads(dtype=torch.float32)
-    config = hea.LongformerConfig(window_size=9)
-    options = {"attention_mask": mask, "is_causal": is_causal, "distance_bias": table}
-    found = hea.attention(config, *tensors, **options)
+    options = {"is_causal": is_causal, "distance_bias": table}
+    found = hea.attention(config, *tensors, attention_mask=mask, **options)
     for x in tensors[1:]:
         x.masked_fill_(~mask[:, None, :, None], torch.nan)
-    again = hea.attention(config, *tensors, **options)
+    again = hea.attention(config, *tensors, attention_mask=mask, **options)
     assert torch.equal(found, again) and found.isfinite().all()
+    alone = hea.attention(config, *(x[1:, :, :60] for x in tensors), **options)
+    torch.testing.assert_close(found[1:, :, :60], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("config", "is_causal"), FORMS)
+def test_half_precision_with_a_bias(config, is_causal, dtype):
+    tensors, table, mask = heads(dtype=torch.float32)
+    tensors, options = [(x * 30).to(dtype) for x in tensors], {"attention_mask": mask, "is_causal": is_causal}
+    for factor in (1.0, 1e3):
+        out = hea.attention(config, *tensors, distance_bias=(table * factor).to(dtype), **options)
+        assert out.dtype == dtype and out.isfinite().all()
 
 
 def test_other_methods_refuse_a_bias():
     tensors, table, _ = heads()
-    assert methods_with("adds_distance_bias") == ["longformer"]
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"kdeformer: it cannot add a bias .*longformer"):
-        hea.attention("kdeformer", *tensors, distance_bias=table)
+    assert methods_with("adds_distance_bias") == [
+        "hyperattention",
+        "kdeformer",
+        "longformer",
+        "nearfar",
+        "scatterbrain",
+    ]
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"linear: it cannot add a bias .*longformer, nearfar"):
+        hea.attention("linear", *tensors, distance_bias=table)
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"nearfar: .* of causal attention. .* can: longformer$"):
+        hea.attention("nearfar", *tensors, distance_bias=table, is_causal=True)
     with pytest.raises(hea.UnsupportedAttentionError, match="cannot add a bias"):
         hea.attention("longformer", *tensors, distance_bias=table, global_tokens=1)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"distance_bias must be \(3, 2R \+ 1\)"):
@@ -200,16 +281,18 @@ class _Largest(TorchDispatchMode):
 
 
 @needs_interface
-@pytest.mark.parametrize("part", ["encoder", "exact"])
+@pytest.mark.parametrize("part", [*FAR, "longformer", "exact"])
 def test_memory_is_linear(part):
     """No (Nq, Nk) tensor is made: neither a bias, nor the zeros that T5 makes for cross attention."""
     model, sizes = t5(), []
-    layers = ["encoder"] if part == "encoder" else ["decoder"]  # the encoder is exact, in blocks of queries
-    hea.convert(model, "longformer", layers=layers, window_size=16)
+    if part == "exact":  # the encoder is exact, in blocks of queries
+        hea.convert(model, "longformer", layers=["decoder"], window_size=16)
+    else:
+        hea.convert(model, BIASED[part], layers=["encoder"])
     for length in (2048, 4096):
         ids = torch.randint(2, 60, (1, length))
         with _Largest() as largest, torch.no_grad():
-            model(input_ids=ids, decoder_input_ids=ids[:, :1024] if part == "encoder" else ids[:, :8])
+            model(input_ids=ids, decoder_input_ids=ids[:, :8] if part == "exact" else ids[:, :1024])
         sizes.append(largest.numel)
     assert sizes[1] <= 2.1 * sizes[0] and sizes[1] < 4096 * 4096
 
@@ -217,9 +300,13 @@ def test_memory_is_linear(part):
 @needs_interface
 def test_refusals_name_what_can_be_used():
     model = t5()
-    for method, values in (("kdeformer", {}), ("linear", {}), ("longformer", {"global_tokens": 1})):
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"bias of relative positions.*use longformer without"):
-            hea.convert(model, method, **values)
+    for method, words in (
+        ("nearfar", r"in causal attention: choose only its encoder \(layers=\['encoder'\]\), or use longformer \("),
+        ("linear", r"cannot keep: use hyperattention, kdeformer, longformer, nearfar, scatterbrain \("),
+        ({"method": "longformer", "global_tokens": 1}, r"longformer without global tokens"),
+    ):
+        with pytest.raises(hea.UnsupportedAttentionError, match=f"bias of relative positions.*{words}"):
+            hea.convert(model, method)
     assert model.config._attn_implementation == "sdpa" or model.config.efficient_attention is None
     assert hea.convert(t5(), "longformer", layers=["encoder"]).config.efficient_attention["layers"] == ["encoder"]
 
@@ -246,24 +333,61 @@ def test_errors_and_calibration_with_a_bias():
 
 
 @needs_interface
-@pytest.mark.parametrize("kind", ["mt5", "pop2piano"])
+@pytest.mark.parametrize("kind", ["MT5", "UMT5", "Pop2Piano"])
 def test_relatives_of_t5(kind):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES)
-    name = "MT5EncoderModel" if kind == "mt5" else "Pop2PianoForConditionalGeneration"
-    model = getattr(transformers, name)(config).eval()
-    stack = model.get_encoder() if hasattr(model, "get_encoder") else model.encoder
-    ids = torch.randint(2, 60, (2, 60))
-    with torch.no_grad():
-        expected = stack(input_ids=ids).last_hidden_state
-        hea.convert(model, "longformer", layers=["encoder"], window_size=60)
-        torch.testing.assert_close(stack(input_ids=ids).last_hidden_state, expected, rtol=1e-4, atol=1e-4)
+    module = inspect.getmodule(getattr(transformers, f"{kind}PreTrainedModel"))
+    if kind == "UMT5" and "position_bias=position_bias" not in inspect.getsource(module.UMT5Attention):
+        pytest.skip("UMT5 of this version adds the bias to the mask")
+    config = transformers.AutoConfig.for_model(kind.lower(), **SIZES)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    for name, parameter in model.named_parameters():
+        if "relative_attention_bias" in name:
+            parameter.data.normal_(std=2.0)
+    model.generation_config.max_length = None
+    inputs = {"input_ids": torch.randint(2, 60, (2, 60)), "decoder_input_ids": torch.randint(2, 60, (2, 30))}
+    inputs["attention_mask"] = torch.ones(2, 60, dtype=torch.int64)
+    inputs["attention_mask"][1, 50:] = 0
+    expected = logits(model, inputs)
+    for layers in (["encoder"], None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hea.convert(model, "longformer", layers=layers, window_size=60)
+            found = logits(model, inputs)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+            assert torch.equal(logits(copied, inputs), found)
+    hea.convert(model, "nearfar", layers=["encoder"], block_size=16, num_samples=12)
+    assert not torch.allclose(logits(model, inputs), expected, atol=1e-3)
+    hea.convert(model, "sdpa")
+    torch.testing.assert_close(logits(model, inputs), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_interface
+@pytest.mark.parametrize("config", [x for name, x in BIASED.items() if " " not in name], ids=lambda x: x.method)
+def test_an_encoder_with_each_method(config, tmp_path):
+    """Saved, loaded, padded and trained, with a gradient of the bias; within its budget the encoder is exact."""
+    model, inputs = t5(), inputs_of()
+    valid, expected = inputs["attention_mask"].bool(), encoded(model, inputs)
+    hea.convert(model, config.with_budget(301), layers=["encoder"])
+    torch.testing.assert_close(encoded(model, inputs)[valid], expected[valid], rtol=1e-4, atol=1e-4)
+    found = encoded(hea.convert(model, config, layers=["encoder"]), inputs)
+    assert 0.01 < (found - expected)[valid].norm() / expected[valid].norm() < 1.0
+    model.save_pretrained(tmp_path)
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(encoded(again, inputs), found)
+    ids = inputs["input_ids"].masked_fill(~valid, 7)  # other padding
+    assert torch.equal(encoded(model, {**inputs, "input_ids": ids})[valid], found[valid])
+    model.train()(input_ids=ids, attention_mask=inputs["attention_mask"], labels=ids[:, :20].clone()).loss.backward()
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert model.get_parameter(name).grad.abs().max() > 0
 
 
 @needs_interface
 @pytest.mark.exhaustive
-def test_compiled():
-    model, inputs = hea.convert(t5(), "longformer", layers=["encoder"], window_size=6), inputs_of()
+@pytest.mark.parametrize("config", [x for name, x in BIASED.items() if " " not in name], ids=lambda x: x.method)
+def test_compiled(config):
+    model, inputs = hea.convert(t5(), config, layers=["encoder"]), inputs_of()
     expected = encoded(model, inputs)
     with torch.no_grad():
         compiled = torch.compile(model.encoder, fullgraph=True)

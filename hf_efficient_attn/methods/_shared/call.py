@@ -295,12 +295,10 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
         refuse(f"it needs as many queries as keys; got {q_len} and {kv_len}", config)
     bias = arguments.distance_bias
     if bias is not None:
-        if not config.adds_distance_bias:
-            refuse(
-                "it cannot add a bias by distance to its scores, because it does not compute the scores of all pairs. "
-                f"Methods that can: {', '.join(methods_with('adds_distance_bias'))}",
-                config,
-            )
+        if not config.adds_distance_bias or (arguments.is_causal and not config.adds_causal_bias):
+            where, needed = (" of causal attention", "causal") if arguments.is_causal else ("", "distance")
+            can = ", ".join(methods_with(f"adds_{needed}_bias"))
+            refuse(f"it cannot add a bias by distance to the scores{where}. Methods that can: {can}", config)
         if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] % 2 == 0:
             refuse(f"distance_bias must be ({num_heads}, 2R + 1); got {tuple(bias.shape)}", config)
     if not 0.0 <= arguments.dropout_p < 1.0:

@@ -66,6 +66,7 @@ class MethodConfig:
         exact_budget: the hyperparameters whose sum is `exact_length`, unless the method defines that itself.
         decodes_exactly: True if decoding attends to all cached keys exactly. `hea.NearFarCache` can then take the place
             of these keys.
+        adds_causal_bias: True if the causal form can add a bias by distance, as `adds_distance_bias` says of the other.
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for the
             length and mask of the example. All other methods are refused there.
         default_rank: the position of the method among the default methods, fastest first. None: no default method.
@@ -100,6 +101,7 @@ class MethodConfig:
     budget: ClassVar[tuple[tuple[str, int], ...]] = ()
     exact_budget: ClassVar[tuple[str, ...]] = ()
     decodes_exactly: ClassVar[bool] = False
+    adds_causal_bias: ClassVar[bool] = False
     exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None
     default_for: ClassVar[tuple[str, ...]] = ("compare", "calibrate")
@@ -196,8 +198,8 @@ class MethodConfig:
     def adds_distance_bias(self) -> bool:
         """Whether it can add a bias to the scores that depends on the distance of key and query, as T5 has it.
 
-        A method can if it computes the scores of all pairs that it attends to. The bias of a compressed far field would
-        have to be part of the compression.
+        A method can if it computes the scores of all pairs that it attends to, or knows where the keys of its far field
+        are. `adds_causal_bias` says the same of its causal form.
         """
         return False
 

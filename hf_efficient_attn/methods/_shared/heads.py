@@ -1,14 +1,17 @@
 """Batch rows and heads flattened into one dimension, as the primitives in `hf_efficient_attn.ops` take them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
-from hf_efficient_attn.ops.exact import exact_attention, exact_decode
-from hf_efficient_attn.ops.tokens import move_valid_first, restore_order, take, valid_first
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.exact import biased_exact, exact_attention, exact_decode
+from hf_efficient_attn.ops.tokens import integers, move_valid_first, restore_order, take, valid_first
 
 
 def by_heads(
@@ -45,7 +48,7 @@ def by_heads(
 
 
 def without_padding(
-    form: Callable[[Tensor, Tensor, Tensor], Tensor],
+    form: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,25 +58,37 @@ def without_padding(
     """Call a form, as `by_heads` does, once for all sequences with the same number of valid tokens; 0 for padding.
 
     So masked tokens take no part, and a sequence has the same output in every batch. The mask of the keys is also the
-    mask of the queries if there are as many. The form need not compute sequences of up to `exact_length` keys.
+    mask of the queries if there are as many. The form need not compute sequences of up to `exact_length` keys. With a
+    bias by distance it gets a `Bias` as well.
     """
+    table = options.distance_bias
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
 
-    def form_of_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if key.shape[1] <= exact_length:
-            return exact_attention(query, key, value, is_causal=False, scale=options.scale, dropout_p=options.dropout_p)
-        return form(query, key, value).to(value.dtype)
+    def form_of_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:
+        if key.shape[1] > exact_length:
+            return form(query, key, value, *bias).to(value.dtype)
+        if not bias:
+            return exact_attention(query, key, value, is_causal=False, **call)
+        return attend(query[:, None], key[:, None], value[:, None], bias[0].of_pairs()[:, None], **call).out[:, 0]
 
     def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = []
+        if table is not None:
+            positions = (integers(x.shape[1], x.device)[None] for x in (query, key))
+            bias.append(Bias(table.repeat(len(query) // len(table), 1), *positions))
         if mask is None:
-            return form_of_length(query, key, value)
+            return form_of_length(query, key, value, *bias)
         out, counts = value.new_zeros(*query.shape[:2], value.shape[2]), mask.sum(1)
         if not bool(counts.any()):
             return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
         for count in filter(None, counts.unique().tolist()):
             some = (counts == count).nonzero()[:, 0]
             order = valid_first(mask[some])[:, :count]  # (some, count)
-            own = [take(x[some], order) for x in (key, value)]  # (some, count, .)
-            if query.shape[1] == key.shape[1]:
+            own: list[Any] = [take(x[some], order) for x in (key, value)]  # (some, count, .)
+            is_square = query.shape[1] == key.shape[1]
+            if bias:
+                own.append(Bias(bias[0].table[some], order if is_square else bias[0].query_position, order))
+            if is_square:
                 out = out.index_put((some[:, None], order), form_of_length(take(query[some], order), *own))
             else:
                 out = out.index_put((some,), form_of_length(query[some], *own))
@@ -85,6 +100,9 @@ def without_padding(
 def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute exact attention (B, H, Nq, Dv), by PyTorch's function if that takes the mask and stores no pairs."""
     mask, is_causal, scale, dropout_p = options[:4]
+    if options.distance_bias is not None:
+        bias = options.distance_bias
+        return biased_exact(query, key, value, bias, mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     # PyTorch's causal kernel gives NaN unless the scale is positive.
     if dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_efficient_attn.kernel.densities import softmax_column_norms
@@ -10,7 +11,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
-from hf_efficient_attn.ops.exact import dense_attention, dense_softmax
+from hf_efficient_attn.ops.exact import bias_of, dense_attention, dense_softmax
 from hf_efficient_attn.ops.near_far import NearFieldOptions, dense_log_weights
 from hf_efficient_attn.ops.sampling import SamplingOptions
 
@@ -31,6 +32,7 @@ class SampledKeysConfig(MethodConfig):
     # This split was among the best on activations of pretrained models.
     budget = (("block_size", 1), ("num_samples", 3))
     decodes_exactly = True
+    adds_distance_bias = True
 
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_samples: int = option(256, "Keys sampled from the rest: the far field. 0 omits the far field.", minimum=0)
@@ -80,6 +82,7 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
         batch=query.shape[0],
         groups=config.score_groups,
         shared=config.columns == "all",
+        table=None if options.distance_bias is None else options.distance_bias.repeat(query.shape[0], 1),
     )
 
 
@@ -102,7 +105,9 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if not options.is_causal:
             near, far = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
-            return near_far.near_far_attention(query, key, value, near, far, scale=scale, dropout_p=dropout_p)
+            return near_far.near_far_attention(
+                query, key, value, near, far, scale=scale, dropout_p=dropout_p, table=sampling.table
+            )
         plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
         return causal.causal_near_far_attention(
             query, key, value, plans, block_size=size, num_exact=budget, scale=scale, dropout_p=dropout_p
@@ -117,14 +122,18 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
     budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        table = sampling.table
+        position = torch.arange(max(q_len, kv_len), device=query.device)
+        bias = 0.0 if table is None else bias_of(table.double(), position[:kv_len] - position[:q_len, None])
         if kv_len <= budget:
-            return dense_softmax(query.double() @ key.double().mT * options.scale, value, key_mask, options.is_causal)
+            scores = query.double() @ key.double().mT * options.scale + bias
+            return dense_softmax(scores, value, key_mask, options.is_causal)
         if options.is_causal:
             plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
             weights = dense_causal_log_weights(plans, q_len, size, budget, query)
         else:
             plan = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
-            weights = dense_log_weights(*plan, q_len, kv_len)
+            weights = dense_log_weights(*plan, q_len, kv_len) + bias
         return dense_attention(query, key, value, weights, scale=options.scale)
 
     moves = options.is_causal and kv_len > budget
