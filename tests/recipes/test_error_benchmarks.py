@@ -12,26 +12,7 @@ from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from recipe_commands import read_csv, run
 from recipes.benchmarks import error, error_bound
 from recipes.common import inputs as real_inputs
-
-
-@pytest.mark.parametrize(
-    ("recipe", "arguments", "message"),
-    [
-        (error, ["--model", "gpt5"], "minilm, deit, random"),
-        (error, ["--check"], "goals are those of half precision"),
-        (error, ["--data", "no/such/folder"], "HEA_DATA"),
-        (error, ["--data", "no/such/folder", "--model", "deit"], "HEA_DATA"),
-        (error, ["--method", "longformer:global_tokens=200"], "budget of 128"),
-        (error, ["--half", "bfloat16", "--tradeoff", "a.png"], "leave out --half"),
-        (error, ["--defaults", "--budget", "8"], "leave out --budget and --half"),
-        (error_bound, ["--auto", "--source", "gpt2"], "not one of books, xquad, photographs"),
-        (error_bound, ["--auto", "--budget", "64"], "leave out --rows, --budget and --method"),
-    ],
-)
-def test_refusals_before_measuring(recipe, arguments, message, capsys):
-    assert run(recipe, *arguments) == 2
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
+from tiny_recipes import write
 
 
 @pytest.fixture
@@ -66,28 +47,22 @@ def test_errors_of_the_inputs_of_attention_fall_with_the_budget(activations):
 @pytest.fixture
 def book(tmp_path, minilm):
     """A data folder with one book."""
-    folder = tmp_path / "text" / "books"
-    folder.mkdir(parents=True)
     words = "It was the best of times, it was the worst of times, it was the age of wisdom and of foolishness. " * 600
-    with gzip.open(folder / "book.txt.gz", "wt", encoding="utf-8") as file:
-        file.write(words)
+    write(tmp_path / "text" / "books" / "book.txt.gz", gzip.compress(words.encode()))
     return tmp_path
 
 
 def test_error_command_on_minilm(book, capsys):
-    arguments = ["--data", book, "--method", "longformer", "--budget", "64,128", "--seeds", "1", "--threads", "1"]
-    assert run(error, *arguments, "--csv", book / "error.csv") == 0
+    words = "--method longformer --budget 64,128 --seeds 1 --threads 1 --data"
+    assert run(error, words, book, "--csv", book / "error.csv") == 0
     out = capsys.readouterr().out
     better, worse = sorted(read_csv(book / "error.csv"), key=lambda row: float(row["error"]))
     assert (better["budget"], worse["budget"]) == ("128", "64")
     assert "minilm: 512 tokens, 6 layers, 12 heads of 32, 1 inputs" in out
     assert "| attention  | 64" in out and "± deviation" in out
-
-
-def test_longer_text_is_concatenated_windows(book):
+    # Longer text is concatenated windows. The last token of the short text is [SEP].
     short, longer = real_inputs.minilm_activations(book, 1), real_inputs.minilm_activations(book, 1, length=700)
     assert [one.query.shape[2] for one in longer] == [700] * 6
-    # The last token of the short text is [SEP].
     assert torch.allclose(longer[0].key[:, :, :511], short[0].key[:, :, :511], atol=1e-5)
 
 
@@ -100,8 +75,8 @@ def test_mean_error_is_zero_for_uniform_attention(causal):
 
 
 def test_errors_of_default_hyperparameters(activations, capsys, tmp_path):
-    arguments = ["--method", "longformer:window_size=3,longformer", "--seeds", "1", "--csv", tmp_path / "errors.csv"]
-    assert run(error, *arguments, "--defaults") == 0
+    words = "--method longformer:window_size=3,longformer --seeds 1 --defaults --csv"
+    assert run(error, words, tmp_path / "errors.csv") == 0
     assert "| attention " in (out := capsys.readouterr().out) and "| default |" in out and "budgets" not in out
     narrow, usual = read_csv(tmp_path / "errors.csv")
     # The default window is wider than the 48 tokens.
@@ -112,8 +87,8 @@ def test_causal_errors_omit_methods_without_causal_form(activations, monkeypatch
     methods = ("linear", "kdeformer", "kdeformer:near_field=window", "nystromformer")
     monkeypatch.setattr(error, "METHODS", methods)
     # The causal form has a single near field.
-    for causal, counts in (([], [1, 2, 1]), (["--causal"], [1, 1, 0])):
-        assert run(error, "--budget", "8", "--seeds", "1", *causal) == 0
+    for causal, counts in (("", [1, 2, 1]), ("--causal", [1, 1, 0])):
+        assert run(error, "--budget 8 --seeds 1", causal) == 0
         out = capsys.readouterr().out
         assert [out.count(f"\n| {name} ") for name in ("linear", "kdeformer", "nystromformer")] == counts
         assert ("mean of the values so far" in out) == bool(causal) and " * |" in out
@@ -129,14 +104,14 @@ def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(error_bound, "open_source", lambda *_: (torch.nn.Identity(), lambda tokens: iter([{}])))
     monkeypatch.setattr(hea, "convert", lambda model, config: model)
     monkeypatch.setattr(hea, "attention_error", lambda model, batch, *, num_rows: ModelError((layer,), num_rows))
-    arguments = ["--auto", "--data", tmp_path, "--source", "books", "--tokens", "60", "--check"]
-    assert run(error_bound, *arguments, "--csv", tmp_path / "heads.csv") == 1
+    words = "--auto --source books --tokens 60 --check --data"
+    assert run(error_bound, words, tmp_path, "--csv", tmp_path / "heads.csv") == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "| books | 60 | 4 | 75% | 1 | 33.33% |" in out
     (row,) = read_csv(tmp_path / "heads.csv")
     assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
     errors[0, 3] = 0.1
-    assert run(error_bound, *arguments) == 0
+    assert run(error_bound, words, tmp_path) == 0
 
 
 # --- error against speed ---
@@ -152,8 +127,8 @@ def test_the_frontier():
 
 def test_the_tradeoff_is_measured_and_drawn(activations, tmp_path, capsys):
     picture, file = tmp_path / "tradeoff.png", tmp_path / "tradeoff.csv"
-    few = ["--tradeoff", picture, "--seeds", 1, "--rounds", 1, "--threads", 1, "--csv", file]
-    assert run(error, *few, "--method", "longformer,linear", "--budget", "4,16") == 0
+    words = "--method longformer,linear --budget 4,16 --seeds 1 --rounds 1 --threads 1 --csv"
+    assert run(error, words, file, "--tradeoff", picture) == 0
     rows = read_csv(file)
     names = [(row["method"], row["budget"]) for row in rows]
     assert names == [("longformer", "4"), ("linear", "4"), ("longformer", "16"), ("linear", "16")]

@@ -6,18 +6,16 @@ import re
 import pytest
 import torch
 from transformers import BertForSequenceClassification
-from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import FinetuningOptions
 from hf_efficient_attn.training.steps import learned_parameters
+from recipe_commands import run
 from recipes.benchmarks import distilled
 from recipes.experiments import arms
 from tiny_models import output, tiny_batch, tiny_config, tiny_model
 
-runner = CliRunner()
 FINETUNING = FinetuningOptions(steps=4, learning_rate=1e-4, attention_learning_rate=1e-3)
 LINEAR = make_config("linear", feature_map="hedgehog", num_features=16)
 
@@ -38,8 +36,7 @@ def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
     assert figures["fine-tuned"] != figures["distilled"]
     monkeypatch.setitem(distilled.TASKS, "states", lambda data, count: task)
     methods = "linear:num_features=16:window_size=8,nystromformer:num_landmarks=4"
-    call = ["states", "--method", methods, "--steps", "20", "--finetune-steps", "4", "--learning-rate", "1e-4"]
-    assert cli.run(distilled.app, call, "distilled") == 0
+    assert run(distilled, "states --steps 20 --finetune-steps 4 --learning-rate 1e-4 --method", methods) == 0
     out = capsys.readouterr().out
     assert " | ".join(f"{figures[name]:.3f}" for name in ("switched", "distilled")) in re.sub(" +", " ", out)
     assert re.search(r"\| nystromformer[^|]*\| 0.000 +\| \d.\d+ +\| \d.\d+ +\| \d.\d+ +\| +\|", out)
@@ -92,22 +89,13 @@ def test_labels_are_used_by_the_arms_that_train_on_the_task(arm):
     assert all(torch.equal(p, other[name]) for name, p in first.items()) == (arm == "distillation")
 
 
-def test_table_of_arms(tmp_path):
+def test_table_of_arms(tmp_path, capsys):
     for seed, value in ((0, 0.5), (1, 0.7)):
         figures = {arm: {"accuracy": value} for arm in ("exact", *arms.ARMS)}
         found = {"task": "mrpc", "seed": seed, "cost_in_task_steps": 100, "figures": figures}
         (tmp_path / f"mrpc-{seed}.json").write_text(json.dumps(found | {"seconds_per_step": {"task": 1.5}}))
-    shown = runner.invoke(arms.app, ["show", str(tmp_path)])
-    assert shown.exit_code == 0, shown.output
-    lines = shown.output.splitlines()
+    assert run(arms, "show", tmp_path) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
     assert [line.split("|")[1].strip() for line in lines if "0.600 ± 0.100" in line] == ["exact", *arms.ARMS]
-    assert "as much as 100 steps" in shown.output and "task 1.50" in shown.output
-
-
-def test_refusals_of_arms():
-    for arguments, message in (
-        (["run", "sentences", "--output", "runs"], "'sentences' is not one of glue, pictures"),
-        (["show", "nowhere"], "holds no results: make them with the command run"),
-    ):
-        result = runner.invoke(arms.app, arguments)
-        assert result.exit_code != 0 and message in str(result.exception) + result.output
+    assert "as much as 100 steps" in shown and "task 1.50" in shown

@@ -1,11 +1,9 @@
 """Data of the Long Range Arena, the generator of ListOps, the encoder, and the recipe lra.py."""
 
 import gzip
-import io
 import itertools
 import json
 import math
-import pathlib
 import random
 import re
 import statistics
@@ -15,12 +13,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import hf_efficient_attn as hea
 from recipes import lra
 from recipes.common.data import listops
 from recipes.common.data import lra as data_of
+from tiny_recipes import WRITERS, grey, train, write, write_lra
 
 FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
 
@@ -109,68 +107,10 @@ def reading(max_length=64, **options) -> data_of.Reading:
     return data_of.Reading(max_length, **options)
 
 
-def write(path: pathlib.Path, content: str | bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def picture(size=4, value=None, seed=0, kind="PNG") -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size, size), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels if value is None else np.full((size, size), value, np.uint8)).save(out, kind)
-    return out.getvalue()
-
-
-def write_listops(folder):
-    """The benchmark's layout, with parentheses."""
-    rows = ["( ( ( [MAX 2 ) 9 ) ] )\t9", "( ( ( [SM 5 ) 6 ) ] )\t1", "3\t3", "4\t4"] * 3
-    for name in ("train", "val", "test"):
-        write(folder / f"basic_{name}.tsv", "Source\tTarget\n" + "\n".join(rows) + "\n")
-
-
-def write_text(folder):
-    for split in ("train", "test"):
-        for i in range(6):
-            write(folder / "aclImdb" / split / "pos" / f"{i}_9.txt", f"good {i} \u00e9")
-            write(folder / "aclImdb" / split / "neg" / f"{i}_1.txt", f"bad {i} " * 20)
-
-
-def write_image(folder):
-    """A zip file of ten classes with one grey value each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / "cifar.zip", "w") as archive:
-        for split, (name, i) in itertools.product(("train", "test"), itertools.product("abcdefghij", range(2))):
-            archive.writestr(f"{split}/{name}/{i}.png", picture(value=20 * (ord(name) - ord("a")) + i))
-
-
-def write_retrieval(folder):
-    for name in ("train", "eval", "test"):
-        rows = [f"{i % 2}.0\tP{i}\tQ{i}\tb'text {i}'\tb'{'other' * (i % 5 + 1)}'" for i in range(8)]
-        write(folder / f"new_aan_pairs.{name}.tsv", "\n".join(rows) + "\n")
-
-
-def write_pathfinder(folder):
-    hard = folder / "pathfinder32" / "curv_contour_length_14"
-    for batch in range(2):
-        lines = []
-        for i in range(10):
-            write(hard / "imgs" / str(batch) / f"sample_{i}.png", picture(seed=10 * batch + i))
-            lines.append(f"imgs/{batch} sample_{i}.png {i} {i % 2} 1.8 6 2.0 5 1.5 2 1")
-        write(hard / "metadata" / f"{batch}.npy", "\n".join(lines) + "\n")
-
-
-WRITERS = {name: globals()[f"write_{name}"] for name in data_of.TASKS}
-
-
 @pytest.fixture
 def made(tmp_path):
     """Writes artificial data of a task and returns its source."""
-
-    def make(task: str) -> str:
-        WRITERS[task](tmp_path / task)
-        return str(tmp_path / task / "cifar.zip" if task == "image" else tmp_path / task)
-
-    return make
+    return lambda task: write_lra(task, tmp_path / task)
 
 
 def test_listops_in_the_official_layout(made):
@@ -222,7 +162,7 @@ def test_pictures_as_grey_pixels(made):
 def test_splits_of_pictures_can_be_chosen(made):
     source = made("image")
     with zipfile.ZipFile(source, "a") as archive:
-        archive.writestr("test/a/2.png", picture(value=250))
+        archive.writestr("test/a/2.png", grey(value=250))
     found = data_of.load_image(source, reading(16), "train", "test")
     assert len(found["train"]) == 21 and len(found["test"]) == 20 and 252 in found["train"]["input_ids"][:]
     with pytest.raises(ValueError, match="no split 'tests'"):
@@ -322,67 +262,19 @@ def test_pairs_are_classified_by_their_combinations():
     )
 
 
-def options_of(task: str, source: str | None, out, *more) -> list[str]:
-    return [
-        *("--task", task, *(["--data", source] if source else []), "--output_dir", str(out)),
-        *("--max_length", "128" if task == "text" else "64"),
-        *("--num_layers", "1", "--hidden_size", "16", "--intermediate_size", "16", "--max_steps", "4"),
-        *("--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu", "True", *more),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("task", "method"),
-    [*zip(WRITERS, ("sdpa", "nystromformer", "linear", "kdeformer", "flurka_linear"), strict=True)],
-)
-def test_a_run_on_every_task(task, method, made, tmp_path):
-    out = tmp_path / "out"
-    report = lra.run(options_of(task, made(task), out, "--attention", method))
-    stored = json.loads((out / "metrics.json").read_text())
-    splits = ["train", "test"] if task in ("text", "image") else ["test", "train", "validation"]
-    assert sorted(stored["rows"]) == sorted(splits)
-    names = ["eval_accuracy"] if task in ("text", "image") else ["eval_validation_accuracy", "eval_test_accuracy"]
-    assert all(0 <= report["metrics"][name] <= 1 for name in names)
-    assert stored["steps"] == 4 and stored["seconds_per_step"] > 0 and stored["peak_memory_mib"] > 0
-    model = lra.LongRangeModel.from_pretrained(out)
-    assert (model.config.efficient_attention or {"method": "sdpa"})["method"] == method
-
-
-def test_it_learns(tmp_path):
+def test_it_learns(here, tmp_path):
     """The classes are ten grey values, which a model without training or with wrong pooling does not recognise."""
-    write_image(tmp_path / "image")
-    more = ["--attention", "linear", "--learning_rate", "1e-2", "--dropout", "0", "--max_length", "16"]
-    options = options_of("image", str(tmp_path / "image" / "cifar.zip"), tmp_path / "out", *more)
-    assert lra.run([*options, "--max_steps", "60"])["metrics"]["eval_accuracy"] > 0.7
+    more = ["--attention", "linear", "--learning_rate", 1e-2, "--dropout", 0, "--max_length", 16, "--max_steps", 60]
+    assert train("lra-image", here, tmp_path / "out", *more)["metrics"]["eval_accuracy"] > 0.7
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--task", "listop"], "listops"),
-        (["--max_train_samples", "0"], "--max_train_samples 0"),
-        (["--hidden_size", "17"], "not a multiple of --num_heads 2"),
-        (["--attention", "nystromforner"], "nystromformer"),
-        (["--stages", "linear:0.5", "flurka_linear:0.9"], "1"),
-        (["--max_length", "60"], "--max_length 60 is not a square"),
-        (["--initializer_range", "0"], "--initializer_range 0"),
-    ],
-)
-def test_refused_before_the_first_step(more, message, made, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        lra.run(options_of("image", made("image"), tmp_path / "out", *more))
-    assert not (tmp_path / "out" / "metrics.json").exists()
-
-
-def test_generated_listops_through_the_recipe(tmp_path, capsys):
-    options = options_of(
-        "listops", None, tmp_path / "out", "--cache_dir", str(tmp_path / "cache"), "--min_length", "10"
-    )
-    rules = ["--listops_depth", "3", "--listops_args", "6", "--pooling", "cls", "--initializer_range", "0.1"]
-    report = lra.run([*options, *rules, "--listops_train", "16", "--listops_eval", "8"])
+def test_generated_listops_through_the_recipe(here, tmp_path, capsys):
+    rules = "--min_length 10 --max_length 64 --listops_depth 3 --listops_args 6 --listops_train 16 --listops_eval 8"
+    words = f"--task listops {rules} --cache_dir {tmp_path / 'cache'} --use_cpu --max_steps 2 --save_strategy no"
+    words += " --pooling cls --initializer_range 0.1 --num_layers 1 --hidden_size 16"
+    report = train("lra-listops", here, tmp_path / "out", "ONLY", *words.split())
     assert report["rows"] == {"train": 16, "test": 8} and 10 < report["mean_length"]["train"] < 64
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["listops-10-64-3-6-0-16-8-v1"]
     assert sorted(report["baselines"]) == ["first_operator", "most_frequent"]
     assert f"first_operator {report['baselines']['first_operator']:.3f}" in capsys.readouterr().out
-    model = lra.LongRangeModel.from_pretrained(tmp_path / "out")
-    assert model.config.initializer_range == 0.1
+    assert lra.LongRangeModel.from_pretrained(tmp_path / "out").config.initializer_range == 0.1

@@ -4,9 +4,6 @@ import functools
 import gzip
 import json
 import math
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,48 +11,27 @@ import torch
 from transformers import EvalPrediction
 
 from hf_efficient_attn.io.reading import special_tokens
-from recipe_commands import losses
-from recipes import clm, mlm
+from recipes import clm
 from recipes.common import language, language_models
 from recipes.common.data import text
 from recipes.common.language import TextArguments
 from recipes.common.language_models import ModelArguments
+from tiny_recipes import prose, train
 
 KINDS = {True: language_models.MASKED, False: language_models.CAUSAL}
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-WORDS = ["sun", "moon", "river", "stone", "winter", "bread", "letter", "window", "captain", "harbour", "quiet", "seven"]
-
-
-def sentences(count: int, seed: int) -> str:
-    generator = np.random.default_rng(seed)
-    return "\n".join(" ".join(generator.choice(WORDS, 8)).capitalize() + "." for _ in range(count)) + "\n"
 
 
 @functools.cache
 def tokenizer_of(masked: bool):
-    return language_models.train_tokenizer([sentences(200, 0)], 300, KINDS[masked])
+    return language_models.train_tokenizer([prose(200, 0)], 300, KINDS[masked])
 
 
-@pytest.fixture
-def corpus(tmp_path) -> pathlib.Path:
-    """Three documents of about 1,800, 900 and 90 tokens."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "a.txt").write_text(sentences(100, 1), encoding="utf-8")
-    with gzip.open(folder / "b.txt.gz", "wt", encoding="utf-8") as file:
-        file.write(sentences(50, 2))
-    (folder / "c.jsonl").write_text(json.dumps({"text": sentences(5, 3)}) + "\n", encoding="utf-8")
-    (folder / "notes.md").write_text("not text of the corpus", encoding="utf-8")
-    return folder
-
-
-def documents_in(folder, **options) -> list[str]:
-    return [one for path in text.text_files([str(folder)]) for one in text.documents_of(path, **options)]
-
-
-def test_documents_of_all_file_types(tmp_path, corpus):
-    assert documents_in(corpus) == [sentences(100, 1), sentences(50, 2), sentences(5, 3)]
-    assert [path.name for path in text.text_files([str(corpus / "notes.md"), str(corpus / "notes.md")])] == ["notes.md"]
+def test_documents_of_all_file_types(tmp_path, here):
+    found = text.text_files([str(here / "corpus")])
+    documents = [one for path in found for one in text.documents_of(path)]
+    assert documents == [prose(100, 1), prose(50, 2), prose(5, 3)]
+    notes = str(here / "corpus" / "notes.md")
+    assert [path.name for path in text.text_files([notes, notes])] == ["notes.md"]
     several = tmp_path / "several.txt"
     several.write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n".encode())
     for separator, documents in (
@@ -142,7 +118,7 @@ def masked_rows(**options):
     tokenizer = tokenizer_of(True)
     prefix, suffix = special_tokens(tokenizer)
     assert (prefix, suffix) == ((tokenizer.cls_token_id,), (tokenizer.sep_token_id,))
-    documents = text.tokenize([sentences(60, 4)], tokenizer)
+    documents = text.tokenize([prose(60, 4)], tokenizer)
     return text.MaskingCollator(tokenizer, **options), text.windows(documents, 64, (prefix, suffix))
 
 
@@ -282,89 +258,23 @@ def test_trained_tokenizer_is_lossless(masked):
         language_models.train_tokenizer([words], 100, KINDS[masked])
 
 
-SMALL = ["--config_overrides", "hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2"]
-
-
-def options_of(recipe, corpus, out, *more) -> list[str]:
-    kind = ["bert", *SMALL, "intermediate_size=32"] if recipe is mlm else ["gpt2", *SMALL]
-    return [
-        *("--text", str(corpus), "--output_dir", str(out), "--model_type", *kind, "--train_tokenizer", "300"),
-        *("--block_size", "48", "--eval_share", "0.2", "--use_cpu", "True"),
-        *("--max_steps", "6", "--per_device_train_batch_size", "4", "--logging_steps", "1", *more),
-    ]
-
-
-@pytest.mark.parametrize(("recipe", "method"), [(mlm, "nystromformer"), (clm, "linear")])
-def test_run_writes_report_and_model(recipe, method, corpus, tmp_path, capsys):
-    out = tmp_path / "out"
-    positions = ["--eval_positions", "True", "--position_bucket", "16", "--repeat_tokens", "8", "--repeat_distances"]
-    more = [*positions, "8", "24"] if recipe is clm else []
-    report = recipe.run(options_of(recipe, corpus, out, "--attention", method, *more))
-    metrics, figures = json.loads((out / "metrics.json").read_text()), report["metrics"]
-    assert metrics["metrics"]["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
-    assert 0 <= metrics["metrics"]["eval_accuracy"] <= 1
-    assert metrics["steps"] == 6 and metrics["block_size"] == 48 and metrics["seconds_per_step"] > 0
-    assert metrics["efficient_attention"]["method"] == method
-    if recipe is clm:
-        buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
-        assert min(buckets) <= figures["eval_loss"] <= max(buckets)
-        assert figures["eval_repeat_8_first"] == pytest.approx(figures["eval_repeat_24_first"], rel=1e-6)
-        assert figures["eval_repeat_8_second"] != figures["eval_repeat_24_second"]
-    assert (out / "learning_curve.png").stat().st_size > 1000
-    assert "eval_perplexity" in capsys.readouterr().out
-    # The saved model has the same metrics for any batch size.
-    saved = options_of(recipe, corpus, tmp_path / "again", "--eval_only", "True", "--per_device_eval_batch_size", "1")
-    start, end = saved.index("--model_type"), saved.index("--block_size")
-    again = recipe.run([*saved[:start], "--model", str(out), *saved[end:]])
-    for name in ("eval_loss", "eval_accuracy", "eval_tokens"):
-        assert again["metrics"][name] == pytest.approx(figures[name], rel=1e-5)
-    assert again["steps"] == 0 and not (tmp_path / "again" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "more", "message"),
-    [
-        (clm, ["--attention", "linformer"], "is a decoder .* has no causal form. Methods that have one:"),
-        (clm, ["--stages", "linformer:0.5", "kdeformer:1.0"], "is a decoder .* has no causal form"),
-        (clm, ["--block_size", "4096"], "exceeds the model's 1024 positions: give --extend_positions 4096"),
-        (clm, ["--eval_positions", "True"], "do not fit into windows of 48: give a larger --block_size"),
-        (clm, ["--repeat_distances", "64"], "cannot be repeated 64 tokens after"),
-        (mlm, ["--mask_probability", "1.5"], "must be between"),
-        (mlm, ["--tokenizer", "elsewhere"], "exclude each other"),
-    ],
-)
-def test_refused_before_the_first_step(recipe, more, message, corpus, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        recipe.run(options_of(recipe, corpus, tmp_path / "out", *more))
-    assert not (tmp_path / "out" / "metrics.json").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(corpus, tmp_path):
-    """The processes have different numbers of masked tokens, and windows of different lengths."""
-    more = ["--attention", "linear", "--document_separator", "\\n", "--config_overrides"]
-    more += ["hidden_dropout_prob=0.0", "attention_probs_dropout_prob=0.0"]
-    curves = []
-    for processes, size in ((1, "4"), (2, "2")):
-        options = options_of(mlm, corpus, tmp_path / str(processes), *more)
-        options[options.index("--per_device_train_batch_size") + 1] = size
-        options = [option for option in options if option not in ("--use_cpu", "True")]
-        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "29641"]
-        command = [sys.executable, *launch, str(ROOT / "recipes" / "mlm.py"), *options]
-        assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 0
-        curves.append(losses(tmp_path / str(processes)))
-    assert len(curves[0]) == 6 and curves[1] == pytest.approx(curves[0], rel=1e-4)
+def test_losses_by_position_and_of_passages_are_reported(here, tmp_path):
+    more = "--eval_positions --position_bucket 16 --repeat_tokens 8 --repeat_distances 8 24 --max_steps 1"
+    figures = train("clm", here, tmp_path / "out", "--attention", "linear", *more.split())["metrics"]
+    buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
+    assert min(buckets) <= figures["eval_loss"] <= max(buckets)
+    assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
+    assert figures["eval_repeat_8_first"] == pytest.approx(figures["eval_repeat_24_first"], rel=1e-6)
+    assert figures["eval_repeat_8_second"] != figures["eval_repeat_24_second"]
 
 
 @pytest.mark.slow
 def test_books_model_copies_passages(data, tmp_path):
     """The figures of the checkpoint's metrics.json. The passages differ, and so do their losses a little."""
     model = data / "models" / "gpt2-books"
-    figures = clm.run([
-        "--model", str(model), "--text", str(data / "text" / "books"), "--drop_short", "True", "--block_size", "2048",
-        "--max_eval_windows", "24", "--max_train_windows", "1", "--eval_only", "True", "--eval_positions", "True",
-        "--output_dir", str(tmp_path / "out"), "--use_cpu", "True",
-    ])["metrics"]  # fmt: skip
+    words = f"--model {model} --text {data / 'text' / 'books'} --drop_short --block_size 2048 --max_eval_windows 24"
+    words += f" --max_train_windows 1 --eval_only --eval_positions --use_cpu --output_dir {tmp_path / 'out'}"
+    figures = clm.run(words.split())["metrics"]
     stated = json.loads((model / "metrics.json").read_text())
     assert figures["eval_loss"] == pytest.approx(stated["val"], abs=1e-3)
     for distance in ("256", "768", "1536"):
