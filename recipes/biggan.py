@@ -25,7 +25,7 @@ pictures for `score`. Expected with it at a budget of 32 of the 256 keys: FID 1.
 """
 
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import UNSTEADY, use_threads
+from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.writing import check_writable
 from recipes.common import commands, gan
 from recipes.common.commands import Csv, Seed, Threads, option
@@ -56,11 +56,11 @@ TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timi
 Figures = Callable[[Swap, Iterable[Tensor]], dict[str, float]]
 
 
-def _png(path: pathlib.Path) -> pathlib.Path:
+@commands.checked
+def _png(path: pathlib.Path) -> None:
     if path.suffix.lower() != ".png":
         raise UnsupportedAttentionError(f"--output {path}: the name must end in .png")
     check_writable(path)
-    return path
 
 
 def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: float, seed: int) -> tuple[Any, Draw, int]:
@@ -86,15 +86,12 @@ def _run(
     return rows
 
 
-def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
+def _show(rows: Sequence[dict[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
     """Print one line for every row. `figures` maps a column to its format."""
-    commands.write(rows, csv)
     columns = {**figures, "gflop": ".4f", "fewer": ".2f", "times_faster": ".2f"}
     templates = {name.replace("_", " "): f"{{{name}:{form}}}" for name, form in columns.items()}
-    commands.show(rows, {"attention": "{attention}", "budget": "{budget}", **templates})
-    typer.echo("\nGFLOP: products of the attention layer for one picture, a multiply-add as one operation.")
-    if any(row["unsteady"] for row in rows):
-        typer.echo(UNSTEADY)
+    note = "GFLOP: products of the attention layer for one picture, a multiply-add as one operation."
+    commands.report(rows, {"attention": "{attention}", "budget": "{budget}", **templates}, note, csv=csv)
 
 
 @app.command(epilog="Example: python -m recipes.biggan generate gan --output digits.png --classes 3,8 --count 20")
@@ -122,18 +119,12 @@ def generate(
     typer.echo(f"{output}: {number} pictures of {made.shape[-1]} pixels, {swap.name} attention")
 
 
-def _differences(made: Tensor, exact: Tensor) -> dict[str, float]:
-    """Mean and greatest relative error over the pictures (N, 3, P, P), and the mean absolute difference."""
-    difference = (made - exact).flatten(1)
-    relative, absolute = difference.norm(dim=1) / exact.flatten(1).norm(dim=1), difference.abs().mean().item()
-    figures = {"relative_error": relative.mean().item(), "greatest": relative.max().item()}
-    return figures | {"absolute_difference": absolute}
-
-
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")
 def compare(
     checkpoint: Checkpoint,
-    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=_png),
+    output: option(
+        pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=commands.checked(_png)
+    ),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Number of pictures in a line.", "--count", min=1) = 10,
     truncation: Truncation = 0.4,
@@ -153,7 +144,11 @@ def compare(
 
     def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
         sheets[swap.label] = torch.cat(list(made))
-        return _differences(sheets[swap.label], next(iter(sheets.values())))
+        exact = next(iter(sheets.values())).flatten(1)
+        difference = sheets[swap.label].flatten(1) - exact
+        relative = difference.norm(dim=1) / exact.norm(dim=1)
+        figures = {"relative_error": relative.mean().item(), "greatest": relative.max().item()}
+        return figures | {"absolute_difference": difference.abs().mean().item()}
 
     with use_threads(threads):
         rows = _run(model, draw, swaps, rounds, batch, figures_of)

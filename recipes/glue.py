@@ -23,15 +23,9 @@ if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
     import recipes  # noqa: F401  # first: it reports missing packages
 
+import transformers
 from datasets import DatasetDict
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
 from recipes.common import arguments, training
@@ -89,7 +83,7 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
         names = dict(enumerate(task.labels.values()))
         head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
         head["problem_type"] = "single_label_classification"
-    model = AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
     limit = max_positions(model)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
         raise ValueError(
@@ -123,13 +117,13 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     train, dev = tokens.pop("train"), {split.partition("_")[2]: tokens[split] for split in tokens if split != "train"}
     # MNLI has two development sets, whose metrics are named after them.
     evaluation = dev if len(dev) > 1 else next(iter(dev.values()))
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model=model,
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer),
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda output: glue.figures(options.task, output.predictions, output.label_ids),
         callbacks=callbacks,
     )

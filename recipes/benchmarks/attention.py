@@ -44,6 +44,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import Timing, paired, time_calls, use_device, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.common import commands
+from recipes.common.counting import compute
 from recipes.common.inputs import capture, open_source
 from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
 from recipes.common.speed_goals import GPU_GOALS, HALF_GOALS, SHORT_GOALS, SPEED_GOALS, Goals
@@ -149,9 +150,7 @@ class _Attention(torch.nn.Module):
         self.config = config
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self.config is None:
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
-        return hea.attention(self.config, query, key, value)
+        return compute(self.config, (query, key, value))
 
 
 def measure_onnx(configs: Mapping[str, MethodConfig], case: Case, rounds: int) -> dict[str, Timing]:

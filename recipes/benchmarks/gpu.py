@@ -216,12 +216,6 @@ def write(result: Mapping[str, Any], folder: pathlib.Path) -> None:
         draw(result, folder / "gpu.png")
 
 
-def default_device() -> str:
-    """The accelerator of this machine."""
-    found = torch.accelerator.current_accelerator()
-    return "cpu" if found is None else found.type
-
-
 @app.command(epilog="Example: python -m recipes.benchmarks.gpu --minutes 8 -o OUT")
 def gpu(
     output: commands.option(pathlib.Path, "Where to write the results.", "--output", "-o", metavar="FOLDER"),
@@ -234,7 +228,7 @@ def gpu(
     force: commands.option(bool, "Replace the files of an earlier run.", "--force") = False,
 ) -> None:
     """Check and measure all methods on one accelerator in one run: promises, errors, times and memory."""
-    where = parse_device(device or default_device())
+    where = parse_device(device or getattr(torch.accelerator.current_accelerator(), "type", "cpu"))
     check_folder(output, ("gpu.json", "gpu.md", "gpu.png"), force=force)
     configs = parse_methods(method or [name for name in hea.available_methods() if name != "auto"])
     case = Case(0, num_heads=heads, dtype=dtype, device=str(where))

@@ -30,23 +30,21 @@ _PARSER = string.Formatter()
 Row = Mapping[str, Any]  # one line of a table or CSV file
 
 
-def _writable(path: pathlib.Path | None) -> pathlib.Path | None:
-    if path is not None:
-        check_writable(path)
-    return path
+def checked(check: Callable[[pathlib.Path], Any]) -> Callable[[pathlib.Path | None], pathlib.Path | None]:
+    """The callback of an option with a path that `check` may refuse, before anything is measured."""
 
+    def callback(path: pathlib.Path | None) -> pathlib.Path | None:
+        if path is not None:
+            check(path)
+        return path
 
-def drawable(path: pathlib.Path | None) -> pathlib.Path | None:
-    """Return the path of a picture if it can be drawn and written, or None."""
-    if path is not None:
-        check_picture(path)
-    return path
+    return callback
 
 
 Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit with status 1 if one is missed.")]
-# The file is checked before the measurement starts.
 Csv = Annotated[
-    pathlib.Path | None, typer.Option(metavar="FILE", help="Write the results to this CSV file.", callback=_writable)
+    pathlib.Path | None,
+    typer.Option(metavar="FILE", help="Write the results to this CSV file.", callback=checked(check_writable)),
 ]
 Data = Annotated[
     pathlib.Path | None, typer.Option(metavar="FOLDER", help="Data folder. [default: $HEA_DATA or ../shared/data]")
@@ -69,7 +67,9 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
 
 
-Picture = option(pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=drawable)
+Picture = option(
+    pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=checked(check_picture)
+)
 
 
 def methods_option(default: str, *names: str) -> Any:

@@ -8,13 +8,8 @@ from typing import Any
 
 from PIL.Image import Resampling
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-    ViTImageProcessorPil,
-)
+from transformers import AutoConfig, AutoModelForImageClassification, PretrainedConfig, PreTrainedModel
+from transformers import ViTImageProcessorPil as Processor
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
@@ -93,12 +88,12 @@ def norm_of(options: ModelArguments) -> Norm:
                 "trained with in its folder, such as ViTImageProcessorPil(image_mean=..., image_std=..., resample=...)"
             ) from error
         # New weights have no preprocessor: use the usual values of ImageNet.
-        return Norm.of(ViTImageProcessorPil(resample=Resampling.BICUBIC).to_dict())
+        return Norm.of(Processor(resample=Resampling.BICUBIC).to_dict())
 
 
-def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcessorPil:
+def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> Processor:
     """An image processor that crops like the evaluation, to be saved with the model."""
-    return ViTImageProcessorPil(
+    return Processor(
         resample=norm.resample, image_mean=list(norm.mean), image_std=list(norm.std), do_center_crop=True,
         size={"shortest_edge": round(pixels / crop_ratio)}, crop_size={"height": pixels, "width": pixels},
     )  # fmt: skip

@@ -18,6 +18,7 @@ from recipes import biggan, biggan_train
 from recipes.biggan_train import Discriminator, hinge_loss, make_classifier, sameness, train_classifier
 from recipes.common import gan
 from recipes.common.gan import Draw, FeatureNetwork, apply_swap, frechet_distance, inception_score, pictures, swaps_of
+from tiny_recipes import refuses
 
 REFUSED = hea.UnsupportedAttentionError
 
@@ -94,8 +95,7 @@ def test_draws_depend_on_the_seed_and_use_the_classes_in_turn(generator):
     assert torch.equal(first.noise, again.noise) and not torch.equal(first.noise, other.noise)
     # A longer draw begins with the shorter one.
     assert torch.equal(Draw.of(generator.config, [], 9, 0.5, 0).noise[:5], first.noise)
-    with pytest.raises(REFUSED, match="truncation"):
-        Draw.of(generator.config, [], 5, 1.5, 0)
+    refuses("truncation", Draw.of, generator.config, [], 5, 1.5, 0)
 
 
 def test_classes_by_name_and_number(generator):
@@ -107,8 +107,7 @@ def test_classes_by_name_and_number(generator):
         ("3", generator.config, "no class '3'"),
         ("goldfisch", imagenet, "Did you mean"),
     ):
-        with pytest.raises(REFUSED, match=message):
-            gan.parse_classes([name], config)
+        refuses(message, gan.parse_classes, [name], config)
 
 
 def test_swaps_are_applied_and_undone(generator):
@@ -343,8 +342,7 @@ IDX = idx(torch.zeros(300, dtype=torch.uint8))
 def test_broken_idx_files_are_refused(tmp_path, end, raw, message):
     path = tmp_path / f"file-idx3-ubyte{end}"
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=message):
-        gan.read_idx(path)
+    refuses(message, gan.read_idx, path)
 
 
 def test_digits_are_centred_on_black():
@@ -352,8 +350,7 @@ def test_digits_are_centred_on_black():
     found = gan.as_input(digits)
     assert found.shape == (2, 3, 32, 32)
     assert found[:, :, 2:30, 2:30].eq(1).all() and found.sum() == 2 * 3 * (28**2 - (32**2 - 28**2))
-    with pytest.raises(ValueError, match="do not fit"):
-        gan.as_input(digits, 16)
+    refuses("do not fit", gan.as_input, digits, 16)
 
 
 # --- scores ---

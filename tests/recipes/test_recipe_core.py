@@ -26,6 +26,7 @@ from recipes.common.arguments import AttentionArguments
 from recipes.glue import GlueArguments
 from recipes.mlm import MaskingArguments
 from tiny_models import tiny_model
+from tiny_recipes import refuses
 
 ROOT = pathlib.Path(imagenet.__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
@@ -90,26 +91,22 @@ def test_steps_imply_their_strategy(tmp_path, option):
             assert found(*given, **defaults) == ("steps", 7)
     assert found(strategy, "epoch")[0] == "epoch" and found(strategy, "steps", steps, "7") == ("steps", 7)
     for other in ("no", "epoch"):
-        with pytest.raises(ValueError, match=f"{steps} 7 has no effect with {strategy} {other}"):
-            found(steps, "7", strategy, other)
+        refuses(f"{steps} 7 has no effect with {strategy} {other}", found, steps, "7", strategy, other)
 
 
 def test_output_folder_is_required_and_protected(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="--output_dir is missing"):
-        arguments.parse(description="x", argv=[])
+    refuses("--output_dir is missing", arguments.parse, description="x", argv=[])
     folder = tmp_path / "out"
     for name in ("checkpoint-3", "figures"):
         (folder / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match="is not empty"):
-        parse(tmp_path)
+    refuses("is not empty", parse, tmp_path)
     _, args = parse(tmp_path, "--resume_from_checkpoint", "True")
     assert args.resume_from_checkpoint is True and (folder / "checkpoint-3").is_dir()
     parse(tmp_path, "--overwrite")
     # Otherwise a later run could be resumed from the checkpoint of an earlier one.
     assert not (folder / "checkpoint-3").exists() and (folder / "figures").is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file"):
-        arguments.parse(description="x", argv=["--output_dir", str(tmp_path / "file")])
+    refuses("is a file", arguments.parse, description="x", argv=["--output_dir", str(tmp_path / "file")])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started, but they are not connected"):
         arguments.prepare_output(tmp_path, PartialState(), resume=False, overwrite=False)

@@ -15,7 +15,7 @@ from hf_efficient_attn.training.steps import shuffled
 from recipes import distill as recipe
 from recipes import long_document
 from test_benchmark_command import command, made, text  # noqa: F401 (fixtures)
-from tiny_recipes import ROOT, launch, same_weights, write
+from tiny_recipes import ROOT, launch, refuses, same_weights, write
 
 METHOD = ["--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16"]
 SMALL = ["--length", "40", "--batch-size", "2", "--steps", "6", "--save-steps", "3"]
@@ -39,8 +39,7 @@ def test_what_is_refused(given, tmp_path, capsys, monkeypatch):
     assert recipe.run([*given, "--loss", "outputs", "-o", str(tmp_path / "out")]) == 2
     assert "Did you mean 'output'?" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were started, but they are not connected"):
-        recipe.run([*given, "-o", str(tmp_path / "out")])
+    refuses("2 processes were started, but they are not connected", recipe.run, [*given, "-o", str(tmp_path / "out")])
 
 
 def launched(*options) -> str:

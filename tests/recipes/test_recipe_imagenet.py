@@ -20,7 +20,7 @@ from recipes.common.data import image_tensors, images
 from recipes.common.data.image_tensors import Evaluation, Norm, PictureDataset, Training
 from recipes.common.data.images import class_indices, read_class_list
 from tiny_models import tiny_model
-from tiny_recipes import ROOT, lay_out, packed, painted, train
+from tiny_recipes import ROOT, lay_out, packed, painted, refuses, train
 
 datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
 PLAIN = Norm((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3)
@@ -84,8 +84,7 @@ def test_layouts(files, expected, target, tmp_path):
 )
 def test_layouts_without_classes_are_refused(files, message, tmp_path):
     for target in ("folder", "pictures.zip"):
-        with pytest.raises(ValueError, match=message):
-            images.load(dots(tmp_path / target, files))
+        refuses(message, images.load, dots(tmp_path / target, files))
 
 
 def test_every_process_opens_the_zip_file_itself(colors, monkeypatch):
@@ -100,17 +99,14 @@ def test_every_process_opens_the_zip_file_itself(colors, monkeypatch):
 def test_invalid_sources_are_refused(tmp_path, monkeypatch):
     (tmp_path / "list.txt").write_text("cat")
     for source in (tmp_path / "absent", tmp_path / "absent.zip", "absent.zip"):
-        with pytest.raises(ValueError, match="no such folder or zip file"):
-            images.load(str(source))
-    with pytest.raises(ValueError, match="neither a zip file nor a folder"):
-        images.load(str(tmp_path / "list.txt"))
+        refuses("no such folder or zip file", images.load, str(source))
+    refuses("neither a zip file nor a folder", images.load, str(tmp_path / "list.txt"))
 
     def refuse(source):
         raise ConnectionError(f"offline, and no {source} in the cache")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match=r"someone/pets is neither a folder nor a zip file, and .*offline"):
-        images.load("someone/pets")
+    refuses(r"someone/pets is neither a folder nor a zip file, and .*offline", images.load, "someone/pets")
 
 
 def data_set(labels, names=("dog", "cat"), image="image", label="label"):
@@ -146,8 +142,7 @@ def test_columns_of_data_sets(monkeypatch):
         (data_set([0, -1]), "1 of 2 rows have no label"),
         (data_set([]), "the split is empty"),
     ):
-        with pytest.raises(ValueError, match=message):
-            loaded(data)
+        refuses(message, loaded, data)
 
 
 def test_splits_and_parts(tmp_path):
@@ -162,8 +157,7 @@ def test_splits_and_parts(tmp_path):
     assert (len(first), len(second)) == (7, 3) and {*first.keys, *second.keys} == set(splits["train"].keys)
     assert images.divide(splits["train"], 0.3)[1].keys == second.keys != splits["train"].keys[:3]
     for share in (0, 1, 0.01):
-        with pytest.raises(ValueError, match="empty"):
-            images.divide(splits["train"], share)
+        refuses("empty", images.divide, splits["train"], share)
 
 
 # --- pictures ---
@@ -193,8 +187,7 @@ def test_pictures_that_cannot_be_read(tmp_path):
     files = {"cat/cut.jpg": whole[: len(whole) * 3 // 4], "cat/text.jpg": b"no picture", "cat/none.png": b""}
     pictures = images.load(lay_out(tmp_path / "pictures.zip", files))[""]
     for i, reason in enumerate(("truncated", "not a picture", "not a picture of a known format")):
-        with pytest.raises(ValueError, match=f"{pictures.keys[i]} cannot be read: .*{reason}"):
-            pictures.open(i)
+        refuses(f"{pictures.keys[i]} cannot be read: .*{reason}", pictures.open, i)
 
 
 # --- classes ---
@@ -217,16 +210,12 @@ def test_classes_are_matched_by_list_name_number_or_order():
 
 def test_classes_that_cannot_be_matched():
     labels = ["cat", "dog", "cow"]
-    with pytest.raises(ValueError, match=r"unknown label: .*'n1', 'n2'.*--class_list FILE.*--new_head"):
-        class_indices(["n1", "n2"], labels)
+    refuses(r"unknown label: .*'n1', 'n2'.*--class_list FILE.*--new_head", class_indices, ["n1", "n2"], labels)
     with pytest.raises(ValueError, match=r"3 classes each, but in different orders .*'cow'.*'horse'.*--class_list"):
         class_indices(["cow", "dog", "horse"], labels)
-    with pytest.raises(ValueError, match="2 names and the model 3 labels"):
-        class_indices(["cat"], labels, class_list=["cat", "dog"])
-    with pytest.raises(ValueError, match="the class list does not contain 'horse'"):
-        class_indices(["horse"], labels, class_list=labels)
-    with pytest.raises(ValueError, match="'crane'"):
-        class_indices(["crane"], ["crane", "dog", "crane"])
+    refuses("2 names and the model 3 labels", class_indices, ["cat"], labels, class_list=["cat", "dog"])
+    refuses("the class list does not contain 'horse'", class_indices, ["horse"], labels, class_list=labels)
+    refuses("'crane'", class_indices, ["crane"], ["crane", "dog", "crane"])
 
 
 def test_class_lists(tmp_path):
@@ -242,10 +231,8 @@ def test_class_lists(tmp_path):
     assert read_class_list(dots(tmp_path / "pictures.zip", "train/b/1.png val/a/1.png")) == ["a", "b"]
     for text, message in (("cat\ncat\n", "'cat' occurs twice"), ("\n", "is empty")):
         (tmp_path / "bad.txt").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_class_list(str(tmp_path / "bad.txt"))
-    with pytest.raises(ValueError, match="no such class list"):
-        read_class_list(str(tmp_path / "absent.txt"))
+        refuses(message, read_class_list, str(tmp_path / "bad.txt"))
+    refuses("no such class list", read_class_list, str(tmp_path / "absent.txt"))
 
 
 # --- tensors ---
@@ -268,8 +255,7 @@ def test_evaluation_equals_the_saved_processor(size):
 
 
 def test_unsupported_scales_are_refused():
-    with pytest.raises(ValueError, match="1/255"):
-        Norm.of({"do_rescale": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
+    refuses("1/255", Norm.of, {"do_rescale": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
     assert Norm.of({"do_normalize": False, "resample": 3}) == PLAIN
 
 
@@ -401,8 +387,7 @@ def test_models_with_a_fixed_resolution(here):
     assert imagenet.fit_resolution(model, 64) == (64, 65, True)
     assert imagenet.fit_resolution(tiny_model("deit", head=True), None)[1] == 66, "with the distillation token"
     model.forward = lambda pixel_values, labels=None: None
-    with pytest.raises(ValueError, match="cannot interpolate its positions"):
-        imagenet.fit_resolution(model, 64)
+    refuses("cannot interpolate its positions", imagenet.fit_resolution, model, 64)
 
 
 @pytest.mark.exhaustive
@@ -487,8 +472,7 @@ def test_t2t_vit_trains_with_methods_in_its_stages_alone(tiny_t2t, here, tmp_pat
     run("three", tmp_path / "exact", "--resolution", 48)
     assert tables_of(tmp_path / "three") == {"t2t.0": 576, "t2t.1": 144, 0: 37, 1: 37}
     assert AutoModelForImageClassification.from_pretrained(tmp_path / "three").config.image_size == 48
-    with pytest.raises(ValueError, match="not a multiple of the 8 pixels of a patch"):
-        run("four", tmp_path / "exact", "--resolution", 50)
+    refuses("not a multiple of the 8 pixels of a patch", run, "four", tmp_path / "exact", "--resolution", 50)
 
 
 def test_t2t_vit_by_name(here, tmp_path):
@@ -497,10 +481,8 @@ def test_t2t_vit_by_name(here, tmp_path):
     def run(name, *options):
         recipe(here, tmp_path / name, "--resolution", 32, "--max_steps", 1, *options, model="--model t2t_vit_flurka")
 
-    with pytest.raises(ValueError, match="without weights: give --from_scratch, or a folder"):
-        run("one")
-    with pytest.raises(ValueError, match=r"1000 labels.*--new_head"):
-        run("two", "--from_scratch")
+    refuses("without weights: give --from_scratch, or a folder", run, "one")
+    refuses(r"1000 labels.*--new_head", run, "two", "--from_scratch")
     run("three", "--from_scratch", "--new_head")
     config = AutoModelForImageClassification.from_pretrained(tmp_path / "three").config
     assert (config.hidden_size, config.num_hidden_layers, config.image_size, config.num_labels) == (256, 7, 32, 3)

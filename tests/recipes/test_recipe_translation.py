@@ -6,8 +6,7 @@ import pytest
 from datasets import Dataset
 
 from recipes import translation
-from recipes.common import language_models
-from tiny_recipes import train, write
+from tiny_recipes import refuses, write
 
 
 def test_number_words():
@@ -36,16 +35,17 @@ def test_generated_pairs_are_right_and_disjoint():
 
 
 def test_files_of_pairs(tmp_path):
-    (tmp_path / "a.en").write_text("one\ntwo\n\nfour\n", encoding="utf-8")
-    with gzip.open(tmp_path / "a.de.gz", "wt", encoding="utf-8") as file:
-        file.write("eins\nzwei\ndrei\n vier")
-    given = [str(tmp_path / "a.en")], [str(tmp_path / "a.de.gz")]
-    assert sides(translation.pairs_of_files(*given)) == [("one", "eins"), ("two", "zwei"), ("four", "vier")]
-    (tmp_path / "b.de").write_text("eins\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"has 4 lines and .* has 1"):
-        translation.pairs_of_files(given[0], [str(tmp_path / "b.de")])
-    with pytest.raises(ValueError, match="no such file"):
-        translation.pairs_of_files(given[0], [str(tmp_path / "c.de")])
+    write(tmp_path / "a.en", "one\ntwo\n\nfour\n")
+    write(tmp_path / "a.de.gz", gzip.compress(b"eins\nzwei\ndrei\n vier"))
+    write(tmp_path / "b.de", "eins\n")
+    source, target = [str(tmp_path / "a.en")], [str(tmp_path / "a.de.gz")]
+    pairs = [("one", "eins"), ("two", "zwei"), ("four", "vier")]
+    assert sides(translation.pairs_of_files(source, target)) == pairs
+    for name, message in (("b.de", r"has 4 lines and .* has 1"), ("c.de", "no such file")):
+        refuses(message, translation.pairs_of_files, source, [str(tmp_path / name)])
+    options = translation.TranslationArguments(source=source, target=target, eval_share=0.3)
+    train, held = map(sides, translation.load_pairs(options))
+    assert (len(train), len(held)) == (2, 1) and sorted(train + held) == sorted(pairs)
 
 
 @pytest.mark.parametrize("form", ["translation", "columns"])
@@ -54,33 +54,10 @@ def test_hub_pairs(form, monkeypatch):
     data = Dataset.from_list([{"translation": row} for row in rows] if form == "translation" else rows)
     monkeypatch.setattr(translation, "load_dataset", lambda *args, **kwargs: data)
     assert sides(translation.pairs_of_hub("x/y", None, "train", ("en", "de"))) == [("one", "eins")]
-    with pytest.raises(ValueError, match=r"no en and fr \(there are de, en\)"):
-        translation.pairs_of_hub("x/y", None, "train", ("en", "fr"))
-
-
-def test_tokenizer_ends_sentences():
-    pairs, _ = translation.number_lists(200, 1)
-    tokenizer = language_models.train_tokenizer([*pairs["source"], *pairs["target"]], 300, language_models.TRANSLATION)
-    ids = tokenizer("zwei und dreißig , fünf")["input_ids"]
-    assert ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids[:-1]
-    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "zwei und dreißig , fünf"
+    refuses(r"no en and fr \(there are de, en\)", translation.pairs_of_hub, "x/y", None, "train", ("en", "fr"))
 
 
 def test_scores():
     found = translation.scores(["drei und vierzig , elf", "neun"], ["drei und vierzig , elf", "zehn"])
     assert found["exact_match"] == 0.5 and 0 < found["bleu"] < 100 and 0 < found["chrf"] < 100
     assert translation.scores(["ein und zwanzig"], ["ein und zwanzig"])["chrf"] == pytest.approx(100)
-
-
-def test_the_preset_trains_the_encoder_in_two_stages(here, tmp_path):
-    pairs, _ = translation.number_lists(40, 1)
-    files = []
-    for side in ("source", "target"):
-        write(tmp_path / side, "\n".join(pairs[side]))
-        files += [f"--{side}", tmp_path / side]
-    preset = "--generate 0 --eval_share 0.2 --preset nmt --variant flurka_linear --set projection_dim=4 share=none"
-    report = train("translation", here, tmp_path / "out", *preset.split(), *files)
-    switches = [(switch["from"], switch["to"]) for switch in report["switches"]]
-    assert switches[-1] == ("linear", "flurka_linear") and report["efficient_attention"]["layers"] == ["encoder"]
-    assert report["rows"] == {"train": 32, "eval": 8}
-    assert set(report["baselines"]) == {"copy_bleu", "copy_chrf", "copy_exact_match"}

@@ -9,7 +9,7 @@ from recipe_commands import run
 from recipes.benchmarks import attention, distilled, error, error_bound, flurka, peers, tasks
 from recipes.experiments import __main__ as experiments
 from recipes.experiments import arms
-from tiny_recipes import train
+from tiny_recipes import refuses, train
 
 # The recipe, further options of its tiny command (after ONLY: all options), and what the error says.
 TRAINED = [
@@ -74,6 +74,13 @@ TRAINED = [
     ("clm", "--block_size 4096", "exceeds the model's 1024 positions: give --extend_positions 4096"),
     ("clm", "--eval_positions", "do not fit into windows of 48: give a larger --block_size"),
     ("clm", "--repeat_distances 64", "cannot be repeated 64 tokens after"),
+    ("clm", "--model_type gtp2", "gtp2.*gpt2"),
+    ("mlm", "--model_type gpt2", r"gpt2 is not a masked language model: train it with clm\.py"),
+    ("clm", "--model_type bert", r"bert is not a causal language model: train it with mlm\.py"),
+    ("clm", "--config_overrides n_laier=2", "n_laier.*n_layer"),
+    ("clm", "--config_overrides n_layer", "must have the form key=value"),
+    ("clm", "--config_overrides vocab_size=50", "has 300 tokens, but the model only 50"),
+    ("clm", "--model_type llama --extend_positions 4096", "rotary positions"),
     ("translation", "ONLY --model x", "give the pairs"),
     ("translation", "--eval_source a --eval_target b", "--eval_split"),
     ("translation", "--source x", "give the pairs with"),
@@ -86,6 +93,9 @@ TRAINED = [
     ("lra-image", "--task listop", "listops"),
     ("lra-image", "ONLY --task text", "needs --data"),
     ("lra-image", "--max_train_samples 0", "--max_train_samples 0"),
+    ("lra-listops", "ONLY --task listops --min_length 10 --max_length 11", "more than 10 and fewer than 11"),
+    ("lra-listops", "ONLY --task listops --listops_depth 2", "depth 2 with 10 arguments has more than 500"),
+    ("lra-listops", "ONLY --task listops --listops_args 1", "2 arguments"),
     ("lra-image", "--hidden_size 17", "not a multiple of --num_heads 2"),
     ("lra-image", "--attention nystromforner", "nystromformer"),
     ("lra-image", "--max_length 60", "--max_length 60 is not a square"),
@@ -97,8 +107,7 @@ TRAINED = [
 def test_before_the_first_step(name, more, message, here, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda *given, **named: pytest.fail("a step was made"))
     words = shlex.split(more.replace("HERE", str(here)))
-    with pytest.raises(ValueError, match=message):
-        train(name, here, tmp_path / "out", *words)
+    refuses(message, train, name, here, tmp_path / "out", *words)
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 

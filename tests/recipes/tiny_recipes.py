@@ -8,9 +8,11 @@ import pathlib
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
@@ -262,6 +264,12 @@ def train(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, model: s
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return COMMANDS[name].recipe.run(options_of(name, here, out, *more, model=model))
+
+
+def refuses(message: str, call: Callable[..., Any], *given: Any, **named: Any) -> None:
+    """Check that a call raises ValueError with a message."""
+    with pytest.raises(ValueError, match=message):
+        call(*given, **named)
 
 
 def launch(script: str | pathlib.Path, *options: Any) -> subprocess.CompletedProcess:

@@ -85,11 +85,11 @@ def load(source: str) -> dict[str, Pictures]:
     path = pathlib.Path(source).expanduser()
     if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _STORED):
         names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-        return _splits(source, names, functools.partial(_read_file, path))
+        return _splits(source, names, functools.partial(_read, path))
     if path.is_file():
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{source} is neither a zip file nor a folder: unpack it or convert it to zip")
-        return _splits(source, _archive(path, os.getpid()).namelist(), functools.partial(_read_member, path))
+        return _splits(source, _archive(path, os.getpid()).namelist(), functools.partial(_read, path))
     if not path.is_dir() and (not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) or source.endswith(".zip")):
         raise ValueError(f"no such folder or zip file: {source}")
     try:
@@ -101,18 +101,15 @@ def load(source: str) -> dict[str, Pictures]:
     return {name: _rows(f"{source}, {name}", data) for name, data in splits.items()}
 
 
-def _read_file(root: pathlib.Path, key: str) -> bytes:
-    return (root / key).read_bytes()
-
-
 @functools.cache
 def _archive(path: pathlib.Path, process: int) -> zipfile.ZipFile:
     """The open zip file of one process: forked processes would share the position of a file that was opened before."""
     return zipfile.ZipFile(path)
 
 
-def _read_member(path: pathlib.Path, key: str) -> bytes:
-    return _archive(path, os.getpid()).read(key)
+def _read(source: pathlib.Path, key: str) -> bytes:
+    """The bytes of a file in a folder or a zip file."""
+    return (source / key).read_bytes() if source.is_dir() else _archive(source, os.getpid()).read(key)
 
 
 def _splits(where: str, names: Sequence[str], reader: Callable[[Any], bytes]) -> dict[str, Pictures]:
