@@ -37,8 +37,7 @@ from transformers import EvalPrediction
 from recipes.common import arguments, language, training
 from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
-from recipes.common.language import TextArguments
-from recipes.common.language_models import CAUSAL, ModelArguments
+from recipes.common.language import CAUSAL, ModelArguments, TextArguments
 
 
 @dataclass

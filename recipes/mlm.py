@@ -29,8 +29,7 @@ if __package__ in (None, ""):
 from recipes.common import arguments, language, training
 from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
-from recipes.common.language import TextArguments
-from recipes.common.language_models import MASKED, ModelArguments
+from recipes.common.language import MASKED, ModelArguments, TextArguments
 
 
 @dataclass

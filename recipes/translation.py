@@ -40,7 +40,7 @@ from hf_efficient_attn.io.text import read_text
 from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, samples, several
 from recipes.common.data.text import text_files
-from recipes.common.language_models import TRANSLATION, ModelArguments, load_model, load_tokenizer
+from recipes.common.language import TRANSLATION, ModelArguments, load_model, load_tokenizer
 
 
 @dataclass

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer, BertModel, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer, BertModel, PreTrainedTokenizerBase
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -215,13 +215,13 @@ class Corpus(NamedTuple):
     own: Tensor
 
 
-def tokenized(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """The tokens of each text without special ones."""
     found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return found
 
 
-def xquad(data: pathlib.Path, tokenizer: Tokenizer, unit: str = "paragraph") -> Corpus:
+def xquad(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase, unit: str = "paragraph") -> Corpus:
     """XQuAD (English): its questions, and as texts each "paragraph" or each "article"."""
     articles = xquad_articles(data)
     texts = articles if unit == "article" else [[paragraph] for article in articles for paragraph in article]
@@ -233,7 +233,7 @@ def xquad(data: pathlib.Path, tokenizer: Tokenizer, unit: str = "paragraph") -> 
     return Corpus(tokenized(tokenizer, joined), asked, torch.tensor([i for _, i in questions]))
 
 
-def books(data: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
+def books(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """Two documents of 8,000 tokens from each book, and as questions eight passages of 100 tokens from each of them."""
     texts: list[list[int]] = []
     for path in book_paths(data):
@@ -250,13 +250,15 @@ def books(data: pathlib.Path, tokenizer: Tokenizer) -> Corpus:
     return Corpus(texts, questions, torch.arange(len(texts)).repeat_interleave(_PASSAGES))
 
 
-def long_minilm(tokens: int) -> PreTrainedModel:
+def long_minilm(tokens: int) -> transformers.PreTrainedModel:
     """MiniLM, its position table repeated for more than 512 tokens."""
     return hea.extend_positions(BertModel.from_pretrained(minilm_folder()), max(tokens, MINILM_TOKENS))
 
 
 @torch.inference_mode()
-def embed(model: BertModel, tokenizer: Tokenizer, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS) -> Tensor:
+def embed(
+    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS
+) -> Tensor:
     """Normalised mean-pooled embeddings (texts, hidden size) of up to `tokens` tokens of each text."""
     before, after = special_tokens(tokenizer)
     room = tokens - len(before) - len(after)
@@ -274,7 +276,7 @@ def embed(model: BertModel, tokenizer: Tokenizer, texts: Sequence[list[int]], to
     return torch.stack(found)
 
 
-def chunks(tokenizer: Tokenizer, texts: Sequence[list[int]], size: int) -> tuple[list[list[int]], Tensor]:
+def chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], size: int) -> tuple[list[list[int]], Tensor]:
     """The pieces of all texts with at most `size` tokens, special ones included, and the index of the text of each."""
     room = size - sum(map(len, special_tokens(tokenizer)))
     pieces = [(text[start : start + room], i) for i, text in enumerate(texts) for start in range(0, len(text), room)]

@@ -13,7 +13,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.methods import make_config
-from recipe_commands import read_csv, run
+from recipe_commands import run
 from recipes.benchmarks import attention, gpu, step
 from recipes.common import memory
 
@@ -141,35 +141,30 @@ def test_what_does_not_fit_an_accelerator_is_left_out(no_generator, monkeypatch,
 # --- commands ---
 
 
-def test_short_sequences_and_goals_in_half_precision(measured, tmp_path, capsys):
-    calls, path = measured[0], tmp_path / "short.csv"
-    arguments = "--short --no-memory --method longformer,linear --dtype bfloat16 --causal --csv"
-    assert run(attention, arguments, path) == 0
+def test_short_sequences_and_goals_in_half_precision(measured, table, capsys):
+    calls, _ = measured
+    rows, _ = table(attention, "--short --no-memory --method longformer,linear --dtype bfloat16 --causal")
     assert [(case.length, case.batch) for case, _ in calls] == [(512, 1), (512, 8), (1024, 1), (1024, 8)]
     assert all(case.causal and case.dtype == "bfloat16" and not case.backward for case, _ in calls)
     windows = [configs["longformer"]["window_size"] for _, configs in calls]
     assert windows == [hea.LongformerConfig().with_budget(n).window_size for n in (64, 64, 128, 128)]
-    assert [row["budget"] for row in read_csv(path)[::3]] == ["64", "64", "128", "128"]
+    assert [row["budget"] for row in rows[::3]] == ["64", "64", "128", "128"]
     calls.clear()
     assert run(attention, "--check --dtype bfloat16 --no-memory") == 0
     assert {(case.length, case.causal, case.backward) for case, _ in calls} == set(attention.HALF_GOALS)
     assert {case.dtype for case, _ in calls} == {"bfloat16"} and "at least 25" in capsys.readouterr().out
 
 
-def test_speed_command_writes_what_it_measures(tmp_path, capsys, monkeypatch):
-    table, sizes = tmp_path / "speed.csv", "--heads 2 --width 8 --rounds 3 --threads 1 --no-memory --causal --backward"
-    assert (
-        run(attention, "--length 64,128 --method linear,performer:num_features=8,linformer", sizes, "--csv", table) == 0
-    )
-    out, err = capsys.readouterr()
-    rows = read_csv(table)
+def test_speed_command_writes_what_it_measures(table, capsys, monkeypatch):
+    sizes = "--heads 2 --width 8 --rounds 3 --threads 1 --no-memory --causal --backward"
+    rows, out = table(attention, "--length 64,128 --method linear,performer:num_features=8,linformer", sizes)
     expected = [(n, name) for n in ("64", "128") for name in ("sdpa", "linear", "performer (num_features=8)")]
     assert [(row["length"], row["method"]) for row in rows] == expected  # linformer has no causal form
     for row in rows:
         seconds, low, middle, high = (float(row[key]) for key in ("seconds", "ratio_min", "ratio", "ratio_max"))
         assert seconds > 0 and 0 < low <= middle <= high and (row["causal"], row["backward"]) == ("True", "True")
     assert all(row["num_heads"] == "2" and row["head_dim"] == "8" and row["extra_memory"] == "" for row in rows)
-    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows) and err == ""
+    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
     monkeypatch.setattr(attention, "MEMORY_GOALS", {})
     for goal, status in ((1e9, 1), (1e-9, 0)):
         monkeypatch.setattr(attention, "SPEED_GOALS", {(64, False, False): {"linear": goal}})
@@ -206,38 +201,33 @@ def test_the_speed_is_measured_on_real_inputs(data):
     assert all(timing.seconds > 0 for timing in found.values())
 
 
-def test_compiled_methods_are_compared_with_eager_mode(monkeypatch, tmp_path, capsys):
+def test_compiled_methods_are_compared_with_eager_mode(monkeypatch, table):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     options = "--compiled --length 64 --method linear,linformer --rounds 1 --threads 1 --check"
     monkeypatch.setattr(attention, "COMPILED_GOAL", 0.0)
-    assert run(attention, options, "--backward --csv", tmp_path / "a.csv") == 0
-    rows = read_csv(tmp_path / "a.csv")
+    rows, _ = table(attention, options, "--backward")
     assert [row["method"] for row in rows] == ["linear", "linformer"] and float(rows[0]["compile_seconds"]) > 0
     monkeypatch.setattr(attention, "COMPILED_GOAL", 1e6)
-    capsys.readouterr()
-    assert run(attention, options, "--causal") == 1
-    assert "linformer" not in capsys.readouterr().out
+    assert "linformer" not in table(attention, options, "--causal", status=1)[1]
 
 
-def test_methods_in_onnxruntime(capsys):
+def test_methods_in_onnxruntime(table):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    assert run(attention, "--onnx --method linear --length 64 --heads 2 --rounds 1") == 0
-    assert "| 64     | linear    |" in capsys.readouterr().out
+    assert "| 64     | linear    |" in table(attention, "--onnx --method linear --length 64 --heads 2 --rounds 1")[1]
 
 
-def test_a_training_step_is_measured(tmp_path, monkeypatch, capsys):
+def test_a_training_step_is_measured(table, monkeypatch):
     before = step.make_model(hea.LinearConfig(), 32)
     assert before.config._attn_implementation == "linear" and before.training
     sizes = {"vocab_size": step.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     small = BertForMaskedLM(BertConfig(**sizes, intermediate_size=32))
     monkeypatch.setattr(step, "make_model", lambda config, length: small)
-    assert run(step, "--length 32 --method linear --rounds 1 --csv", tmp_path / "a.csv") == 0
-    out = capsys.readouterr().out
-    assert "| sdpa" in out and "| linear" in out
+    rows, out = table(step, "--length 32 --method linear --rounds 1")
+    assert "| 32     | sdpa" in out and "| 32     | linear" in out
     # At least the parameters' gradients and the two states of AdamW.
     numel = sum(p.numel() for p in small.parameters())
-    assert all(float(row["memory_mib"]) * 2**20 > 3 * 4 * numel for row in read_csv(tmp_path / "a.csv"))
+    assert all(float(row["memory_mib"]) * 2**20 > 3 * 4 * numel for row in rows)
 
 
 # --- the run on one accelerator ---

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
-from recipe_commands import read_csv, run
+from recipe_commands import run
 from recipes.benchmarks import error, error_bound
 from recipes.common import inputs as real_inputs
 from tiny_recipes import write
@@ -52,11 +52,9 @@ def book(tmp_path, minilm):
     return tmp_path
 
 
-def test_error_command_on_minilm(book, capsys):
-    words = "--method longformer --budget 64,128 --seeds 1 --threads 1 --data"
-    assert run(error, words, book, "--csv", book / "error.csv") == 0
-    out = capsys.readouterr().out
-    better, worse = sorted(read_csv(book / "error.csv"), key=lambda row: float(row["error"]))
+def test_error_command_on_minilm(book, table):
+    rows, out = table(error, "--method longformer --budget 64,128 --seeds 1 --threads 1 --data", book)
+    better, worse = sorted(rows, key=lambda row: float(row["error"]))
     assert (better["budget"], worse["budget"]) == ("128", "64")
     assert "minilm: 512 tokens, 6 layers, 12 heads of 32, 1 inputs" in out
     assert "| longformer | 64     |" in out and "| deviation |" in out
@@ -74,11 +72,9 @@ def test_mean_error_is_zero_for_uniform_attention(causal):
     assert real_inputs.mean_error([other], real_inputs.exact_outputs([other], causal), causal) > 0.3
 
 
-def test_errors_of_default_hyperparameters(activations, capsys, tmp_path):
-    words = "--method longformer:window_size=3,longformer --seeds 1 --defaults --csv"
-    assert run(error, words, tmp_path / "errors.csv") == 0
-    assert "| default |" in capsys.readouterr().out
-    narrow, usual = read_csv(tmp_path / "errors.csv")
+def test_errors_of_default_hyperparameters(activations, table):
+    (narrow, usual), out = table(error, "--method longformer:window_size=3,longformer --seeds 1 --defaults")
+    assert "| default |" in out
     # The default window is wider than the 48 tokens.
     assert float(narrow["error"]) > 0.01 > float(usual["error"])
 
@@ -97,7 +93,7 @@ def test_causal_errors_omit_methods_without_causal_form(activations, monkeypatch
 # --- auto's bound ---
 
 
-def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, capsys):
+def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, table):
     """A model of one layer with four heads: one exact, two within the bound of .1, one above it."""
     errors = torch.tensor([[1e-6, 0.04, 0.1, 0.2]], dtype=torch.float64)
     layer = LayerError(0, "layer", "auto", 60, errors, errors)
@@ -105,10 +101,8 @@ def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(hea, "convert", lambda model, config: model)
     monkeypatch.setattr(hea, "attention_error", lambda model, batch, *, num_rows: ModelError((layer,), num_rows))
     words = "--auto --source books --tokens 60 --check --data"
-    assert run(error_bound, words, tmp_path, "--csv", tmp_path / "heads.csv") == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "| books | 60 | 4 | 75% | 1 | 33.33% |" in out
-    (row,) = read_csv(tmp_path / "heads.csv")
+    (row,), out = table(error_bound, words, tmp_path, status=1)
+    assert "| books | 60 | 4 | 75% | 1 | 33.33% |" in " ".join(out.split())
     assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
     errors[0, 3] = 0.1
     assert run(error_bound, words, tmp_path) == 0
@@ -125,14 +119,12 @@ def test_the_frontier():
     assert [row["method"] for row in error.frontier(rows)] == ["d", "b", "a"]
 
 
-def test_the_tradeoff_is_measured_and_drawn(activations, tmp_path, capsys):
-    picture, file = tmp_path / "tradeoff.png", tmp_path / "tradeoff.csv"
-    words = "--method longformer,linear --budget 4,16 --seeds 1 --rounds 1 --threads 1 --csv"
-    assert run(error, words, file, "--tradeoff", picture) == 0
-    rows = read_csv(file)
+def test_the_tradeoff_is_measured_and_drawn(activations, tmp_path, table):
+    picture = tmp_path / "tradeoff.png"
+    words = "--method longformer,linear --budget 4,16 --seeds 1 --rounds 1 --threads 1 --tradeoff"
+    rows, printed = table(error, words, picture)
     names = [(row["method"], row["budget"]) for row in rows]
     assert names == [("longformer", "4"), ("linear", "4"), ("longformer", "16"), ("linear", "16")]
     assert float(rows[0]["error"]) > float(rows[2]["error"]) and all(float(row["ratio"]) > 0 for row in rows)
-    printed = capsys.readouterr().out
     assert "on the frontier" in printed and "2 heads of 8" in printed, "the first head of each of two layers"
     assert picture.stat().st_size > 10_000

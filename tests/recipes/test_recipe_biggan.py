@@ -18,7 +18,7 @@ from recipes import biggan, biggan_train
 from recipes.biggan_train import Discriminator, hinge_loss, make_classifier, sameness, train_classifier
 from recipes.common import gan
 from recipes.common.gan import Draw, FeatureNetwork, apply_swap, frechet_distance, inception_score, pictures, swaps_of
-from tiny_recipes import refuses
+from tiny_recipes import lay_out, packed, refuses
 
 REFUSED = hea.UnsupportedAttentionError
 
@@ -151,11 +151,9 @@ def test_generate_writes_a_sheet(made, tmp_path, capsys):
     assert "7 pictures of 16 pixels, exact" in capsys.readouterr().out
 
 
-def test_compare_measures_and_draws(made, tmp_path, capsys):
-    path, rows = tmp_path / "side.png", tmp_path / "rows.csv"
-    more = "--method kdeformer,linear --budget 8,32 --count 4 --rounds 1"
-    assert run(biggan, "compare", made / "gan", "--output", path, "--csv", rows, more) == 0
-    exact, small, large, linear = read_csv(rows)
+def test_compare_measures_and_draws(made, tmp_path, table):
+    path, more = tmp_path / "side.png", "--method kdeformer,linear --budget 8,32 --count 4 --rounds 1 --output"
+    (exact, small, large, linear), out = table(biggan, "compare", made / "gan", more, path)
     assert [row["attention"] for row in (exact, small, large, linear)] == ["exact", "kdeformer", "kdeformer", "linear"]
     assert float(exact["relative_error"]) == 0 and float(exact["fewer"]) == 1
     assert float(small["relative_error"]) > float(large["relative_error"]) > 0
@@ -163,26 +161,23 @@ def test_compare_measures_and_draws(made, tmp_path, capsys):
     assert float(small["fewer"]) > float(large["fewer"]) and float(small["times_faster"]) > 0
     with Image.open(path) as picture:
         assert picture.size[0] > 4 * 18 and picture.size[1] == 4 * 18
-    assert "| kdeformer | 32" in capsys.readouterr().out
+    assert "| kdeformer | 32" in out
 
 
-def test_score_of_a_model_against_its_own_pictures_and_digits(generator, made, tmp_path, capsys):
+def test_score_of_a_model_against_its_own_pictures_and_digits(generator, made, tmp_path, table):
     """Exact attention has an FID of about 0 on its own pictures, and another method has more."""
-    reference, rows = tmp_path / "reference", tmp_path / "rows.csv"
-    reference.mkdir()
     draw = Draw.of(generator.config, [], 60, 1.0, 0)
     draw = draw._replace(labels=draw.labels[torch.randperm(60, generator=torch.Generator().manual_seed(0))])
-    for i, values in enumerate(gan.to_bytes(next(pictures(generator, draw, 60)))):
-        Image.fromarray(values.numpy()).save(reference / f"n0000000{i % 3}_{i}.png")
+    images = gan.to_bytes(next(pictures(generator, draw, 60)))
+    files = {f"n0000000{i % 3}_{i}.png": packed(Image.fromarray(one.numpy())) for i, one in enumerate(images)}
     given = "score", made / "gan", "--features", made / "network", "--splits 2 --rounds 0 --reference"
-    more = "--count 60 --method performer:num_features=2 --budget 2 --csv"
-    assert run(biggan, *given, reference, more, rows) == 0
-    exact, method = read_csv(rows)
+    more = lay_out(tmp_path / "reference", files), "--count 60 --method performer:num_features=2 --budget 2"
+    (exact, method), _ = table(biggan, *given, *more)
     # The pictures were rounded to bytes.
     assert 0 <= 10 * float(exact["fid"]) < float(method["fid"])
     assert 1 <= float(exact["inception_score"]) <= 3 and exact["times_faster"] == ""
-    assert run(biggan, *given, made / "images" / "mnist", "--count 20 --method linear") == 0
-    assert "20 pictures for each method" in capsys.readouterr().out
+    _, out = table(biggan, *given, made / "images" / "mnist", "--count 20 --method linear")
+    assert "20 pictures for each method" in out
 
 
 @pytest.mark.parametrize(

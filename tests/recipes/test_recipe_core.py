@@ -21,7 +21,7 @@ from torch import nn
 import hf_efficient_attn as hea
 import recipes
 from recipes import imagenet
-from recipes.common import arguments, language_models, reporting, training
+from recipes.common import arguments, language, reporting, training
 from recipes.common.arguments import AttentionArguments
 from recipes.glue import GlueArguments
 from recipes.mlm import MaskingArguments
@@ -289,7 +289,7 @@ def test_accelerate_loads_the_configs():
 
 
 def test_every_recipe_takes_the_model_by_both_names(tmp_path):
-    for kind in (GlueArguments, imagenet.ModelArguments, language_models.ModelArguments):
+    for kind in (GlueArguments, imagenet.ModelArguments, language.ModelArguments):
         for option in ("--model", "--model_name_or_path"):
             needed = ["--task", "mrpc", "--data", "x"] if kind is GlueArguments else []
             (given,) = arguments.parse_only(kind, description="", argv=[*needed, option, "somewhere"])

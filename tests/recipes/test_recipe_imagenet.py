@@ -490,22 +490,16 @@ def test_t2t_vit_by_name(here, tmp_path):
     assert saved["image_mean"] == [0.485, 0.456, 0.406] and saved["resample"] == 3
 
 
-def test_classify_compares_methods_on_other_pictures(tiny_t2t, colors, tmp_path, capsys, monkeypatch):
+def test_classify_compares_methods_on_other_pictures(tiny_t2t, colors, tmp_path, table, capsys, monkeypatch):
     """`tasks classify` with several methods, budgets and layers, on exact and converted checkpoints."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(tiny_t2t, id2label=dict(enumerate(["blue", "green", "red"])))
-    model, folder, csv = AutoModelForImageClassification.from_config(config), tmp_path / "model", tmp_path / "table.csv"
+    model, folder = AutoModelForImageClassification.from_config(config), tmp_path / "model"
     model.save_pretrained(folder)
     imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(folder)
-
-    def classify(*options) -> int:
-        return recipe_commands.run(
-            tasks, "classify", folder, colors, "--method kdeformer,performer --budget 4,300", *options
-        )
-
-    assert classify("--layers t2t.0,1 --csv", csv) == 0
-    assert "12 pictures of 32 pixels, layers t2t.0,1" in capsys.readouterr().out
-    rows = recipe_commands.read_csv(csv)
+    words = "classify", folder, colors, "--method kdeformer,performer --budget 4,300"
+    rows, out = table(tasks, *words, "--layers t2t.0,1")
+    assert "12 pictures of 32 pixels, layers t2t.0,1" in out
     assert [(row["attention"], row["budget"]) for row in rows] == [
         ("sdpa", "all"), ("kdeformer", "4"), ("kdeformer", "300"), ("performer", "4"), ("performer", "300"),
     ]  # fmt: skip
@@ -517,13 +511,13 @@ def test_classify_compares_methods_on_other_pictures(tiny_t2t, colors, tmp_path,
     monkeypatch.setattr(
         tasks, "guesses", lambda one, *rest: used.append(one.config._attn_implementation) or guesses(one, *rest)
     )
-    assert classify("--layers t2t.0,1") == 0
+    assert recipe_commands.run(tasks, *words, "--layers t2t.0,1") == 0
     assert used == ["sdpa", "kdeformer", "kdeformer", "performer", "performer"]
     for options, message in (
         ("--split no", "has no split 'no'"),
         ("--layers t2t.2", "its layers are ['t2t.0', 't2t.1', 0, 1]"),
     ):
-        assert classify(options) == 2
+        assert recipe_commands.run(tasks, *words, options) == 2
         assert message in capsys.readouterr().err
 
 

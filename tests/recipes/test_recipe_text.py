@@ -12,18 +12,17 @@ from transformers import EvalPrediction
 
 from hf_efficient_attn.io.reading import special_tokens
 from recipes import clm
-from recipes.common import language, language_models
+from recipes.common import language
 from recipes.common.data import text
-from recipes.common.language import TextArguments
-from recipes.common.language_models import ModelArguments
+from recipes.common.language import ModelArguments, TextArguments
 from tiny_recipes import prose, refuses, train
 
-KINDS = {True: language_models.MASKED, False: language_models.CAUSAL}
+KINDS = {True: language.MASKED, False: language.CAUSAL}
 
 
 @functools.cache
 def tokenizer_of(masked: bool):
-    return language_models.train_tokenizer([prose(200, 0)], 300, KINDS[masked])
+    return language.train_tokenizer([prose(200, 0)], 300, KINDS[masked])
 
 
 def test_documents_of_all_file_types(tmp_path, here):
@@ -170,7 +169,7 @@ def test_passages_are_repeated_at_their_distance():
 def small_model(model_type, masked, *overrides, **options):
     sizes = ["num_hidden_layers=1", "num_attention_heads=2", "hidden_size=16", *overrides]
     kind = ModelArguments(model_type=model_type, tokenizer="given", config_overrides=sizes, **options)
-    return language_models.load_model(kind, tokenizer_of(masked), KINDS[masked])
+    return language.load_model(kind, tokenizer_of(masked), KINDS[masked])
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -223,15 +222,15 @@ def test_block_size_and_positions(model_type):
         assert tokenizer_of(masked).model_max_length == 128
 
 
-@pytest.mark.parametrize("kind", [language_models.MASKED, language_models.CAUSAL, language_models.TRANSLATION])
+@pytest.mark.parametrize("kind", [language.MASKED, language.CAUSAL, language.TRANSLATION])
 def test_trained_tokenizer_is_lossless(kind):
-    tokenizer = language_models.train_tokenizer([prose(200, 0)], 300, kind)
+    tokenizer = language.train_tokenizer([prose(200, 0)], 300, kind)
     words = "Captain Ahab, at 7 o'clock: \u00e9t\u00e9!"
     ids = tokenizer(words)["input_ids"]
     assert len(tokenizer) == 300 and tokenizer.decode(ids, skip_special_tokens=True).strip() == words
-    if kind is language_models.TRANSLATION:  # it ends sentences
+    if kind is language.TRANSLATION:  # it ends sentences
         assert ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids[:-1]
-    refuses("a byte-level vocabulary needs", language_models.train_tokenizer, [words], 100, kind)
+    refuses("a byte-level vocabulary needs", language.train_tokenizer, [words], 100, kind)
 
 
 def test_losses_by_position_and_of_passages_are_reported(here, tmp_path):

