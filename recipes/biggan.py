@@ -31,7 +31,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
-from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -75,14 +74,10 @@ def _run(
     model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures
 ) -> list[dict[str, Any]]:
     """One row for each method, with the cost of the attention layer and the figures of its pictures (b, 3, P, P)."""
-    rows = []
-    with tqdm(total=(len(swaps) - 1) * rounds, unit="pair", desc="time", disable=None, leave=False) as bar:
-        costs = gan.layer_costs(model, draw, swaps, rounds, bar)
-    with tqdm(total=len(draw.noise) * len(swaps), unit="picture", disable=None, leave=False) as bar:
-        for swap, cost in zip(swaps, costs, strict=True):
-            bar.set_description(swap.label)
-            found = figures_of(swap, pictures(apply_swap(model, swap), draw, batch, bar))
-            rows.append({"attention": swap.name, "budget": swap.budget, **found, **cost})
+    rows, costs = [], gan.layer_costs(model, draw, swaps, rounds)
+    for swap, cost in zip(swaps, costs, strict=True):
+        found = figures_of(swap, pictures(apply_swap(model, swap), draw, batch))
+        rows.append({"attention": swap.name, "budget": swap.budget, **found, **cost})
     return rows
 
 
@@ -113,8 +108,8 @@ def generate(
     if setting and attention is None:
         raise UnsupportedAttentionError("--set needs --attention METHOD")
     swap = gan.swaps_of([attention], setting, [], keys)[-1] if attention else gan.EXACT_SWAP
-    with use_threads(threads), tqdm(total=number, unit="picture", disable=None, leave=False) as bar:
-        made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch, bar)))
+    with use_threads(threads):
+        made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch)))
     save_png(grid(made, min(columns, number)), output)
     typer.echo(f"{output}: {number} pictures of {made.shape[-1]} pixels, {swap.name} attention")
 

@@ -81,15 +81,11 @@ def repeat_figures(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, block_size: int) -> dict[int, Dataset]:
-    """Insert a passage into windows a second time, at several distances from its first occurrence.
+    """Insert a passage into full windows (block_size,) a second time, several `distances` after its start.
 
-    Each example is a full window of `rows`, (block_size,), with a passage of `passage` tokens inserted `distance`
-    tokens after its start; the tokens that are pushed beyond the end are dropped. The passages and their first
-    positions are the same for all distances. Only the tokens of the two occurrences have `labels`, except for the first
-    token of each: nothing announces the second occurrence.
-
-    Returns:
-        The examples by distance. Those whose occurrences do not fit into a full window are refused.
+    What is pushed beyond the end is dropped. The passages and their first positions are the same for all distances.
+    Only the tokens of the two occurrences have `labels`, except for the first token of each: nothing announces the
+    second occurrence. Refused are distances for which both do not fit into a window.
     """
     last = block_size - max(distances) - passage
     if last < 1:

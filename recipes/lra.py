@@ -89,17 +89,11 @@ class TaskArguments:
             raise ValueError(f"--task {self.task or 'is missing'}: give one of {', '.join(lra.TASKS)}")
         if self.data is None and self.task != "listops":
             raise ValueError(f"--task {self.task} needs --data: a folder in the benchmark's layout")
-        arguments.check_counts(
-            self, "max_length", "max_train_samples", "max_eval_samples", "listops_train", "listops_eval"
-        )
-        if (
-            self.task in ("image", "pathfinder")
-            and self.max_length
-            and math.isqrt(self.max_length) ** 2 != self.max_length
-        ):
-            raise ValueError(
-                f"--max_length {self.max_length} is not a square number: pictures of side S have S * S tokens"
-            )
+        counts = "max_length", "max_train_samples", "max_eval_samples", "listops_train", "listops_eval"
+        arguments.check_counts(self, *counts)
+        size = self.max_length or 1
+        if self.task in ("image", "pathfinder") and math.isqrt(size) ** 2 != size:
+            raise ValueError(f"--max_length {size} is not a square number: pictures of side S have S * S tokens")
         if self.task == "listops" and self.data is None:
             self.rules.check()
 

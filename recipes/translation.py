@@ -83,9 +83,8 @@ class TranslationArguments:
         if self.eval_source and not self.source:
             raise ValueError("--eval_source belongs to --source: give --eval_split for a --dataset")
         arguments.check_share("eval_share", self.eval_share)
-        check_counts(
-            self, "generate", "max_train_samples", "max_eval_samples", "max_source_length", "max_target_length"
-        )
+        counts = "generate", "max_train_samples", "max_eval_samples", "max_source_length", "max_target_length"
+        check_counts(self, *counts)
 
 
 @dataclass

@@ -92,7 +92,7 @@ COMPILED_COLUMNS = {
 
 
 def measure(
-    configs: Mapping[str, MethodConfig], case: Case, rounds: int, bar: tqdm | None = None, data: Any = None
+    configs: Mapping[str, MethodConfig], case: Case, rounds: int, data: pathlib.Path | None = None
 ) -> dict[str, Timing]:
     """Timings of exact attention, as `sdpa`, and of every method by label that fits the memory of the device.
 
@@ -107,7 +107,7 @@ def measure(
     with use_device(torch.device(case.device)):
         if case.device != "cpu":
             calls = {label: call for label, call in calls.items() if _fits(call, f"{label}, {case.length:,} tokens")}
-        exact, timed = paired(work(None), calls, rounds, bar)
+        exact, timed = paired(work(None), calls, rounds)
     return {EXACT: exact, **timed}
 
 
@@ -304,9 +304,8 @@ def attention(
     else:
         cases = settings(lengths, causal, backward, check, sizes)
     rows: list[dict[str, Any]] = []
-    with use_threads(threads), tqdm(total=len(cases) * len(configs) * rounds, disable=None, leave=False) as bar:
-        for case in cases:
-            bar.set_description(f"{case.length}{' causal' * case.causal}{' backward' * case.backward}")
+    with use_threads(threads):
+        for case in tqdm(cases, disable=None, leave=False):
             usable = {k: v for k, v in configs.items() if not case.causal or method_info(v.method).causal}
             if not usable:
                 raise UnsupportedAttentionError(
@@ -317,7 +316,7 @@ def attention(
             if compiled:
                 timed = {label: measure_compiled(config, case, rounds) for label, config in usable.items()}
             else:
-                timings = measure_onnx(usable, case, rounds) if onnx else measure(usable, case, rounds, bar, data)
+                timings = measure_onnx(usable, case, rounds) if onnx else measure(usable, case, rounds, data)
                 timed = {label: t._asdict() | {"unsteady": t.unsteady} for label, t in timings.items()}
             for label, timing in timed.items():
                 row = {"method": label, **case._asdict(), **timing, "relative": 1.0 / timing["ratio"]}

@@ -73,10 +73,10 @@ def main(
     """Measure seconds and peak memory of a training step, and times faster than with exact attention."""
     lengths, configs = parse_lengths(length) or [512, 2048, 8192], parse_methods(method or METHODS)
     rows: list[dict[str, Any]] = []
-    with use_threads(threads), tqdm(total=len(lengths) * len(configs) * rounds, disable=None) as bar:
-        for tokens in lengths:
+    with use_threads(threads):
+        for tokens in tqdm(lengths, disable=None, leave=False):
             steps = {label: make_step(config, tokens) for label, config in configs.items()}
-            exact, timed = paired(make_step(None, tokens), steps, rounds, bar)
+            exact, timed = paired(make_step(None, tokens), steps, rounds)
             del steps  # frees the models
             for label, timing in {EXACT: exact, **timed}.items():
                 step = make_step(configs.get(label), tokens)

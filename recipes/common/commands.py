@@ -144,18 +144,18 @@ def save(figure: "Figure", path: pathlib.Path) -> None:
     typer.echo(f"Written: {path}")
 
 
-def show(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
-    """Print a table of rows.
+def table_of(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
+    """A table of rows.
 
     `columns` has for each header a template, such as "{seconds:.3g} s", that `str.format_map` fills from a row. The
-    cell is empty if a value of the template is None.
+    cell is empty if a value of the template is missing or None.
     """
     needed = {header: [name for _, name, _, _ in _PARSER.parse(text) if name] for header, text in columns.items()}
     cells = [
-        ["" if any(row[name] is None for name in needed[h]) else text.format_map(row) for h, text in columns.items()]
+        ["" if any(row.get(n) is None for n in needed[h]) else text.format_map(row) for h, text in columns.items()]
         for row in rows
     ]
-    typer.echo(table(list(columns), cells))
+    return table(list(columns), cells)
 
 
 def conclude(verdicts: Sequence[Verdict]) -> None:
@@ -182,12 +182,12 @@ def report(
     """Write the rows as CSV, print their table and a note, and compare them with the goals.
 
     All rows have the same keys. "unsteady" tells that times differ too much between rounds. `columns` has headers and
-    templates, as for `show`; "ms" in place of "seconds" in a key stands for the time in
+    templates, as for `table_of`; "ms" in place of "seconds" in a key stands for the time in
     milliseconds. `verdicts` returns the figures that have goals.
     """
     write(rows, csv)
     times = [{k.replace("seconds", "ms"): 1000 * v for k, v in row.items() if "seconds" in k and v} for row in rows]
-    show([{**row, **time} for row, time in zip(rows, times, strict=True)], columns)
+    typer.echo(table_of([{**row, **time} for row, time in zip(rows, times, strict=True)], columns))
     if note:
         typer.echo(f"\n{note}")
     if any(row.get("unsteady") for row in rows):

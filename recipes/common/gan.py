@@ -217,21 +217,18 @@ def apply_swap(model: BigGANModel, swap: Swap) -> BigGANModel:
 
 
 @torch.inference_mode()
-def pictures(model: BigGANModel, draw: Draw, batch: int, bar: tqdm | None = None) -> Iterator[Tensor]:
+def pictures(model: BigGANModel, draw: Draw, batch: int) -> Iterator[Tensor]:
     """Generate pictures in batches (b, 3, P, P) in [-1, 1]."""
-    for noise, labels in zip(draw.noise.split(batch), draw.labels.split(batch), strict=True):
+    parts = list(zip(draw.noise.split(batch), draw.labels.split(batch), strict=True))
+    for noise, labels in tqdm(parts, desc="pictures", unit="batch", disable=None, leave=False):
         made = model(noise, labels, truncation=draw.truncation).images
         if not made.isfinite().all():
             raise UnsupportedAttentionError("the pictures hold NaN or infinity: check the checkpoint")
         yield made
-        if bar is not None:
-            bar.update(len(made))
 
 
 @torch.inference_mode()
-def layer_costs(
-    model: BigGANModel, draw: Draw, swaps: Sequence[Swap], rounds: int, bar: tqdm | None = None
-) -> list[dict[str, Any]]:
+def layer_costs(model: BigGANModel, draw: Draw, swaps: Sequence[Swap], rounds: int) -> list[dict[str, Any]]:
     """The cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
 
     It is the GFLOP of the products for one picture with a multiply-add as one operation, how many times fewer they are
@@ -247,7 +244,7 @@ def layer_costs(
         return lambda: compute(config, inputs, scale)
 
     calls = {swap.label: work(swap.config) for swap in swaps if swap.config is not None}
-    timed = paired(work(None), calls, rounds, bar)[1] if rounds and calls else {}
+    timed = paired(work(None), calls, rounds)[1] if rounds and calls else {}
     products = [count(work(swap.config), multiply_adds_as_one=True).products // len(inputs[0]) for swap in swaps]
     costs = []
     for swap, number in zip(swaps, products, strict=True):
@@ -315,9 +312,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
 def inception_score(probabilities: Tensor, splits: int = 10) -> tuple[float, float]:
     """Mean and deviation of exp E KL(p(y|x) || p(y)) over parts of the pictures (Salimans et al. 2016, sec. 4).
 
-    Args:
-        probabilities: (N, classes), which sum to 1 for every picture, in the order of generation.
-        splits: number of parts, at most N, each with its own p(y). The original uses 10.
+    The probabilities (N, classes) are in the order of generation. Each of the `splits` parts has its own p(y).
     """
     scores = []
     for part in probabilities.double().tensor_split(splits):

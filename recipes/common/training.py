@@ -142,7 +142,7 @@ def run_and_report(
 
     The model with its processing class and Trainer's state (after a training), `metrics.json` and `learning_curve.png`
     are written to `trainer.args.output_dir`, and a short table is printed. All processes must call this; process 0
-    writes.
+    writes. The contents of `metrics.json` are returned.
 
     Args:
         trainer: a Trainer with the callbacks of `prepare_attention`. If its attribute `counts_items` is True, the loss
@@ -152,9 +152,6 @@ def run_and_report(
         extra: further entries of `metrics.json`.
         metric: the evaluation metric to plot, such as "eval_accuracy".
         train: False to evaluate the model as it is.
-
-    Returns:
-        The contents of `metrics.json`.
     """
     args, clock = trainer.args, _Clock()
     if not getattr(trainer, "counts_items", False):

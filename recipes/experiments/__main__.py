@@ -199,13 +199,11 @@ class Curve(NamedTuple):
 
     def reached_at(self, loss: float) -> float | None:
         """The step at which the evaluation loss, linear between two evaluations, first is `loss`; None for never."""
-        before = self.evaluation[0]
-        for step, value in self.evaluation:
-            if value <= loss:
-                share = (before[1] - loss) / (before[1] - value) if value < before[1] else 0.0
-                return before[0] + (step - before[0]) * share
-            before = (step, value)
-        return None
+        at = next((i for i, (_, value) in enumerate(self.evaluation) if value <= loss), None)
+        if at is None:
+            return None
+        (first, high), (last, low) = self.evaluation[max(at - 1, 0)], self.evaluation[at]
+        return last if high <= low else first + (last - first) * (high - loss) / (high - low)
 
 
 class Result:

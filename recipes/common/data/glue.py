@@ -82,11 +82,9 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
 
     The source is a folder that holds <TASK>/train.tsv and dev.tsv (or .tsv.gz), or a hub id such as "nyu-mll/glue".
     Missing files, splits and columns and empty splits are refused, and so are rows with a wrong number of columns or an
-    unknown label, unless `skip_bad_rows` skips and reports them.
-
-    Returns:
-        The splits "train" and "validation" (MNLI: "validation_matched" and "validation_mismatched") with the columns
-        "sentence1", "sentence2" (for tasks of pairs) and "label", a class index or, for STS-B, a float32 from 0 to 5.
+    unknown label, unless `skip_bad_rows` skips and reports them. The splits "train" and "validation" (MNLI:
+    "validation_matched" and "validation_mismatched") have the columns "sentence1", "sentence2" (for tasks of pairs) and
+    "label", a class index or, for STS-B, a float32 from 0 to 5.
     """
     task, splits = task_of(name), {}
     if pathlib.Path(source).is_dir():

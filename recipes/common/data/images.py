@@ -220,11 +220,11 @@ def _evenly(pictures: Pictures) -> list[int]:
 
 
 def read_class_list(path: str) -> list[str]:
-    """Read class names in the order of a model's outputs. Refuses a name that occurs twice.
+    """Read different class names in the order of a model's outputs.
 
     The path is a text file with one name per line, of which only the WordNet number is used if every line begins with
-    one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures of all
-    classes, whose names are sorted.
+    one; JSON, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures, whose class
+    names are sorted.
     """
     file = pathlib.Path(path).expanduser()
     if not file.exists():
@@ -248,20 +248,12 @@ def read_class_list(path: str) -> list[str]:
 def class_indices(
     names: Sequence[str], labels: Sequence[str], *, class_list: Sequence[str] | None = None, own_order: bool = False
 ) -> tuple[dict[str, int], str]:
-    """Match every class of the data with an output of the model.
+    """Match every class of the data with an output of the model; return these by name, and how they were found.
 
-    The following are tried in order: the class list; the model's label names, if they include all names of the data;
-    numbers; and the data's order, if the data and the model have equally many classes and no common name contradicts
-    it. So a thousand folders named by WordNet numbers are ImageNet's classes in their usual order.
-
-    Args:
-        names: all classes of the data, in the data's order.
-        labels: the model's label names, in the order of its outputs.
-        class_list: names in the order of the model's outputs.
-        own_order: the order of `names` is that of numbered labels.
-
-    Returns:
-        The output of every name, and a short description of how it was found.
+    `class_list` has names and `labels` the model's label names, both in the order of its outputs. In order, the
+    following are tried: the class list; the label names, if they include all `names`; numbers, unless `own_order` says
+    that the names are numbered labels; and the order of `names`, if the data and the model have equally many classes
+    and no common name contradicts it. So a thousand folders named by WordNet numbers are ImageNet's classes in order.
     """
     advice = "give --class_list FILE with one name per line in the order of the model's labels"
     if class_list is not None:

@@ -108,11 +108,10 @@ def collate(features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def baselines(train: Dataset, evaluation: Dataset, operator_at: int | None = None) -> dict[str, float]:
-    """Accuracy on `evaluation` of one or two rules that need no model, taken from `train`.
+    """Accuracy on `evaluation` of rules that need no model, taken from `train`.
 
-    Returns:
-        "most_frequent": always the most frequent label. "first_operator", if `operator_at` is given, the index of the
-        token with the outermost operator of ListOps: the most frequent label of the expressions with the same one.
+    "most_frequent" is always the most frequent label. "first_operator", if `operator_at` is given, the index of the
+    token with the outermost operator of ListOps, is the most frequent label of the expressions with the same one.
     """
     truth = evaluation["labels"][:]
     overall, counts = Counter(train["labels"][:].tolist()), defaultdict(Counter)

@@ -103,10 +103,8 @@ def windows(
     """Cut documents, given by their token ids, into consecutive windows without overlap.
 
     `special` are the tokens before and after the text of every window, which count for `block_size`. With `drop_short`
-    the shorter window at the end of a document is dropped; one with fewer than two tokens always is.
-
-    Returns:
-        A Dataset with the columns `input_ids`, `length` and `row` (the number of the window).
+    the shorter window at the end of a document is dropped; one with fewer than two tokens always is. The columns are
+    `input_ids`, `length` and `row`, the number of the window.
     """
     room = block_size - sum(map(len, special))
     if room < 2:
