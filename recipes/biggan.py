@@ -13,11 +13,11 @@ its products, with a multiply-add as one operation as in the paper; see `recipes
 faster it is than exact attention in the same run. Nothing is trained. Methods without a rectangular form are refused,
 since BigGAN has four queries for every key.
 
-CHECKPOINT is a folder of `BigGANModel`, such as `python -m recipes.biggan_train` writes, or a folder in the layout of
-the PyPI package pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin`. The published weights are listed in
-that package's archive map: https://s3.amazonaws.com/models.huggingface.co/biggan/ followed by
-biggan-deep-512-config.json and biggan-deep-512-pytorch_model.bin (or -256-, -128-). Save them in one folder under the
-two names above. They were not available when this was written, so all results here are of other weights.
+CHECKPOINT is a folder of `BigGANModel`, such as `python -m recipes.biggan_train` writes, or one with `config.json` and
+`pytorch_model.bin` of the PyPI package pytorch-pretrained-biggan. Its archive map lists the published weights:
+https://s3.amazonaws.com/models.huggingface.co/biggan/ followed by biggan-deep-512-config.json and
+biggan-deep-512-pytorch_model.bin (or -256-, -128-). They were not available when this was written, so all results here
+are of other weights.
 
 Duration on the small BigGAN of `recipes.biggan_train`: half a minute on one core for `compare`, 25 s for every 5,000
 pictures for `score`. Expected with it at a budget of 32 of the 256 keys: FID 1.97 for exact attention and kdeformer,
@@ -43,14 +43,12 @@ from recipes.common.gan import Draw, FeatureNetwork, Swap, apply_swap, grid, pic
 app = commands.new_app(no_args_is_help=True)
 
 Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder of the generator.")]
-Classes = Annotated[
-    list[str], typer.Option(metavar="NAME", show_default=False, help="Names or numbers. [default: all, in turn]")
-]
-Truncation = Annotated[float, typer.Option(metavar="X", help="Truncation of the noise, above 0 and at most 1.")]
-Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")]
+Classes = option(list[str], "Names or numbers. [default: all, in turn]")
+Truncation = option(float, "Truncation of the noise, above 0 and at most 1.")
+Batch = option(int, "Batch size.", min=1)
 Budget = commands.numbers_option("Budgets in columns", "32,64,128")
 Method = commands.methods_option("all rectangular ones")
-TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timings of each method; 0 for none.")]
+TimingRounds = option(int, "Paired timings of each method; 0 for none.", min=0)
 
 Figures = Callable[[Swap, Iterable[Tensor]], dict[str, float]]
 

@@ -150,9 +150,8 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
 def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
     """Set the resolution of a model. None keeps the model's own. T2T-ViT is changed and needs no interpolation.
 
-    Returns:
-        The side of the pictures, the number of tokens of a picture (None if it differs between layers or is unknown),
-        and whether positions are interpolated.
+    The results are the side of the pictures, the number of tokens of a picture (None if it differs between layers or is
+    unknown), and whether positions are interpolated.
     """
     sizes = [getattr(model.config, name, None) for name in ("image_size", "patch_size")]
     sizes = [size[0] if isinstance(size, (list, tuple)) and len(set(size)) == 1 else size for size in sizes]

@@ -164,10 +164,8 @@ def number_lists(count: int, held_out: int) -> tuple[Dataset, Dataset]:
     """Generated pairs: lists of two to five English number words, and the German ones in the same or in reverse order.
 
     The first word of the source says which order. German puts the ones before the tens, so that a translation needs
-    the words around each word and, in reverse, those at the other end of the list.
-
-    Returns:
-        `count` pairs to train on and `held_out` others to evaluate on, without a common source.
+    the words around each word and, in reverse, those at the other end of the list. The results are `count` pairs to
+    train on and `held_out` others to evaluate on, without a common source.
     """
     generator = random.Random(0)
     found: dict[str, str] = {}

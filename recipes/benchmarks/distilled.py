@@ -177,12 +177,7 @@ def sentences(data: pathlib.Path, count: int) -> Task:
         first, second = (embed(model, tokenizer, own, 128) for own in both)
         return float(spearmanr((first * second).sum(1).numpy(), list(pairs["label"])).statistic)
 
-    return Task(
-        "Spearman correlation",
-        load_minilm,
-        lambda: text_batches(texts, 32, 128)[:count],
-        evaluate,
-    )
+    return Task("Spearman correlation", load_minilm, lambda: text_batches(texts, 32, 128)[:count], evaluate)
 
 
 def search(data: pathlib.Path, count: int) -> Task:
@@ -247,10 +242,7 @@ def language(data: pathlib.Path, count: int) -> Task:
         return statistics.fmean(model(input_ids=part, labels=part).loss.item() for part in test.split(1))
 
     return Task(
-        "nats per token",
-        lambda: GPT2LMHeadModel.from_pretrained(folder),
-        lambda: split_batches(train, 1),
-        evaluate,
+        "nats per token", lambda: GPT2LMHeadModel.from_pretrained(folder), lambda: split_batches(train, 1), evaluate
     )
 
 

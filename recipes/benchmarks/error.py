@@ -15,21 +15,19 @@ and standard deviation. `columns=all:draw=independent` is the sampling of the pa
 With `--half bfloat16,float16` it measures what half precision adds, in the Frobenius norm, on standard normal numbers
 unless `--model minilm` is given. The columns:
 
-exact              error of `torch.nn.functional.scaled_dot_product_attention` in the dtype, against float64
-within its budget  the same error of a method whose budget is the whole sequence, which makes it exact; without a figure
-                   for methods that define their own attention
-at its budget      difference between the method's output in the dtype and in float64, with the same seed. Rounding can
-                   move a key to another block of a hash, or choose another landmark. The output then changes as much as
-                   with another seed, which is no error of half precision
-approximation      error of the method at that budget in float64, against exact attention in float64
-in all             error of the method at that budget in the dtype, against exact attention in float64
+exact              exact attention in the dtype, against float64
+within its budget  a method whose budget is the whole sequence, so that it is exact; not for those that never are
+at its budget      the method in the dtype, against float64 with the same seed. Rounding can move a key to another block
+                   of a hash, or choose another landmark: this changes the output as another seed does
+approximation      the method at that budget in float64, against exact attention in float64
+in all             the method at that budget in the dtype, against exact attention in float64
 
 With `--tradeoff` the heads are the first of every layer, and the methods are timed against exact attention in float32.
 Heads are padded with zeros to 64 dimensions for it, which most models have. A row is on the frontier if no other is
 both faster and more accurate.
 
 DATA holds `text/books/*.txt.gz` for MiniLM, or `models/deit-tiny-imagenet` and
-`images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
+`images/imagenet1k-sample-original-100.zip` for DeiT.
 
 Duration: 2 minutes for the first command, 15 with `--tradeoff` on two idle cores, one with `--half`. Expected: the
 tables of docs/results.md. With `--half`, within its budget, no method has more than 3 times the error of exact
@@ -101,8 +99,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure every method at every budget; the budget None leaves its hyperparameters as they are.
 
-    Returns:
-        Rows with the mean error, its standard deviation over seeds, and the error of each layer.
+    The rows have the mean error, its standard deviation over seeds, and the error of each layer.
     """
     exact, rows = exact_outputs(activations, causal), list[dict[str, Any]]()
     for budget, config in tqdm([*itertools.product(budgets, configs)], disable=None, leave=False):
@@ -127,10 +124,9 @@ def measure(
 
 
 def half_errors(config: MethodConfig, one: Activation, budget: int, causal: bool) -> dict[str, float | None]:
-    """The errors of a method on query, key and value (B, H, N, D) in half precision.
+    """The errors of a method on query, key and value (B, H, N, D) in half precision, by column of the table above.
 
-    Returns:
-        the errors by column, as the module describes them; None for `within` if the method is never exact.
+    `within` is None if the method is never exact.
     """
     inputs, options = one[1:4], {"is_causal": causal, "scale": one.scale}
     exact_inputs = tuple(x.double() for x in inputs)
@@ -220,9 +216,7 @@ def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --csv error.csv")
 def error(
     model: commands.option(
-        str | None,
-        "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]",
-        metavar="MODEL",
+        str | None, "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]", metavar="MODEL"
     ) = None,
     data: commands.Data = None,
     budget: commands.numbers_option("Budgets in columns", "128; deit: 256") = [],  # noqa: B006 (typer copies it)

@@ -15,7 +15,7 @@ divided: the embedding of a text is then the mean of those of its chunks, or its
 `states` measures |S - E| / |E| in the Frobenius norm for the last hidden states of novels. `images` and `classify`
 measure top-1. "As exact" is the share of pictures with the same class as with exact attention, and "faster" the time of
 all pictures with exact attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `text/books`,
-`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`. The default is $HEA_DATA or ../shared/data.
+`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`.
 
 Duration: 1.5 minutes on one core for exact attention on the thousand photographs, and more for all methods; six minutes
 for the search with chunks. Expected with exact attention: recall@1 .887 of paragraphs, of articles .839 (.732 if cut at

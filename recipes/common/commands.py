@@ -41,22 +41,6 @@ def checked(check: Callable[[pathlib.Path], Any]) -> Callable[[pathlib.Path | No
     return callback
 
 
-Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit with status 1 if one is missed.")]
-Csv = Annotated[
-    pathlib.Path | None,
-    typer.Option(metavar="FILE", help="Write the results to this CSV file.", callback=checked(check_writable)),
-]
-Data = Annotated[
-    pathlib.Path | None, typer.Option(metavar="FOLDER", help="Data folder. [default: $HEA_DATA or ../shared/data]")
-]
-Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of PyTorch threads.")]
-Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of paired measurements.")]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")]
-Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
-NumHeads = Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Number of heads.")]
-HeadDim = Annotated[int, typer.Option("--width", metavar="N", min=1, help="Dimension of a head.")]
-
-
 _METAVARS = {int: "N", float: "X", list[str]: "NAME", int | None: "N", float | None: "X"}
 
 
@@ -67,6 +51,17 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
 
 
+Check = option(bool, "Compare with the goals; exit with status 1 if one is missed.", "--check")
+Csv = option(
+    pathlib.Path | None, "Write the results to this CSV file.", metavar="FILE", callback=checked(check_writable)
+)
+Data = option(pathlib.Path | None, "Data folder. [default: $HEA_DATA or ../shared/data]", metavar="FOLDER")
+Threads = option(int | None, "Number of PyTorch threads.", min=1)
+Rounds = option(int, "Number of paired measurements.", min=1)
+Seed = option(int, "Random seed.", min=0)
+Memory = option(bool, "Measure peak memory.", "--memory/--no-memory")
+NumHeads = option(int, "Number of heads.", "--heads", min=1)
+HeadDim = option(int, "Dimension of a head.", "--width", min=1)
 Picture = option(
     pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=checked(check_picture)
 )

@@ -291,10 +291,7 @@ def similarities(questions: Tensor, pieces: Tensor, own: Tensor, count: int) -> 
     mean = normalize(pieces.new_zeros(count, pieces.shape[1]).index_add(0, own, pieces), dim=1)
     similar = questions @ pieces.t()
     best = similar.new_full((len(questions), count), -1.0)
-    return {
-        "mean of": questions @ mean.t(),
-        "best of": best.scatter_reduce(1, own.expand_as(similar), similar, "amax"),
-    }
+    return {"mean of": questions @ mean.t(), "best of": best.scatter_reduce(1, own.expand_as(similar), similar, "amax")}
 
 
 def ranks(similar: Tensor, own: Tensor) -> Tensor:

@@ -254,8 +254,7 @@ def prepare(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the text, load or make tokenizer and model, and cut the documents into windows.
 
-    Returns:
-        The arguments of a Trainer except for the collator and the metrics, and the part of the report about them.
+    The results are the arguments of a Trainer except for the collator and the metrics, and the report about them.
     """
     # The main process first, so that the others find the files of a hub in the cache.
     with args.main_process_first(desc="reading the text"):

@@ -8,9 +8,8 @@ The other groups are imagenet, lm, lra, translation, flurka_images and flurka_bo
 options.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
-interrupted experiments continue. Runs with --extra options need another folder. DATA is a folder with glue/, images/,
-imdb/, models/ and text/books. The default is $HEA_DATA or ../shared/data. Steps, subsets and seeds are small, the same
-for every line of a table, and stated with it.
+interrupted experiments continue. Runs with --extra options need another folder. DATA has glue/, images/, imdb/, models/
+and text/books. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
 
 `curves` compares up-training with its reference runs. The claim of Gupta et al. 2023, section 4.2: a model that is
 trained with a base for a share of the steps, and then with a FLuRKA variant, ends better than one that has the variant

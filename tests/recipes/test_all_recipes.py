@@ -110,7 +110,7 @@ def test_two_processes_train_like_one(name, here, tmp_path):
         more += ["attention_probs_dropout_prob=0.0"]
     train(name, here, tmp_path / "one", *more, "--per_device_train_batch_size", 4)
     half = options_of(name, here, tmp_path / "two", *more, "--per_device_train_batch_size", 2)
-    done = launch(f"recipes/{COMMANDS[name].recipe.__name__.removeprefix('recipes.')}.py", *half)
+    done = launch(f"recipes/{COMMANDS[name][0].__name__.removeprefix('recipes.')}.py", *half)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "two" / "metrics.json").read_text())["processes"] == 2
     assert (tmp_path / "two" / "learning_curve.png").is_file()

@@ -1,5 +1,6 @@
 """The image recipe: sources and classes of pictures, preprocessing, augmentation, and training."""
 
+import functools
 import json
 import pickle
 import subprocess
@@ -12,7 +13,6 @@ from transformers import AutoConfig, AutoModelForImageClassification
 
 import hf_efficient_attn as hea
 import recipe_commands
-from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipe_commands import losses
 from recipes import imagenet
 from recipes.benchmarks import tasks
@@ -120,29 +120,23 @@ def data_set(labels, names=("dog", "cat"), image="image", label="label"):
 
 def test_data_sets_of_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    data_set([0, 1]).to_parquet(folder / "train.parquet")
-    data_set([1]).to_parquet(folder / "test.parquet")
-    splits = images.load(str(folder))
+    (tmp_path / "set").mkdir()
+    data_set([0, 1]).to_parquet(tmp_path / "set" / "train.parquet")
+    data_set([1]).to_parquet(tmp_path / "set" / "test.parquet")
+    splits = images.load(str(tmp_path / "set"))
     assert list(splits["train"].classes) == ["dog", "cat"] and list(splits["test"].classes) == ["cat"]
     assert splits["train"].class_names() == ["dog", "cat"], "the order of its labels, not the alphabetical one"
     assert [splits["train"].open(i).size for i in (0, 1)] == [(1, 4), (2, 4)]
 
-
-def test_columns_of_data_sets(monkeypatch):
-    def loaded(data):
-        monkeypatch.setattr(datasets, "load_dataset", lambda source: {"train": data})
+    def loaded(*given, **columns):
+        monkeypatch.setattr(datasets, "load_dataset", lambda source: {"train": data_set(*given, **columns)})
         return images.load("someone/pets")["train"]
 
-    assert loaded(data_set(["b", "a"], names=None)).class_names() == ["a", "b"]
-    assert loaded(data_set([1], image="img", label="kind")).classes == ("cat",)
-    for data, message in (
-        (data_set(["b"], names=None, label="kind"), "no column 'label' among image, kind: rename"),
-        (data_set([0, -1]), "1 of 2 rows have no label"),
-        (data_set([]), "the split is empty"),
-    ):
-        refuses(message, loaded, data)
+    assert loaded(["b", "a"], names=None).class_names() == ["a", "b"]
+    assert loaded([1], image="img", label="kind").classes == ("cat",)
+    refuses("no column 'label' among image, kind: rename", loaded, ["b"], names=None, label="kind")
+    refuses("1 of 2 rows have no label", loaded, [0, -1])
+    refuses("the split is empty", loaded, [])
 
 
 def test_splits_and_parts(tmp_path):
@@ -229,9 +223,9 @@ def test_class_lists(tmp_path):
     (tmp_path / "names.txt").write_text("n00000002 dog\nsea cow\n")
     assert read_class_list(str(tmp_path / "names.txt")) == ["n00000002 dog", "sea cow"]
     assert read_class_list(dots(tmp_path / "pictures.zip", "train/b/1.png val/a/1.png")) == ["a", "b"]
-    for text, message in (("cat\ncat\n", "'cat' occurs twice"), ("\n", "is empty")):
-        (tmp_path / "bad.txt").write_text(text)
-        refuses(message, read_class_list, str(tmp_path / "bad.txt"))
+    for name, text, message in (("twice", "cat\ncat\n", "'cat' occurs twice"), ("empty", "\n", "is empty")):
+        (tmp_path / name).write_text(text)
+        refuses(message, read_class_list, str(tmp_path / name))
     refuses("no such class list", read_class_list, str(tmp_path / "absent.txt"))
 
 
@@ -252,9 +246,6 @@ def test_evaluation_equals_the_saved_processor(size):
     ours = Evaluation(28, norm)(sloping(size))
     assert ours.shape == (3, 28, 28)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-
-def test_unsupported_scales_are_refused():
     refuses("1/255", Norm.of, {"do_rescale": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
     assert Norm.of({"do_normalize": False, "resample": 3}) == PLAIN
 
@@ -319,9 +310,7 @@ def test_workers_give_the_same_pictures_in_every_epoch(augmented):
 # --- training ---
 
 
-def recipe(here, out, *options, **named):
-    """Run the recipe in this process: the contents of metrics.json."""
-    return train("imagenet", here, out, *options, **named)
+recipe = functools.partial(train, "imagenet")  # in this process
 
 
 def test_training_learns_and_is_reproducible(here, tmp_path, capsys):
@@ -397,9 +386,8 @@ def test_as_a_process(here, tmp_path):
         return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
 
     helped = script("--help")
-    assert helped.returncode == 0
+    assert helped.returncode == 0 and "recipes/imagenet.py --model_name_or_path" in helped.stdout
     assert all(f"--{name}" in helped.stdout for name in ("train_data", "class_list", "stages", "resolution"))
-    assert "recipes/imagenet.py --model_name_or_path" in helped.stdout
     refused = script("--model", here / "vit", "--train_data", tmp_path / "absent", "--output_dir", tmp_path / "out")
     assert refused.returncode == 2 and refused.stdout == ""
     # A CUDA build of torch prints such a line on a machine with CUDA's compiler and without a GPU.
@@ -408,17 +396,6 @@ def test_as_a_process(here, tmp_path):
 
 
 # --- T2T-ViT ---
-
-
-@pytest.fixture(scope="module")
-def tiny_t2t(tmp_path_factory) -> str:
-    """The config of a tiny T2T-ViT with stages of 256 and 64 tokens at 32 pixels, and 17 in the backbone."""
-    folder = tmp_path_factory.mktemp("t2t")
-    T2TViTConfig(
-        image_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, token_dim=16,
-        t2t_strides=[2, 2, 2], num_labels=3,
-    ).save_pretrained(folder)  # fmt: skip
-    return str(folder)
 
 
 def tables_of(folder) -> dict:
@@ -433,16 +410,13 @@ def tables_of(folder) -> dict:
 
 @pytest.mark.parametrize(
     ("variant", "base", "switch"),
-    [
-        ("flurka_performer", "linformer", 7),
-        pytest.param("flurka_linear", "linear", 13, marks=pytest.mark.exhaustive),
-    ],
+    [("flurka_performer", "linformer", 7), pytest.param("flurka_linear", "linear", 13, marks=pytest.mark.exhaustive)],
 )
-def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, tiny_t2t, here, tmp_path):
+def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, here, tmp_path):
     """With the paper's shares of 40 steps, 16.7 % and 33.3 %, in stages and backbone."""
     out, preset = tmp_path / "out", ("--preset", "imagenet", "--variant", variant, "--set", "projection_dim=8")
     options = "--max_steps", 40, "--learning_rate", 3e-3, "--seed", 1, "--from_scratch", "--new_head"
-    report = recipe(here, out, *preset, *options, model=f"--model {tiny_t2t}")
+    report = recipe(here, out, *preset, *options, model=f"--model {here / 't2t'}")
     assert [(s["step"], s["from"], s["to"]) for s in report["switches"]] == [(switch, base, variant)]
     assert losses(out)[0] > 0.8 and report["metrics"]["eval_top1"] >= 0.9
     assert (report["resolution"], report["tokens"]) == (32, None)
@@ -455,12 +429,12 @@ def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, tiny_t2
 
 
 @pytest.mark.exhaustive
-def test_t2t_vit_trains_with_methods_in_its_stages_alone(tiny_t2t, here, tmp_path):
+def test_t2t_vit_trains_with_methods_in_its_stages_alone(here, tmp_path):
     def run(name, folder, *options):
         more = "--max_steps", 2, "--attention", "linformer", "--set", "projection_dim=8"
         return recipe(here, tmp_path / name, *more, *options, model=f"--model {folder}")
 
-    one = run("one", tiny_t2t, "--from_scratch", "--layers", "t2t.0,t2t.1")
+    one = run("one", here / "t2t", "--from_scratch", "--layers", "t2t.0,t2t.1")
     assert one["efficient_attention"]["layers"] == ["t2t.0", "t2t.1"]
     assert tables_of(tmp_path / "one") == {"t2t.0": 256, "t2t.1": 64}
     # At another size the model becomes one for that, tables included, unless it holds tables already.
@@ -490,11 +464,11 @@ def test_t2t_vit_by_name(here, tmp_path):
     assert saved["image_mean"] == [0.485, 0.456, 0.406] and saved["resample"] == 3
 
 
-def test_classify_compares_methods_on_other_pictures(tiny_t2t, colors, tmp_path, table, capsys, monkeypatch):
+def test_classify_compares_methods_on_other_pictures(here, colors, tmp_path, table, capsys, monkeypatch):
     """`tasks classify` with several methods, budgets and layers, on exact and converted checkpoints."""
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(tiny_t2t, id2label=dict(enumerate(["blue", "green", "red"])))
-    model, folder = AutoModelForImageClassification.from_config(config), tmp_path / "model"
+    model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(here / "t2t"))
+    folder = tmp_path / "model"
     model.save_pretrained(folder)
     imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(folder)
     words = "classify", folder, colors, "--method kdeformer,performer --budget 4,300"

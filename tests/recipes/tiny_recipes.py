@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 from safetensors.torch import load_file
 
+from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipes import accelerate_loop, clm, glue, imagenet, lra, mlm, translation
 from recipes.common.data import glue as glue_data
 from recipes.common.data import lra as lra_data
@@ -200,20 +201,14 @@ def make(folder: pathlib.Path) -> None:
     write_colors(folder / "colors.zip")
     tiny_model("vit", head=True, patch_size=8, num_labels=3).save_pretrained(folder / "vit")
     transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
+    # Stages of 256 and 64 tokens at 32 pixels, and 17 in the backbone.
+    T2TViTConfig(
+        image_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, token_dim=16,
+        t2t_strides=[2, 2, 2], num_labels=3, id2label=dict(enumerate(sorted(COLORS))),
+    ).save_pretrained(folder / "t2t")  # fmt: skip
     write_corpus(folder / "corpus")
     for task in WRITERS:
         write_lra(task, folder / task)
-
-
-class Command(NamedTuple):
-    """A recipe on Trainer, or the loop: its options besides those of the training, and those of a model to start from.
-
-    HERE stands for the folder of `make`.
-    """
-
-    recipe: Any
-    data: str
-    model: str = ""
 
 
 _GLUE = "--task mrpc --data HERE/glue --max_length 16", "--model HERE/encoder"
@@ -224,22 +219,20 @@ _MARIAN = (
     "encoder_attention_heads=2 decoder_attention_heads=2 encoder_ffn_dim=16 decoder_ffn_dim=16 "
     "max_position_embeddings=48"
 )
-_ENCODER = "--num_layers 1 --hidden_size 16 --intermediate_size 16"
-_SOURCES = {task: f"HERE/{task}{'/cifar.zip' * (task == 'image')}" for task in WRITERS}
+_PAIRS = "--generate 60 --eval_share 0.1 --max_source_length 48 --max_target_length 12"
+_LRA = {task: f"--task {task} --data HERE/{task}{'/cifar.zip' * (task == 'image')}" for task in WRITERS}
+# The recipes on Trainer, and the loop: their options besides those of the training, and those of a model to start from.
+# HERE stands for the folder of `make`.
 COMMANDS = {
-    "glue": Command(glue, *_GLUE),
-    "loop": Command(accelerate_loop, *_GLUE),
-    "imagenet": Command(imagenet, "--train_data HERE/colors.zip", "--model HERE/vit"),
-    "mlm": Command(mlm, _TEXT, f"--model_type bert {_NEW} intermediate_size=32"),
-    "clm": Command(clm, _TEXT, f"--model_type gpt2 {_NEW}"),
-    "translation": Command(
-        translation, "--generate 60 --eval_share 0.1 --max_source_length 48 --max_target_length 12", _MARIAN
-    ),
+    "glue": (glue, *_GLUE),
+    "loop": (accelerate_loop, *_GLUE),
+    "imagenet": (imagenet, "--train_data HERE/colors.zip", "--model HERE/vit"),
+    "mlm": (mlm, _TEXT, f"--model_type bert {_NEW} intermediate_size=32"),
+    "clm": (clm, _TEXT, f"--model_type gpt2 {_NEW}"),
+    "translation": (translation, _PAIRS, _MARIAN),
     **{
-        f"lra-{task}": Command(
-            lra, f"--task {task} --data {source} --max_length {128 if task == 'text' else 64}", _ENCODER
-        )
-        for task, source in _SOURCES.items()
+        f"lra-{task}": (lra, words, f"--max_length {2 ** (6 + (task == 'text'))} --num_layers 1 --hidden_size 16")
+        for task, words in _LRA.items()
     },
 }
 
@@ -251,19 +244,20 @@ def options_of(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, mod
     """
     if more[:1] == ("ONLY",):
         return ["--output_dir", str(out), *more[1:]]
-    command = COMMANDS[name]
-    text = f"{command.data} {command.model if model is None else model}".replace("HERE", str(here))
-    training = "--max_steps 6 --per_device_train_batch_size 4"
+    _, data, usual = COMMANDS[name]
+    text = (
+        f"{data} {usual if model is None else model} --max_steps 6 --per_device_train_batch_size 4 --output_dir {out}"
+    )
     if name != "loop":
-        training += " --logging_steps 1 --use_cpu --eval_strategy no --save_strategy no"
-    return [*text.split(), *training.split(), "--output_dir", str(out), *map(str, more)]
+        text += " --logging_steps 1 --use_cpu --eval_strategy no --save_strategy no"
+    return [*text.replace("HERE", str(here)).split(), *map(str, more)]
 
 
 def train(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, model: str | None = None) -> dict[str, Any]:
     """Run a recipe in this process: the contents of metrics.json."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return COMMANDS[name].recipe.run(options_of(name, here, out, *more, model=model))
+    return COMMANDS[name][0].run(options_of(name, here, out, *more, model=model))
 
 
 def refuses(message: str, call: Callable[..., Any], *given: Any, **named: Any) -> None:
