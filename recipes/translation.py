@@ -98,8 +98,6 @@ class EncoderAttentionArguments(AttentionArguments):
 class TranslationTrainingArguments(RecipeArguments, transformers.Seq2SeqTrainingArguments):
     """RecipeArguments whose evaluation translates: BLEU needs text, not the loss of a given text."""
 
-    predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", True)
-
 
 _ENGLISH = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
@@ -219,7 +217,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = TranslationArguments, ModelArguments, EncoderAttentionArguments, TranslationTrainingArguments
     options, kind, attention, args = arguments.parse(
-        *types, description=__doc__, argv=argv, warmup_steps=0.1, **arguments.PER_EPOCH
+        *types, description=__doc__, argv=argv, warmup_steps=0.1, predict_with_generate=True, **arguments.PER_EPOCH
     )
     with args.main_process_first():
         pairs, others = load_pairs(options)

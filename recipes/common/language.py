@@ -191,7 +191,7 @@ class TextArguments:
 
     text: list[str] = several(
         "Files (.txt or .jsonl, optionally .gz; others are read as plain text) or folders of such files. A text file "
-        "is one document, unless --document_separator splits it. A line of .jsonl is one document."
+        "is one document, and so is a line of .jsonl."
     )
     eval_text: list[str] = several("Text to evaluate on. Default: --eval_share.")
     dataset: str | None = option("A hub data set instead of --text. Each of its rows is one document.", None)
@@ -199,9 +199,6 @@ class TextArguments:
     train_split: str = option("Split of --dataset to train on.", "train")
     eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", None)
     text_column: str = option("Column or .jsonl field of the text.", "text")
-    document_separator: str | None = option(
-        "Separates the documents of a plain text file; 'blank-line' for empty lines.", None
-    )
     eval_share: float = option("Share of every document, at its end, that is held out for evaluation.", 0.05)
     block_size: int | None = option(
         f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", None
@@ -216,10 +213,6 @@ class TextArguments:
             raise ValueError("give the text with --text PATH ... or --dataset ID" + (", not both" if self.text else ""))
         check_share("eval_share", self.eval_share)
         check_counts(self, "max_train_windows", "max_eval_windows")
-        if self.document_separator is not None:
-            self.document_separator = self.document_separator.replace("\\n", "\n")
-            if not self.document_separator:
-                raise ValueError("--document_separator is empty")
 
     def documents(self, *, evaluation: bool) -> list[str] | None:
         """The documents to train on, or to evaluate on; None if there is no source of the latter."""
@@ -229,8 +222,7 @@ class TextArguments:
         if self.dataset:
             texts = list(text.documents_of_hub(self.dataset, self.dataset_config, split, self.text_column))
         else:
-            options = {"column": self.text_column, "separator": self.document_separator}
-            texts = [one for path in text.text_files(sources) for one in text.documents_of(path, **options)]
+            texts = [one for path in text.text_files(sources) for one in text.documents_of(path, self.text_column)]
         training.check_not_empty(len(texts), f"{self.dataset}, split {split}" if self.dataset else ", ".join(sources))
         return texts
 

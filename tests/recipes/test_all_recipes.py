@@ -106,7 +106,7 @@ def test_two_processes_train_like_one(name, here, tmp_path):
     """
     more = ["--max_steps", 5, "--attention", "linear", "--model", here / "encoder_without_dropout"]
     if name == "mlm":
-        more = [*more[:-2], "--document_separator", "\n", "--config_overrides", "hidden_dropout_prob=0.0"]
+        more = [*more[:-2], "--config_overrides", "hidden_dropout_prob=0.0"]
         more += ["attention_probs_dropout_prob=0.0"]
     train(name, here, tmp_path / "one", *more, "--per_device_train_batch_size", 4)
     half = options_of(name, here, tmp_path / "two", *more, "--per_device_train_batch_size", 2)

@@ -84,7 +84,6 @@ def test_check_measures_every_setting_that_has_a_goal():
     assert set(attention.SPEED_GOALS) >= {(*key, False) for key in attention.MEMORY_GOALS}
     assert settings([], True, None, True, usual) == [(8192, True, False)]
     assert settings([4096], None, True, False, usual) == [(4096, False, True)]
-    assert set(settings([], None, None, True, half)) == set(attention.HALF_GOALS)
     assert set(settings([], None, None, True, gpus)) == set(attention.GPU_GOALS)
     everything = settings([], None, None, False, gpus)
     assert everything[:2] == [(8192, False, False), (8192, False, True)] and everything[-1] == (2**20, False, True)

@@ -20,21 +20,23 @@ from recipes.common.data import listops
 from recipes.common.data import lra as data_of
 from tiny_recipes import WRITERS, grey, refuses, train, write, write_lra
 
+HARD = "pathfinder32/curv_contour_length_14"
 FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
 
 
-def by_rewriting(expression: str) -> int:
-    """Evaluate an expression: replace one innermost operator after the other."""
-    innermost = re.compile(r"\[(\w+) ([\d ]+)\]")
+def by_rewriting(expression: str) -> tuple[int, list[tuple[str, int]]]:
+    """Evaluate an expression, one innermost operator after the other: its value, and operators with their arguments."""
+    innermost, operators = re.compile(r"\[(\w+) ([\d ]+)\]"), []
     while match := innermost.search(expression):
-        value = FUNCTIONS[match[1]]([int(digit) for digit in match[2].split()])
-        expression = f"{expression[: match.start()]}{value}{expression[match.end() :]}"
-    return int(expression)
+        digits = [int(digit) for digit in match[2].split()]
+        operators.append((match[1], len(digits)))
+        expression = f"{expression[: match.start()]}{FUNCTIONS[match[1]](digits)}{expression[match.end() :]}"
+    return int(expression), operators
 
 
 def test_values_agree_with_another_evaluator():
     found = list(itertools.islice(listops.expressions(listops.Rules(3, 300), 5), 300))
-    assert [value for _, value in found] == [by_rewriting(text) for text, _ in found]
+    assert [value for _, value in found] == [by_rewriting(text)[0] for text, _ in found]
     assert {value for _, value in found} == set(range(10))
     # The expressions of the documented results: change the version of the generator with them.
     assert next(listops.expressions(listops.Rules(3, 12), 0)) == ("[MIN 8 0 5 1 7 8 9 ]", 0)
@@ -45,21 +47,12 @@ def test_expressions_follow_the_rules():
     rules, generator = listops.Rules(min_length=0, max_length=10_000, max_depth=4, max_args=4), random.Random(1)
     drawn = [listops.draw(generator, rules)[0] for _ in range(4000)]
     assert 0.23 < sum(len(tokens) > 1 for tokens in drawn) / len(drawn) < 0.27
-    counts, depths = Counter(), Counter()
-    for tokens in drawn:
-        arguments, depth = [0], 1
-        for token in tokens:
-            if token == listops.END:
-                counts[arguments.pop()] += 1
-            else:
-                arguments[-1] += 1
-                arguments += [0] if token in listops.OPERATORS else []
-            depth = max(depth, len(arguments))
-        depths[depth] += 1
+    steps = [step for tokens in drawn for step in by_rewriting(" ".join(tokens))[1]]
+    operators, counts = Counter(name for name, _ in steps), Counter(count for _, count in steps)
     assert set(counts) == {2, 3, 4} and max(counts.values()) < 1.2 * min(counts.values())
-    assert max(depths) == 4
-    operators = Counter(token for tokens in drawn for token in tokens if token in listops.OPERATORS)
     assert len(operators) == 4 and max(operators.values()) < 1.2 * min(operators.values())
+    nested = [itertools.accumulate((t in listops.OPERATORS) - (t == listops.END) for t in tokens) for tokens in drawn]
+    assert max(map(max, nested)) == 3, "and the digits"
 
 
 def test_expressions_that_get_too_long_are_abandoned():
@@ -80,7 +73,7 @@ def test_generated_listops(tmp_path):
     assert {name: len(found) for name, found in lines.items()} == {"train": 51, "test": 21}
     rows = [row.split("\t") for found in lines.values() for row in found[1:]]
     assert len({text for text, _ in rows}) == 70
-    assert all(20 < len(text.split()) < 60 and int(value) == by_rewriting(text) for text, value in rows)
+    assert all(20 < len(text.split()) < 60 and int(value) == by_rewriting(text)[0] for text, value in rows)
     # The files are written once. The evaluation set does not depend on the size of the training set.
     stamp = (folder / "basic_train.tsv").stat().st_mtime_ns
     assert listops.generate(tmp_path, train=50, evaluation=20, rules=rules, seed=3) == folder
@@ -97,14 +90,8 @@ def reading(max_length=64, **options) -> data_of.Reading:
     return data_of.Reading(max_length, **options)
 
 
-@pytest.fixture
-def made(tmp_path):
-    """Writes artificial data of a task and returns its source."""
-    return lambda task: write_lra(task, tmp_path / task)
-
-
-def test_listops_in_the_official_layout(made):
-    found = data_of.load_listops(made("listops"), reading())
+def test_listops_in_the_official_layout(here):
+    found = data_of.load_listops(str(here / "listops"), reading())
     assert sorted(found) == ["test", "train", "validation"] and all(len(rows) == 12 for rows in found.values())
     names = ["[MAX", "2", "9", "]"]
     assert found["train"][0]["input_ids"].tolist() == [listops.TOKENS.index(name) + 2 for name in names]
@@ -121,8 +108,8 @@ def test_rules_without_a_model():
     assert data_of.baselines(*started, operator_at=1)["first_operator"] == 0.75
 
 
-def test_reviews_as_bytes(made, tmp_path):
-    found = data_of.load_text(made("text"), reading())
+def test_reviews_as_bytes(here, tmp_path):
+    found = data_of.load_text(str(here / "text"), reading())
     assert {split: len(rows) for split, rows in found.items()} == {"train": 12, "test": 12}
     by_label = {int(row["labels"]): row["input_ids"] for row in found["train"]}
     assert bytes((by_label[1] - 2).tolist()).decode().startswith("good")
@@ -137,8 +124,8 @@ def test_reviews_as_bytes(made, tmp_path):
     assert found["test"]["labels"][:].tolist() == [0, 1, 0, 1, 0]
 
 
-def test_pictures_as_grey_pixels(made, tmp_path):
-    source = made("image")
+def test_pictures_as_grey_pixels(tmp_path):
+    source = write_lra("image", tmp_path / "image")
     found = data_of.load_image(source, reading(16))
     for rows in found.values():
         assert len(rows) == 20 and rows["length"][:].tolist() == [16] * 20
@@ -155,28 +142,25 @@ def test_pictures_as_grey_pixels(made, tmp_path):
     refuses("no split 'tests'", data_of.load_image, source, reading(16), "train", "tests")
 
 
-def test_pairs_in_the_official_layout(made):
-    found = data_of.load_retrieval(made("retrieval"), reading(max_length=12))
+def test_pairs_in_the_official_layout(here):
+    found = data_of.load_retrieval(str(here / "retrieval"), reading(max_length=12))
     assert sorted(found) == ["test", "train", "validation"]
     row = found["train"][3]
     assert bytes((row["input_ids"] - 2).tolist()) == b"b'text 3'" and row["labels"] == 1
     assert bytes((row["other_ids"] - 2).tolist()) == b"b'otherother" and row["length"] == 9 + 12
 
 
-def test_pathfinder_in_the_official_layout(made, tmp_path):
-    found = data_of.load_pathfinder(made("pathfinder"), reading(16))
+def test_pathfinder_in_the_official_layout(tmp_path):
+    source = write_lra("pathfinder", tmp_path)
+    found = data_of.load_pathfinder(source, reading(16))
     assert {split: len(rows) for split, rows in found.items()} == {"train": 16, "validation": 2, "test": 2}
     labels = {tuple(row["input_ids"] - 2): int(row["labels"]) for rows in found.values() for row in rows}
-    for i in range(20):
-        pixels = np.random.default_rng(i).integers(0, 256, 16, np.uint8)
-        assert labels.pop(tuple(pixels)) == i % 10 % 2
-    assert not labels
-    broken = tmp_path / "pathfinder" / "pathfinder32" / "curv_contour_length_14" / "imgs" / "0" / "sample_3.png"
-    broken.write_bytes(b"")
-    refuses(r"sample_3.png cannot be read", data_of.load_pathfinder, str(tmp_path / "pathfinder"), reading(16))
+    pixels = [tuple(np.random.default_rng(i).integers(0, 256, 16, np.uint8)) for i in range(20)]
+    assert labels == {one: i % 10 % 2 for i, one in enumerate(pixels)}
+    write(tmp_path / HARD / "imgs" / "0" / "sample_3.png", b"")
+    refuses(r"sample_3.png cannot be read", data_of.load_pathfinder, source, reading(16))
 
 
-HARD = "pathfinder32/curv_contour_length_14"
 BAD = {
     "listops": ("basic_val.tsv", "Source\tTarget\n[MAX 1 2 ]\t2\n[AVG 1 2 ]\t1\n", "line 3: unknown token '.AVG'"),
     "listops, no value": ("basic_val.tsv", "[MAX 1 2 ]\n", "line 1: expected EXPRESSION TAB DIGIT"),
@@ -191,13 +175,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_errors_name_the_line(case, made, tmp_path):
+def test_errors_name_the_line(case, tmp_path):
     task, (name, content, message) = case.partition(",")[0], BAD[case]
-    folder = tmp_path / task
     if task != "text":
-        made(task)
-    write(folder / name, content)
-    refuses(message, getattr(data_of, f"load_{task}"), str(folder), reading())
+        write_lra(task, tmp_path)
+    write(tmp_path / name, content)
+    refuses(message, getattr(data_of, f"load_{task}"), str(tmp_path), reading())
 
 
 @pytest.mark.parametrize("task", WRITERS)

@@ -32,14 +32,9 @@ def test_documents_of_all_file_types(tmp_path, here):
     assert documents == [prose(100, 1), prose(50, 2), prose(5, 3)]
     notes = str(here / "corpus" / "notes.md")
     assert [path.name for path in text.text_files([notes, notes])] == ["notes.md"]
-    several = tmp_path / "several.txt"
-    several.write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n".encode())
-    for separator, documents in (
-        (None, ["one\ntwo\n\n \nthree\n"]),
-        ("blank-line", ["one\ntwo", "three\n"]),
-        ("\n", ["one", "two", "three"]),
-    ):
-        assert list(text.documents_of(several, separator=separator)) == documents
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n".encode())
+    assert list(text.documents_of(lines)) == ["one\ntwo\n\n \nthree\n"]
     rows = tmp_path / "rows.jsonl.gz"
     rows.write_bytes(gzip.compress(b'{"body": "first"}\n\n{"body": "  "}\n{"body": "second"}\n'))
     assert list(text.documents_of(rows, column="body")) == ["first", "second"]
@@ -234,9 +229,11 @@ def test_trained_tokenizer_is_lossless(kind):
     refuses("a byte-level vocabulary needs", language.train_tokenizer, [words], 100, kind)
 
 
-def test_losses_by_position_and_of_passages_are_reported(here, tmp_path):
-    more = "--eval_positions --position_bucket 16 --repeat_tokens 8 --repeat_distances 8 24 --max_steps 1"
-    figures = train("clm", here, tmp_path / "out", "--attention", "linear", *more.split())["metrics"]
+def test_losses_by_position_and_of_passages_are_reported(here, tmp_path, monkeypatch):
+    for name, value in (("BUCKET", 16), ("PASSAGE", 8), ("DISTANCES", (8, 24))):
+        monkeypatch.setattr(clm, name, value)
+    more = "--attention", "linear", "--eval_positions", "--max_steps", 1
+    figures = train("clm", here, tmp_path / "out", *more)["metrics"]
     buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
     assert min(buckets) <= figures["eval_loss"] <= max(buckets)
     assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))

@@ -6,7 +6,6 @@ its batch or dropped.
 """
 
 import pathlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,11 +41,11 @@ def text_files(sources: Sequence[str]) -> list[pathlib.Path]:
     return list(dict.fromkeys(found))
 
 
-def documents_of(path: pathlib.Path, *, column: str = "text", separator: str | None = None) -> Iterator[str]:
+def documents_of(path: pathlib.Path, column: str = "text") -> Iterator[str]:
     """The documents of one file, without empty ones.
 
     A line of a `.jsonl` or `.jsonl.gz` file is a document, with the text in the field `column`. Any other file is plain
-    text: one document, or several with `separator` between them ("blank-line" for one or more empty lines).
+    text, and one document.
     """
     if path.name.lower().endswith(JSON_SUFFIXES):
         texts = []
@@ -57,10 +56,8 @@ def documents_of(path: pathlib.Path, *, column: str = "text", separator: str | N
                     f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
                 )
             texts.append(row[column])
-    elif separator == "blank-line":
-        texts = re.split(r"\n[ \t\r]*\n\s*", read_text(path))
     else:
-        texts = [read_text(path)] if separator is None else read_text(path).split(separator)
+        texts = [read_text(path)]
     yield from (text for text in texts if text.strip())
 
 
