@@ -68,9 +68,7 @@ def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: floa
     return model, Draw.of(model.config, chosen, number, truncation, seed), (model.config.attention_resolution // 2) ** 2
 
 
-def _run(
-    model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures
-) -> list[dict[str, Any]]:
+def _run(model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures) -> list[Any]:
     """One row for each method, with the cost of the attention layer and the figures of its pictures (b, 3, P, P)."""
     rows, costs = [], gan.layer_costs(model, draw, swaps, rounds)
     for swap, cost in zip(swaps, costs, strict=True):

@@ -102,9 +102,7 @@ def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = AttentionArguments, TextArguments, ModelArguments, CausalArguments
-    attention, words, kind, causal, args = arguments.parse(
-        *types, description=__doc__, argv=argv, remove_unused_columns=False
-    )
+    attention, words, kind, causal, args = arguments.parse(*types, description=__doc__, argv=argv)
     given, about = language.prepare(attention, words, kind, args, CAUSAL)
     sets, metrics = {"": given["eval_dataset"]}, {"": functools.partial(language.loss_figures, causal=True)}
     if causal.eval_positions:

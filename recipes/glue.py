@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
 from recipes.common import arguments, training
-from recipes.common.arguments import option, samples
+from recipes.common.arguments import PER_EPOCH, option, samples
 from recipes.common.data import glue
 
 
@@ -51,12 +51,7 @@ class GlueArguments:
         glue.task_of(self.task)
 
 
-DEFAULTS = {
-    "per_device_train_batch_size": 32,
-    "per_device_eval_batch_size": 64,
-    "warmup_steps": 0.1,
-    **arguments.PER_EPOCH,
-}
+DEFAULTS = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 64, "warmup_steps": 0.1, **PER_EPOCH}
 
 
 def load_data(options: GlueArguments) -> DatasetDict:
@@ -75,9 +70,7 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
     """
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     if tokenizer.pad_token is None:
-        raise ValueError(
-            f"the tokenizer of {name_or_path} has no padding token, which batches need: use a model that has one"
-        )
+        raise ValueError(f"the tokenizer of {name_or_path} has no padding token, which batches need: use another")
     head: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
     if task.labels:
         names = dict(enumerate(task.labels.values()))
@@ -105,9 +98,8 @@ def tokenize(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
-    options, attention, args = arguments.parse(
-        GlueArguments, arguments.AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
-    )
+    kinds = GlueArguments, arguments.AttentionArguments
+    options, attention, args = arguments.parse(*kinds, description=__doc__, argv=argv, **DEFAULTS)
     task = glue.task_of(options.task)
     with args.main_process_first():
         data = load_data(options)

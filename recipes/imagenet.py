@@ -78,9 +78,7 @@ class ModelArguments:
     )
     from_scratch: bool = option("Start from random weights, with the model's config.", False)
     new_head: bool = option("Use a new classifier for the classes of the training data.", False)
-    resolution: int | None = option(
-        "Side of the pictures in pixels. Positions are interpolated if it is not the model's own.", None
-    )
+    resolution: int | None = option("Pixels of a side. Positions are interpolated if it is not the model's own.", None)
 
     @property
     def is_architecture(self) -> bool:
@@ -208,9 +206,7 @@ class DataArguments:
 
     def __post_init__(self) -> None:
         if self.train_data is None and not (self.eval_only and self.eval_data):
-            raise ValueError(
-                "--train_data is missing: give a hub id, a folder or a zip file (or --eval_only with --eval_data)"
-            )
+            raise ValueError("--train_data is missing: give pictures (or --eval_data with --eval_only)")
         if self.eval_data is not None and self.eval_share is not None:
             raise ValueError("--eval_data and --eval_share exclude each other: give only one of them")
         for name, low in (("crop_ratio", 0.1), ("crop_scale", 0.001), ("flip", 0)):
@@ -232,16 +228,11 @@ def read_pictures(options: DataArguments) -> tuple[Pictures | None, Pictures]:
         splits = images.load(options.train_data) if options.eval_data else splits
         train = images.pick(splits, options.train_split, images.TRAIN_SPLITS, options.train_data) or splits.get("")
         if train is None:
-            raise ValueError(
-                f"{options.train_data} has no split train: give one of {', '.join(splits)} with --train_split"
-            )
+            raise ValueError(f"{options.train_data} has no split train: give --train_split, {', '.join(splits)}")
         if options.eval_share is not None:
             train, evaluation = images.divide(train, options.eval_share)
     if evaluation is None:
-        raise ValueError(
-            f"{source} has no split to evaluate on: give --eval_data, --eval_split, or --eval_share 0.1 for a tenth of "
-            "the training pictures"
-        )
+        raise ValueError(f"{source} has no split to evaluate on: give --eval_data, --eval_split, or --eval_share")
     return None if options.eval_only else train, evaluation
 
 
@@ -308,15 +299,12 @@ def accuracy(found: transformers.EvalPrediction) -> dict[str, float]:
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
-    options, data, attention, args = parse(
-        ModelArguments, DataArguments, AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
-    )
+    kinds = ModelArguments, DataArguments, AttentionArguments
+    options, data, attention, args = parse(*kinds, description=__doc__, argv=argv, **DEFAULTS)
     if data.eval_only and (attention.stages or attention.preset):
         raise ValueError("--stages and --preset need a training: with --eval_only give the method with --attention")
     if data.eval_only and (options.new_head or options.from_scratch):
-        raise ValueError(
-            "--eval_only with --new_head or --from_scratch would evaluate random weights: leave one of them out"
-        )
+        raise ValueError("--eval_only: --new_head and --from_scratch have random weights; leave one out")
     with args.main_process_first():
         train, evaluation = read_pictures(data)
     class_list = None if data.class_list is None else images.read_class_list(data.class_list)

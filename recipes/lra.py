@@ -65,19 +65,13 @@ class TaskArguments:
     _argument_group_name = "task"
 
     task: str | None = option(f"One of {', '.join(lra.TASKS)}. Required.", None)
-    data: str | None = option(
-        "Folder in the benchmark's layout; also a hub id for text and image, or a zip file for image.", None
-    )
-    max_length: int | None = option(
-        "Largest number of tokens; longer texts are truncated. Default: the benchmark's.", None
-    )
+    data: str | None = option("The benchmark's folder; also a hub id for text and image, a zip file for image.", None)
+    max_length: int | None = option("Largest number of tokens; longer texts are cut. Default: the benchmark's.", None)
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
     train_split: str | None = option("For image: the split to train on. Default: train.", None)
     eval_split: str | None = option("For image: the split to evaluate on. Default: test.", None)
-    cache_dir: str | None = option(
-        "Folder for generated ListOps. Default: hf_efficient_attn in the user's cache.", None
-    )
+    cache_dir: str | None = option("Folder for generated ListOps. Default: hf_efficient_attn in the user cache.", None)
     listops_train: int = option("Number of ListOps to train on, without --data.", 96000)
     listops_eval: int = option("Number of ListOps to evaluate on.", 2000)
     listops_seed: int = option("Seed of generated ListOps.", 0)
@@ -117,9 +111,7 @@ class EncoderArguments:
     intermediate_size: int = option("Hidden size of the feed-forward layers and the MLP.", 128)
     dropout: float = option("Dropout of hidden states.", 0.1)
     initializer_range: float = option("Standard deviation of new weights.", 0.02)
-    pooling: str = option(
-        "mean over all tokens, or cls for an additional first token.", "mean", choices=["mean", "cls"]
-    )
+    pooling: str = option("mean over tokens, or cls for an additional first token.", "mean", choices=["mean", "cls"])
 
     def __post_init__(self) -> None:
         arguments.check_counts(self, "num_layers", "hidden_size", "num_heads", "intermediate_size")
@@ -196,9 +188,8 @@ def load(options: TaskArguments, reading: lra.Reading) -> dict[str, Dataset]:
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
-    options, encoder, attention, args = arguments.parse(
-        TaskArguments, EncoderArguments, AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
-    )
+    kinds = TaskArguments, EncoderArguments, AttentionArguments
+    options, encoder, attention, args = arguments.parse(*kinds, description=__doc__, argv=argv, **DEFAULTS)
     task = lra.TASKS[options.task]
     max_length = options.max_length or task.max_length
     is_first = encoder.pooling == "cls"

@@ -47,10 +47,7 @@ class MaskingArguments:
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = AttentionArguments, TextArguments, ModelArguments, MaskingArguments
-    # The collator needs the number of the window, which is not an argument of the model.
-    attention, words, kind, masking, args = arguments.parse(
-        *types, description=__doc__, argv=argv, remove_unused_columns=False
-    )
+    attention, words, kind, masking, args = arguments.parse(*types, description=__doc__, argv=argv)
     given, about = language.prepare(attention, words, kind, args, MASKED)
     tokenizer = given["processing_class"]
     collator = text.MaskingCollator(tokenizer, masking.mask_probability, args.seed)

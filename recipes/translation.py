@@ -77,9 +77,7 @@ class TranslationArguments:
         sources = [bool(self.source), bool(self.dataset), bool(self.generate)]
         sides = (self.source, self.target), (self.eval_source, self.eval_target)
         if sum(sources) != 1 or any(bool(one) != bool(other) for one, other in sides):
-            raise ValueError(
-                "give the pairs with --source PATH ... and --target PATH ..., with --dataset ID or with --generate N"
-            )
+            raise ValueError("give the pairs with --source and --target PATH ..., --dataset ID or --generate N")
         if self.eval_source and not self.source:
             raise ValueError("--eval_source belongs to --source: give --eval_split for a --dataset")
         arguments.check_share("eval_share", self.eval_share)

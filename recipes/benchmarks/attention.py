@@ -66,9 +66,7 @@ SHORT_CASES = [{"length": n, "budget": b, "batch": rows} for n, b in ((512, 64),
 # The methods, cases, lengths and largest relative time of --auto.
 UNBOUNDED = "auto (max_error=0)"
 AUTO, AUTO_LENGTHS, AUTO_GOAL = ("nearfar", "auto", "auto:max_error=0"), [2**n for n in range(7, 15)], 1.05
-AUTO_CASES: list[dict[str, Any]] = [
-    {"source": "bert"}, {"source": "gpt2", "causal": True}, {"source": "minilm", "head_dim": 32}
-]  # fmt: skip
+AUTO_CASES: list[Any] = [{"source": "bert"}, {"source": "gpt2", "causal": True}, {"source": "minilm", "head_dim": 32}]
 # Smallest eager time / compiled time: a loss of 5 % counts as noise.
 COMPILED_GOAL = 0.95
 
@@ -91,9 +89,7 @@ COMPILED_COLUMNS = {
 }  # fmt: skip
 
 
-def measure(
-    configs: Mapping[str, MethodConfig], case: Case, rounds: int, data: pathlib.Path | None = None
-) -> dict[str, Timing]:
+def measure(configs: Mapping[str, MethodConfig], case: Case, rounds: int, data: Any = None) -> dict[str, Timing]:
     """Timings of exact attention, as `sdpa`, and of every method by label that fits the memory of the device.
 
     Inputs are random, or those of MiniLM's layers for a book in the folder `data`: a call computes one after the other.
@@ -308,9 +304,7 @@ def attention(
         for case in tqdm(cases, disable=None, leave=False):
             usable = {k: v for k, v in configs.items() if not case.causal or method_info(v.method).causal}
             if not usable:
-                raise UnsupportedAttentionError(
-                    "none of the methods has a causal form: leave out --causal, or give others"
-                )
+                raise UnsupportedAttentionError("--causal: none of the methods has a causal form")
             if case.budget is not None:
                 usable = {label: config.with_budget(case.budget) for label, config in usable.items()}
             if compiled:
@@ -322,9 +316,8 @@ def attention(
                 row = {"method": label, **case._asdict(), **timing, "relative": 1.0 / timing["ratio"]}
                 row["extra_memory"] = extra_memory(usable.get(label), case) if memory else None
                 rows.append(row | {"pass": _passes(row)})
-    commands.report(
-        rows, columns, commands.rounds_note(sizes, rounds), csv=csv, verdicts=verdicts_of if check else None
-    )
+    note = commands.rounds_note(sizes, rounds)
+    commands.report(rows, columns, note, csv=csv, verdicts=verdicts_of if check else None)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ within .02 nats, where a window of the same memory loses .3, or .15 with the fir
 from far back. The share of generated tokens is small, because texts part at the first token that differs.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,7 @@ def nats(scores: Tensor, ids: Tensor, first: int, last: int) -> float:
     return -float(scores[:, first - 1 : last - 1].gather(2, ids[:, first:last, None]).mean())
 
 
-def measure(
-    model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Mapping[str, Tensor] | None
-) -> dict[str, Any]:
+def measure(model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Any) -> dict[str, Any]:
     """One row of the table, with `columns` in a `NearFarCache` or without one; `exact` are the "tensors" of exact."""
 
     def cache() -> hea.NearFarCache | None:

@@ -23,7 +23,7 @@ import copy
 import pathlib
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -76,9 +76,7 @@ class Crops(Sequence[Batch]):
     The batches have labels if `classes` are given.
     """
 
-    def __init__(
-        self, pictures: Pictures, norm: Norm, count: int, seed: int, classes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, pictures: Pictures, norm: Norm, count: int, seed: int, classes: Any = None) -> None:
         self._pictures, self._transform = pictures, Training(224, norm, scale=(0.35, 1.0))
         self._count, self._seed, self._classes = count, seed, classes
 

@@ -70,9 +70,7 @@ HALF_COLUMNS = {
     "dtype": "{dtype}", "attention": "{method}", "exact": "{exact:.2g}", "within its budget": "{within:.2g}",
     "at its budget": "{at:.2g}", "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
 }  # fmt: skip
-COLUMNS = {
-    "attention": "{method}", "budget": "{budget}", "error": "{error:.3f}{worse}", "deviation": "{deviation:.3f}",
-}  # fmt: skip
+COLUMNS = {"attention": "{method}", "budget": "{budget}", "error": "{error:.3f}{worse}", "deviation": "{deviation:.3f}"}
 TRADEOFF_COLUMNS = {
     "attention": "{method}", "budget": "{budget}", "times faster": "{ratio:.2g}",
     "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{error:.3g}", "on the frontier": "{best}",

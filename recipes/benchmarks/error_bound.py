@@ -161,9 +161,7 @@ def error_bound(
             measured = approximated_heads(model, batch, limit) if auto else compare(model, batch, counts, seeds)
             found += [{**about, **row} for row in measured]
         if not found:
-            raise UnsupportedAttentionError(
-                "every method is exact at these lengths: give more tokens or smaller budgets"
-            )
+            raise UnsupportedAttentionError("every method is exact here: give more tokens or smaller budgets")
         commands.write(found, csv)
         verdicts = (show_auto if auto else show_bounds)(found)
     if check:

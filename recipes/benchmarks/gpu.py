@@ -162,9 +162,7 @@ def times(configs: Mapping[str, MethodConfig], case: Case) -> list[dict[str, Any
 
 def broken(result: Mapping[str, Any]) -> list[str]:
     """The promises that are not kept, by method."""
-    return [
-        f"{name}: {what}" for name, checks in result["promises"].items() for what, kept in checks.items() if not kept
-    ]
+    return [f"{name}: {what}" for name, found in result["promises"].items() for what, kept in found.items() if not kept]
 
 
 def markdown(result: Mapping[str, Any]) -> str:

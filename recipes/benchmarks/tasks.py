@@ -208,9 +208,7 @@ def images(
     show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; no training.")
 
 
-def own_pictures(
-    source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
+def own_pictures(source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any]) -> Batches:
     """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say."""
     splits = load(source)
     pictures = splits.get("") or pick(splits, split, EVAL_SPLITS, source)

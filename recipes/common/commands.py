@@ -52,9 +52,7 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
 
 
 Check = option(bool, "Compare with the goals; exit with status 1 if one is missed.", "--check")
-Csv = option(
-    pathlib.Path | None, "Write the results to this CSV file.", metavar="FILE", callback=checked(check_writable)
-)
+Csv = option(pathlib.Path | None, "Write the results to a CSV file.", metavar="FILE", callback=checked(check_writable))
 Data = option(pathlib.Path | None, "Data folder. [default: $HEA_DATA or ../shared/data]", metavar="FOLDER")
 Threads = option(int | None, "Number of PyTorch threads.", min=1)
 Rounds = option(int, "Number of paired measurements.", min=1)
@@ -62,9 +60,7 @@ Seed = option(int, "Random seed.", min=0)
 Memory = option(bool, "Measure peak memory.", "--memory/--no-memory")
 NumHeads = option(int, "Number of heads.", "--heads", min=1)
 HeadDim = option(int, "Dimension of a head.", "--width", min=1)
-Picture = option(
-    pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=checked(check_picture)
-)
+Picture = option(pathlib.Path, "Picture; the ending is its format.", metavar="FILE", callback=checked(check_picture))
 
 
 def methods_option(default: str, *names: str) -> Any:

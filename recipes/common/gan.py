@@ -69,10 +69,7 @@ def load_digits(folder: pathlib.Path, split: str) -> tuple[Tensor, Tensor]:
                 if pictures.ndim != 3 or labels.shape != pictures.shape[:1]:
                     raise ValueError(f"{parent}: pictures {tuple(pictures.shape)} and labels {tuple(labels.shape)}")
                 return pictures, labels.long()
-    raise FileNotFoundError(
-        f"no {split}-images-idx3-ubyte.gz with its labels in {folder} or its images/mnist: the IDX files of MNIST are "
-        "needed"
-    )
+    raise FileNotFoundError(f"no {split}-images-idx3-ubyte.gz and its labels of MNIST in {folder} or its images/mnist")
 
 
 def as_input(pictures: Tensor, pixels: int = 32) -> Tensor:
@@ -189,15 +186,12 @@ def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[
     rectangular = [name for name in hea.available_methods() if method_info(name).rectangular]
     below = [budget for budget in budgets if budget < kv_len]
     if budgets and not below:
-        raise UnsupportedAttentionError(
-            f"--budget: the layer has {kv_len} keys, so that nothing is approximated; give a smaller budget"
-        )
+        raise UnsupportedAttentionError(f"--budget: nothing is approximated with {kv_len} keys; give less")
     swaps = [EXACT_SWAP]
     for name, config in parse_methods(methods or rectangular, settings).items():
         if config.method not in rectangular:
             raise UnsupportedAttentionError(
-                f"{config.method} needs as many keys as queries, but BigGAN has a quarter as many; use one of "
-                f"{', '.join(rectangular)}"
+                f"{config.method} needs as many keys as queries, not a quarter; use one of {', '.join(rectangular)}"
             )
         sized = {} if below else {None: for_length(config, kv_len)}
         for budget in below:

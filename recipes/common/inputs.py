@@ -225,9 +225,7 @@ def xquad(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase, unit: str = "p
     """XQuAD (English): its questions, and as texts each "paragraph" or each "article"."""
     articles = xquad_articles(data)
     texts = articles if unit == "article" else [[paragraph] for article in articles for paragraph in article]
-    questions = [
-        (qa["question"], i) for i, paragraphs in enumerate(texts) for paragraph in paragraphs for qa in paragraph["qas"]
-    ]
+    questions = [(qa["question"], i) for i, parts in enumerate(texts) for paragraph in parts for qa in paragraph["qas"]]
     joined = [" ".join(paragraph["context"] for paragraph in paragraphs) for paragraphs in texts]
     asked = tokenized(tokenizer, [question for question, _ in questions])
     return Corpus(tokenized(tokenizer, joined), asked, torch.tensor([i for _, i in questions]))
@@ -244,9 +242,7 @@ def books(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         texts += [ids[start * DOCUMENT_TOKENS : (start + 1) * DOCUMENT_TOKENS] for start in range(_DOCUMENTS)]
     draw = torch.Generator().manual_seed(0)
     starts = torch.randint(DOCUMENT_TOKENS - _PASSAGE_TOKENS, (len(texts), _PASSAGES), generator=draw).tolist()
-    questions = [
-        text[start : start + _PASSAGE_TOKENS] for text, own in zip(texts, starts, strict=True) for start in own
-    ]
+    questions = [text[start : start + _PASSAGE_TOKENS] for text, at in zip(texts, starts, strict=True) for start in at]
     return Corpus(texts, questions, torch.arange(len(texts)).repeat_interleave(_PASSAGES))
 
 
@@ -256,9 +252,7 @@ def long_minilm(tokens: int) -> transformers.PreTrainedModel:
 
 
 @torch.inference_mode()
-def embed(
-    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS
-) -> Tensor:
+def embed(model: BertModel, tokenizer: Any, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS) -> Tensor:
     """Normalised mean-pooled embeddings (texts, hidden size) of up to `tokens` tokens of each text."""
     before, after = special_tokens(tokenizer)
     room = tokens - len(before) - len(after)

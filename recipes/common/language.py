@@ -45,16 +45,10 @@ class ModelArguments:
 
     model: str | None = option("A pretrained model: folder or hub id.", None, aliases=["--model_name_or_path"])
     model_type: str | None = option("Type of a new model instead, such as gpt2, llama, bert, roberta.", None)
-    config_overrides: list[str] = several(
-        "Changes of the model's config, such as hidden_size=256 num_hidden_layers=4.", "KEY=VALUE"
-    )
+    config_overrides: list[str] = several("Changes of the config, such as hidden_size=256 n_layer=4.", "KEY=VALUE")
     tokenizer: str | None = option("Folder or hub id. Default: the model's.", None)
-    train_tokenizer: int | None = option(
-        "Train a byte-level BPE tokenizer with SIZE tokens on the text instead.", None, metavar="SIZE"
-    )
-    extend_positions: int | None = option(
-        "Extend the model's learned positions to N tokens, by tiling.", None, metavar="N"
-    )
+    train_tokenizer: int | None = option("Train a byte-level BPE tokenizer of SIZE tokens.", None, metavar="SIZE")
+    extend_positions: int | None = option("Extend learned positions to N tokens, by tiling.", None, metavar="N")
 
     def __post_init__(self) -> None:
         if bool(self.model) == bool(self.model_type):
@@ -104,16 +98,16 @@ TRANSLATION = Kind(
 
 
 def load_tokenizer(
-    arguments: ModelArguments, args: RecipeArguments, texts: Sequence[str], kind: Kind
+    which: ModelArguments, args: RecipeArguments, texts: Sequence[str], kind: Kind
 ) -> transformers.PreTrainedTokenizerBase:
     """Load the tokenizer, or train one once and save it in the output folder."""
-    if not arguments.train_tokenizer:
-        return AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model)
+    if not which.train_tokenizer:
+        return AutoTokenizer.from_pretrained(which.tokenizer or which.model)
     folder = pathlib.Path(args.output_dir)
     with args.main_process_first(desc="training the tokenizer"):
         exists = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
         if args.local_process_index == 0 and not exists:
-            train_tokenizer(texts, arguments.train_tokenizer, kind).save_pretrained(folder)
+            train_tokenizer(texts, which.train_tokenizer, kind).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -121,37 +115,31 @@ def train_tokenizer(texts: Iterable[str], size: int, kind: Kind) -> transformers
     """Train a byte-level BPE tokenizer with the special tokens of a kind of model."""
     special = list(dict.fromkeys(kind.special.values()))
     if size < 256 + len(special):
-        raise ValueError(
-            f"--train_tokenizer {size}: a byte-level vocabulary needs at least {256 + len(special)} tokens"
-        )
+        raise ValueError(f"--train_tokenizer {size}: a byte-level vocabulary needs {256 + len(special)} tokens")
     tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind is TRANSLATION)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    bpe = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, bpe)
     if kind.template is not None:
         ids = [(token, tokenizer.token_to_id(token)) for token in kind.template.split() if token != "$A"]
         tokenizer.post_processor = processors.TemplateProcessing(single=kind.template, special_tokens=ids)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **kind.special)
 
 
-def load_model(
-    arguments: ModelArguments, tokenizer: transformers.PreTrainedTokenizerBase, kind: Kind
-) -> PreTrainedModel:
+def load_model(which: ModelArguments, tokenizer: transformers.PreTrainedTokenizerBase, kind: Kind) -> PreTrainedModel:
     """Load the pretrained model or make a new one, and extend its positions if requested.
 
     The tokenizer's `model_max_length` is set to the new number of positions. Refused are unknown types and config
     entries, models of the wrong kind, and a tokenizer with more tokens than the model.
     """
-    changes = key_values("--config_overrides", arguments.config_overrides)
-    if arguments.model:
-        config = AutoConfig.from_pretrained(arguments.model)
-    elif arguments.model_type in transformers.CONFIG_MAPPING:
-        config = transformers.CONFIG_MAPPING[arguments.model_type]()
+    changes = key_values("--config_overrides", which.config_overrides)
+    if which.model:
+        config = AutoConfig.from_pretrained(which.model)
+    elif which.model_type in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[which.model_type]()
     else:
-        raise ValueError(unknown_name("model type", arguments.model_type, kind.examples))
+        raise ValueError(unknown_name("model type", which.model_type, kind.examples))
     # BERT and similar models have a causal form, but attend to the future unless the config sets is_decoder.
     encoder = kind is CAUSAL and type(config) in MASKED.mapping and not getattr(config, "is_decoder", False)
     if type(config) not in kind.mapping or encoder:
@@ -160,7 +148,7 @@ def load_model(
     if unknown:
         known = [key for key in config.to_dict() if not key.startswith("_")]
         raise ValueError(unknown_name(f"config entry of {config.model_type}", unknown[0], known))
-    if arguments.model_type:
+    if which.model_type:
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         if kind is TRANSLATION:
             pad, end = ids["pad_token_id"], ids["eos_token_id"]
@@ -169,16 +157,13 @@ def load_model(
     else:
         for key, value in changes.items():
             setattr(config, key, value)
-        model = kind.auto.from_pretrained(arguments.model, config=config)
-    vocab_size = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, but the model only {vocab_size}: give the model's own "
-            "--tokenizer"
-        )
-    if arguments.extend_positions:
-        hea.extend_positions(model, arguments.extend_positions)
-    if arguments.extend_positions or arguments.model_type:
+        model = kind.auto.from_pretrained(which.model, config=config)
+    size = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model only {size}: give its --tokenizer")
+    if which.extend_positions:
+        hea.extend_positions(model, which.extend_positions)
+    if which.extend_positions or which.model_type:
         tokenizer.model_max_length = max_positions(model) or tokenizer.model_max_length
     return model
 
@@ -200,9 +185,7 @@ class TextArguments:
     eval_split: str | None = option("Split of --dataset to evaluate on. Default: --eval_share.", None)
     text_column: str = option("Column or .jsonl field of the text.", "text")
     eval_share: float = option("Share of every document, at its end, that is held out for evaluation.", 0.05)
-    block_size: int | None = option(
-        f"Tokens of a window. Default: as many as the model takes, up to {DEFAULT_BLOCK}.", None
-    )
+    block_size: int | None = option(f"Tokens of a window. Default: the model's, up to {DEFAULT_BLOCK}.", None)
     drop_short: bool = option("Drop the shorter window at the end of a document instead of padding it.", False)
     max_train_windows: int | None = option("Train on at most N windows, chosen at random.", None, metavar="N")
     max_eval_windows: int | None = option("Evaluate on the first N windows.", None, metavar="N")
@@ -235,8 +218,7 @@ class TextArguments:
             rotary = getattr(model.config, "rope_parameters", None) is not None
             way = "--config_overrides max_position_embeddings=" if rotary else "--extend_positions "
             raise ValueError(
-                f"--block_size {self.block_size} exceeds the model's {positions} positions: give "
-                f"{way}{self.block_size}, or a smaller block size"
+                f"--block_size {self.block_size} exceeds the model's {positions} positions: give {way}{self.block_size}"
             )
         return self.block_size
 
@@ -248,6 +230,7 @@ def prepare(
 
     The results are the arguments of a Trainer except for the collator and the metrics, and the report about them.
     """
+    args.remove_unused_columns = False  # the collator needs the number of the window, which no model takes
     # The main process first, so that the others find the files of a hub in the cache.
     with args.main_process_first(desc="reading the text"):
         texts, others = words.documents(evaluation=False), words.documents(evaluation=True)

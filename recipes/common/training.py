@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
@@ -113,18 +113,14 @@ class _SwitchWarmup(TrainerCallback):
         self.steps = steps
         self._scheduled: list[float] = []
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         switches, groups = switches_of(state.log_history), kwargs["optimizer"].param_groups
         done = state.global_step - switches[-1]["step"] + 1 if switches else self.steps
         self._scheduled = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] *= min(1.0, done / self.steps)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         for group, rate in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=True):
             group["lr"] = rate
 
@@ -225,7 +221,6 @@ def _checkpoint(args: RecipeArguments) -> str | None:
     state = TrainerState.load_from_json(str(pathlib.Path(found) / STATE))
     if 0 < args.max_steps <= state.global_step:
         raise ValueError(
-            f"the run in {found} is finished: it has done {state.global_step} steps and --max_steps is "
-            f"{args.max_steps}; give a larger --max_steps to continue"
+            f"{found} is finished: it has done {state.global_step} steps and --max_steps is {args.max_steps}; give more"
         )
     return str(found)

@@ -152,9 +152,7 @@ def run(
 
 
 @app.command(epilog="Example: python -m recipes.experiments show runs/glue")
-def show(
-    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
-) -> None:
+def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")]) -> None:
     """Print the table of existing runs."""
     if not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} holds no runs: make them with the command run")
@@ -317,7 +315,7 @@ def _band(axes: "Axes", curves: Sequence[Sequence[tuple[float, float]]], label: 
 
 @app.command(epilog="Example: python -m recipes.experiments curves RUNS/flurka_images --output flurka_images.png")
 def curves(
-    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")],
     output: Picture = pathlib.Path("curves.png"),
 ) -> None:
     """Draw the curves of up-training and its references, and print what they cost and where they end."""

@@ -106,7 +106,7 @@ def test_missing_and_truncated_files_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-30])
     refuses("damaged gzip file", glue.load, "rte", str(folder))
     path.unlink()
-    refuses(r"train.tsv \(or .tsv.gz\) is missing; .* layout is <data>/RTE/train", glue.load, "rte", str(folder))
+    refuses(r"train.tsv.gz \(or .tsv\) is missing; .* layout is <data>/RTE/train", glue.load, "rte", str(folder))
     for source in (str(tmp_path / "nowhere"), "glue", "a/b/c"):
         refuses("is neither a folder nor a hub id", glue.load, "rte", source)
 

@@ -92,10 +92,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
             path = pathlib.Path(source) / task.folder / f"{stem}.tsv"
             path = path if path.is_file() else path.with_name(f"{stem}.tsv.gz")
             if not path.is_file():
-                raise ValueError(
-                    f"{path.with_suffix('')} (or .tsv.gz) is missing; the official layout is "
-                    f"<data>/{task.folder}/{stem}.tsv"
-                )
+                raise ValueError(f"{path} (or .tsv) is missing; the official layout is <data>/{task.folder}/{stem}.tsv")
             splits[split] = _read(path, task, skip_bad_rows)
         return datasets.DatasetDict(splits)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
@@ -103,10 +100,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
     try:
         loaded = datasets.load_dataset(source, next(key for key, other in TASKS.items() if other is task))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source} is not a folder and could not be loaded from the hub ({error}); a folder in the official "
-            "layout needs no network"
-        ) from error
+        raise ValueError(f"{source} is no folder, and could not be loaded from the hub ({error})") from error
     missing = [split for split in task.splits if split not in loaded]
     if missing:
         raise ValueError(f"{source} has no split {', '.join(missing)}; its splits: {', '.join(loaded)}")
@@ -163,8 +157,7 @@ def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dat
     texts = [name for name in dataset.column_names if name not in ("label", "idx")]
     if len(texts) != len(task.texts) or "label" not in dataset.column_names:
         raise ValueError(
-            f"{where}: {len(task.texts)} columns of texts and one named label are needed; its columns: "
-            f"{', '.join(dataset.column_names)}"
+            f"{where}: {len(task.texts)} columns of texts and one named label are needed, not {dataset.column_names}"
         )
     check_not_empty(len(dataset), where)
     wrong = [i for i, label in enumerate(dataset["label"]) if not 0 <= label <= (len(task.labels) or 6) - 1]

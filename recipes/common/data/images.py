@@ -95,9 +95,7 @@ def load(source: str) -> dict[str, Pictures]:
     try:
         splits = datasets.load_dataset(source)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source} is neither a folder nor a zip file, and the datasets library refuses it: {error}"
-        ) from error
+        raise ValueError(f"{source} is neither a folder nor a zip file, and no data set: {error}") from error
     return {name: _rows(f"{source}, {name}", data) for name, data in splits.items()}
 
 

@@ -52,9 +52,7 @@ def documents_of(path: pathlib.Path, column: str = "text") -> Iterator[str]:
         for number, row in read_json_lines(path):
             if not isinstance(row.get(column), str):
                 names = ", ".join(row) or "none"
-                raise ValueError(
-                    f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
-                )
+                raise ValueError(f"{path}, line {number}: no text in the field {column!r} (fields: {names})")
             texts.append(row[column])
     else:
         texts = [read_text(path)]
@@ -65,9 +63,7 @@ def documents_of_hub(name: str, subset: str | None, split: str, column: str) -> 
     """The documents of a hub data set, one per row."""
     rows = load_dataset(name, subset, split=split)
     if column not in rows.column_names:
-        raise ValueError(
-            f"{name}, split {split}: no column {column!r} (columns: {', '.join(rows.column_names)}); give --text_column"
-        )
+        raise ValueError(f"{name}, {split}: no column {column!r} ({', '.join(rows.column_names)}); give --text_column")
     yield from (text for text in rows[column] if isinstance(text, str) and text.strip())
 
 
