@@ -60,9 +60,8 @@ class LoopArguments:
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
-    options, attention, args = arguments.parse_only(
-        GlueArguments, arguments.AttentionArguments, LoopArguments, description=__doc__, argv=argv
-    )
+    kinds = GlueArguments, arguments.AttentionArguments, LoopArguments
+    options, attention, args = arguments.parse_only(*kinds, description=__doc__, argv=argv)
     accelerator = accelerate.Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
@@ -78,9 +77,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     size = args.per_device_train_batch_size
     # A separate generator, so that loading data does not change the random state that dropout uses.
     order = torch.Generator().manual_seed(args.seed)
-    loader = accelerator.prepare(
-        DataLoader(tokens["train"], batch_size=size, shuffle=True, collate_fn=collate, generator=order)
-    )
+    loader = DataLoader(tokens["train"], batch_size=size, shuffle=True, collate_fn=collate, generator=order)
+    loader = accelerator.prepare(loader)
     steps_of_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
     total = args.max_steps or math.ceil(args.num_train_epochs * steps_of_epoch)
     schedule = attention.schedule(total)
@@ -146,9 +144,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def evaluate(
-    accelerator: accelerate.Accelerator, model: torch.nn.Module, loader: DataLoader, task: str
-) -> dict[str, float]:
+def evaluate(accelerator: accelerate.Accelerator, model: Any, loader: DataLoader, task: str) -> dict[str, float]:
     """The official metrics on a split, gathered from all processes."""
     outputs = [accelerator.gather_for_metrics((model(**batch).logits.float(), batch["labels"])) for batch in loader]
     logits, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs, strict=True))

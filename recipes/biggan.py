@@ -13,11 +13,11 @@ its products, with a multiply-add as one operation as in the paper; see `recipes
 faster it is than exact attention in the same run. Nothing is trained. Methods without a rectangular form are refused,
 since BigGAN has four queries for every key.
 
-CHECKPOINT is a folder of `BigGANModel`, such as `python -m recipes.biggan_train` writes, or a folder in the layout of
-the PyPI package pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin`. The published weights are listed in
-that package's archive map: https://s3.amazonaws.com/models.huggingface.co/biggan/ followed by
-biggan-deep-512-config.json and biggan-deep-512-pytorch_model.bin (or -256-, -128-). Save them in one folder under the
-two names above. They were not available when this was written, so all results here are of other weights.
+CHECKPOINT is a folder of `BigGANModel`, such as `python -m recipes.biggan_train` writes, or one with `config.json` and
+`pytorch_model.bin` of the PyPI package pytorch-pretrained-biggan. Its archive map lists the published weights:
+https://s3.amazonaws.com/models.huggingface.co/biggan/ followed by biggan-deep-512-config.json and
+biggan-deep-512-pytorch_model.bin (or -256-, -128-). They were not available when this was written, so all results here
+are of other weights.
 
 Duration on the small BigGAN of `recipes.biggan_train`: half a minute on one core for `compare`, 25 s for every 5,000
 pictures for `score`. Expected with it at a budget of 32 of the 256 keys: FID 1.97 for exact attention and kdeformer,
@@ -25,17 +25,16 @@ pictures for `score`. Expected with it at a budget of 32 of the 256 keys: FID 1.
 """
 
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
-from tqdm import tqdm
 
 from hf_efficient_attn.cli import Settings, main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import UNSTEADY, use_threads
+from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.writing import check_writable
 from recipes.common import commands, gan
 from recipes.common.commands import Csv, Seed, Threads, option
@@ -44,23 +43,21 @@ from recipes.common.gan import Draw, FeatureNetwork, Swap, apply_swap, grid, pic
 app = commands.new_app(no_args_is_help=True)
 
 Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder of the generator.")]
-Classes = Annotated[
-    list[str], typer.Option(metavar="NAME", show_default=False, help="Names or numbers. [default: all, in turn]")
-]
-Truncation = Annotated[float, typer.Option(metavar="X", help="Truncation of the noise, above 0 and at most 1.")]
-Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size.")]
+Classes = option(list[str], "Names or numbers. [default: all, in turn]")
+Truncation = option(float, "Truncation of the noise, above 0 and at most 1.")
+Batch = option(int, "Batch size.", min=1)
 Budget = commands.numbers_option("Budgets in columns", "32,64,128")
 Method = commands.methods_option("all rectangular ones")
-TimingRounds = Annotated[int, typer.Option(metavar="N", min=0, help="Paired timings of each method; 0 for none.")]
+TimingRounds = option(int, "Paired timings of each method; 0 for none.", min=0)
 
 Figures = Callable[[Swap, Iterable[Tensor]], dict[str, float]]
 
 
-def _png(path: pathlib.Path) -> pathlib.Path:
+@commands.checked
+def _png(path: pathlib.Path) -> None:
     if path.suffix.lower() != ".png":
         raise UnsupportedAttentionError(f"--output {path}: the name must end in .png")
     check_writable(path)
-    return path
 
 
 def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: float, seed: int) -> tuple[Any, Draw, int]:
@@ -71,30 +68,21 @@ def _open(checkpoint: str, classes: Sequence[str], number: int, truncation: floa
     return model, Draw.of(model.config, chosen, number, truncation, seed), (model.config.attention_resolution // 2) ** 2
 
 
-def _run(
-    model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures
-) -> list[dict[str, Any]]:
+def _run(model: Any, draw: Draw, swaps: Sequence[Swap], rounds: int, batch: int, figures_of: Figures) -> list[Any]:
     """One row for each method, with the cost of the attention layer and the figures of its pictures (b, 3, P, P)."""
-    rows = []
-    with tqdm(total=(len(swaps) - 1) * rounds, unit="pair", desc="time", disable=None, leave=False) as bar:
-        costs = gan.layer_costs(model, draw, swaps, rounds, bar)
-    with tqdm(total=len(draw.noise) * len(swaps), unit="picture", disable=None, leave=False) as bar:
-        for swap, cost in zip(swaps, costs, strict=True):
-            bar.set_description(swap.label)
-            found = figures_of(swap, pictures(apply_swap(model, swap), draw, batch, bar))
-            rows.append({"attention": swap.name, "budget": swap.budget, **found, **cost})
+    rows, costs = [], gan.layer_costs(model, draw, swaps, rounds)
+    for swap, cost in zip(swaps, costs, strict=True):
+        found = figures_of(swap, pictures(apply_swap(model, swap), draw, batch))
+        rows.append({"attention": swap.name, "budget": swap.budget, **found, **cost})
     return rows
 
 
-def _show(rows: Sequence[Mapping[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
+def _show(rows: Sequence[dict[str, Any]], figures: dict[str, str], csv: pathlib.Path | None) -> None:
     """Print one line for every row. `figures` maps a column to its format."""
-    commands.write(rows, csv)
     columns = {**figures, "gflop": ".4f", "fewer": ".2f", "times_faster": ".2f"}
     templates = {name.replace("_", " "): f"{{{name}:{form}}}" for name, form in columns.items()}
-    commands.show(rows, {"attention": "{attention}", "budget": "{budget}", **templates})
-    typer.echo("\nGFLOP: products of the attention layer for one picture, a multiply-add as one operation.")
-    if any(row["unsteady"] for row in rows):
-        typer.echo(UNSTEADY)
+    note = "GFLOP: products of the attention layer for one picture, a multiply-add as one operation."
+    commands.report(rows, {"attention": "{attention}", "budget": "{budget}", **templates}, note, csv=csv)
 
 
 @app.command(epilog="Example: python -m recipes.biggan generate gan --output digits.png --classes 3,8 --count 20")
@@ -116,24 +104,18 @@ def generate(
     if setting and attention is None:
         raise UnsupportedAttentionError("--set needs --attention METHOD")
     swap = gan.swaps_of([attention], setting, [], keys)[-1] if attention else gan.EXACT_SWAP
-    with use_threads(threads), tqdm(total=number, unit="picture", disable=None, leave=False) as bar:
-        made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch, bar)))
+    with use_threads(threads):
+        made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch)))
     save_png(grid(made, min(columns, number)), output)
     typer.echo(f"{output}: {number} pictures of {made.shape[-1]} pixels, {swap.name} attention")
-
-
-def _differences(made: Tensor, exact: Tensor) -> dict[str, float]:
-    """Mean and greatest relative error over the pictures (N, 3, P, P), and the mean absolute difference."""
-    difference = (made - exact).flatten(1)
-    relative, absolute = difference.norm(dim=1) / exact.flatten(1).norm(dim=1), difference.abs().mean().item()
-    figures = {"relative_error": relative.mean().item(), "greatest": relative.max().item()}
-    return figures | {"absolute_difference": absolute}
 
 
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")
 def compare(
     checkpoint: Checkpoint,
-    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=_png),
+    output: option(
+        pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=commands.checked(_png)
+    ),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Number of pictures in a line.", "--count", min=1) = 10,
     truncation: Truncation = 0.4,
@@ -153,7 +135,11 @@ def compare(
 
     def figures_of(swap: Swap, made: Iterable[Tensor]) -> dict[str, float]:
         sheets[swap.label] = torch.cat(list(made))
-        return _differences(sheets[swap.label], next(iter(sheets.values())))
+        exact = next(iter(sheets.values())).flatten(1)
+        difference = sheets[swap.label].flatten(1) - exact
+        relative = difference.norm(dim=1) / exact.norm(dim=1)
+        figures = {"relative_error": relative.mean().item(), "greatest": relative.max().item()}
+        return figures | {"absolute_difference": difference.abs().mean().item()}
 
     with use_threads(threads):
         rows = _run(model, draw, swaps, rounds, batch, figures_of)

@@ -196,10 +196,8 @@ def train(
     with use_threads(threads), tqdm(total=steps, unit="step", disable=None, leave=False) as bar:
         networks = make_generator(classes, width=width, gamma=gamma).train(), Discriminator(classes).train()
         average = AveragedModel(networks[0], avg_fn=_average)
-        optimizers = [
-            torch.optim.Adam(network.parameters(), lr=one, betas=(0.0, 0.999))
-            for network, one in zip(networks, RATES, strict=True)
-        ]
+        pairs = zip(networks, RATES, strict=True)
+        optimizers = [torch.optim.Adam(one.parameters(), lr=rate, betas=(0.0, 0.999)) for one, rate in pairs]
         while (over := len(log) / steps if steps else seconds / (60 * minutes)) < 1:
             chosen, start = torch.randint(len(labels), (batch,), generator=draw), time.process_time()
             for optimizer, one in zip(optimizers, RATES, strict=True):
@@ -211,9 +209,7 @@ def train(
             seconds += time.process_time() - start
             figures["gamma"] = attention_factor(networks[0]).item()
             if not all(map(math.isfinite, figures.values())):
-                raise UnsupportedAttentionError(
-                    f"the losses are not finite at step {len(log) + 1}: give another --seed"
-                )
+                raise UnsupportedAttentionError(f"the losses are not finite at step {len(log) + 1}: try another --seed")
             log.append({"step": len(log) + 1, **figures})
             bar.update()
             bar.set_postfix({k: f"{v:.2f}" for k, v in figures.items()}, refresh=False)

@@ -18,7 +18,6 @@ the second. With `--attention longformer --set window_size=256` and no training:
 The model still copies from within the window, but not from outside.
 """
 
-import dataclasses
 import functools
 import pathlib
 import sys
@@ -37,8 +36,10 @@ from transformers import EvalPrediction
 from recipes.common import arguments, language, training
 from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
-from recipes.common.language import TextArguments
-from recipes.common.language_models import CAUSAL, ModelArguments
+from recipes.common.language import CAUSAL, ModelArguments, TextArguments
+
+# Positions of a bucket, and tokens of a repeated passage and the distances of its two occurrences.
+BUCKET, PASSAGE, DISTANCES = 256, 128, (256, 768, 1536)
 
 
 @dataclass
@@ -48,19 +49,6 @@ class CausalArguments:
     _argument_group_name = "evaluation"
 
     eval_positions: bool = option("Also measure the loss by position and on repeated passages.", False)
-    position_bucket: int = option("Number of positions in a bucket of the loss by position.", 256)
-    repeat_tokens: int = option("Tokens of a repeated passage.", 128)
-    repeat_distances: list[int] = option(
-        "Distances between the two occurrences of a passage, in tokens.", [256, 768, 1536]
-    )
-
-    def __post_init__(self) -> None:
-        arguments.check_counts(self, "position_bucket")
-        if self.repeat_tokens < 2 or min(self.repeat_distances) < self.repeat_tokens:
-            raise ValueError(
-                f"a passage of {self.repeat_tokens} tokens cannot be repeated {min(self.repeat_distances)} tokens "
-                "after its start: give --repeat_tokens of 2 or more, and --repeat_distances that are not smaller"
-            )
 
 
 def position_figures(prediction: EvalPrediction, bucket: int) -> dict[str, float]:
@@ -82,21 +70,17 @@ def repeat_figures(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, block_size: int) -> dict[int, Dataset]:
-    """Insert a passage into windows a second time, at several distances from its first occurrence.
+    """Insert a passage into full windows (block_size,) a second time, several `distances` after its start.
 
-    Each example is a full window of `rows`, (block_size,), with a passage of `passage` tokens inserted `distance`
-    tokens after its start; the tokens that are pushed beyond the end are dropped. The passages and their first
-    positions are the same for all distances. Only the tokens of the two occurrences have `labels`, except for the first
-    token of each: nothing announces the second occurrence.
-
-    Returns:
-        The examples by distance. Those whose occurrences do not fit into a full window are refused.
+    What is pushed beyond the end is dropped. The passages and their first positions are the same for all distances.
+    Only the tokens of the two occurrences have `labels`, except for the first token of each: nothing announces the
+    second occurrence. Refused are distances for which both do not fit into a window.
     """
     last = block_size - max(distances) - passage
     if last < 1:
         raise ValueError(
             f"a passage of {passage} tokens and its repetition {max(distances)} tokens later do not fit into windows "
-            f"of {block_size}: give a larger --block_size, or smaller --repeat_distances or --repeat_tokens"
+            f"of {block_size}: give a larger --block_size"
         )
     full = [row["input_ids"] for row in rows if row["length"] == block_size]
     if not full:
@@ -118,21 +102,18 @@ def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = AttentionArguments, TextArguments, ModelArguments, CausalArguments
-    attention, words, kind, causal, args = arguments.parse(
-        *types, description=__doc__, argv=argv, remove_unused_columns=False
-    )
+    attention, words, kind, causal, args = arguments.parse(*types, description=__doc__, argv=argv)
     given, about = language.prepare(attention, words, kind, args, CAUSAL)
     sets, metrics = {"": given["eval_dataset"]}, {"": functools.partial(language.loss_figures, causal=True)}
     if causal.eval_positions:
-        metrics[""] = functools.partial(position_figures, bucket=causal.position_bucket)
-        repeated = repeated_passages(
-            sets[""], distances=causal.repeat_distances, passage=causal.repeat_tokens, block_size=about["block_size"]
-        )
+        metrics[""] = functools.partial(position_figures, bucket=BUCKET)
+        size = about["block_size"]
+        repeated = repeated_passages(sets[""], distances=DISTANCES, passage=PASSAGE, block_size=size)
         for distance, rows in repeated.items():
             sets[f"repeat_{distance}"], metrics[f"repeat_{distance}"] = rows, repeat_figures
     collate = functools.partial(text.collate, pad_token_id=given["processing_class"].pad_token_id or 0)
     trainer = language.LanguageTrainer(**given, data_collator=collate, metrics=metrics, causal=True)
-    evaluate, extra = sets if len(sets) > 1 else sets[""], {**about, "evaluation": dataclasses.asdict(causal)}
+    evaluate, extra = sets if len(sets) > 1 else sets[""], {**about, "evaluation": vars(causal)}
     return training.run_and_report(trainer, attention, evaluate=evaluate, extra=extra, train=not words.eval_only)
 
 

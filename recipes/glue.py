@@ -23,19 +23,13 @@ if __package__ in (None, ""):
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
     import recipes  # noqa: F401  # first: it reports missing packages
 
+import transformers
 from datasets import DatasetDict
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
 from recipes.common import arguments, training
-from recipes.common.arguments import option, samples
+from recipes.common.arguments import PER_EPOCH, option, samples
 from recipes.common.data import glue
 
 
@@ -57,12 +51,7 @@ class GlueArguments:
         glue.task_of(self.task)
 
 
-DEFAULTS = {
-    "per_device_train_batch_size": 32,
-    "per_device_eval_batch_size": 64,
-    "warmup_steps": 0.1,
-    **arguments.PER_EPOCH,
-}
+DEFAULTS = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 64, "warmup_steps": 0.1, **PER_EPOCH}
 
 
 def load_data(options: GlueArguments) -> DatasetDict:
@@ -81,15 +70,13 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
     """
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     if tokenizer.pad_token is None:
-        raise ValueError(
-            f"the tokenizer of {name_or_path} has no padding token, which batches need: use a model that has one"
-        )
+        raise ValueError(f"the tokenizer of {name_or_path} has no padding token, which batches need: use another")
     head: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
     if task.labels:
         names = dict(enumerate(task.labels.values()))
         head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
         head["problem_type"] = "single_label_classification"
-    model = AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
     limit = max_positions(model)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
         raise ValueError(
@@ -111,9 +98,8 @@ def tokenize(data: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: 
 
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
-    options, attention, args = arguments.parse(
-        GlueArguments, arguments.AttentionArguments, description=__doc__, argv=argv, **DEFAULTS
-    )
+    kinds = GlueArguments, arguments.AttentionArguments
+    options, attention, args = arguments.parse(*kinds, description=__doc__, argv=argv, **DEFAULTS)
     task = glue.task_of(options.task)
     with args.main_process_first():
         data = load_data(options)
@@ -123,13 +109,13 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     train, dev = tokens.pop("train"), {split.partition("_")[2]: tokens[split] for split in tokens if split != "train"}
     # MNLI has two development sets, whose metrics are named after them.
     evaluation = dev if len(dev) > 1 else next(iter(dev.values()))
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model=model,
         args=args,
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer),
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda output: glue.figures(options.task, output.predictions, output.label_ids),
         callbacks=callbacks,
     )

@@ -29,8 +29,7 @@ if __package__ in (None, ""):
 from recipes.common import arguments, language, training
 from recipes.common.arguments import AttentionArguments, option
 from recipes.common.data import text
-from recipes.common.language import TextArguments
-from recipes.common.language_models import MASKED, ModelArguments
+from recipes.common.language import MASKED, ModelArguments, TextArguments
 
 
 @dataclass
@@ -48,10 +47,7 @@ class MaskingArguments:
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = AttentionArguments, TextArguments, ModelArguments, MaskingArguments
-    # The collator needs the number of the window, which is not an argument of the model.
-    attention, words, kind, masking, args = arguments.parse(
-        *types, description=__doc__, argv=argv, remove_unused_columns=False
-    )
+    attention, words, kind, masking, args = arguments.parse(*types, description=__doc__, argv=argv)
     given, about = language.prepare(attention, words, kind, args, MASKED)
     tokenizer = given["processing_class"]
     collator = text.MaskingCollator(tokenizer, masking.mask_probability, args.seed)

@@ -40,7 +40,7 @@ from hf_efficient_attn.io.text import read_text
 from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, samples, several
 from recipes.common.data.text import text_files
-from recipes.common.language_models import TRANSLATION, ModelArguments, load_model, load_tokenizer
+from recipes.common.language import TRANSLATION, ModelArguments, load_model, load_tokenizer
 
 
 @dataclass
@@ -77,15 +77,12 @@ class TranslationArguments:
         sources = [bool(self.source), bool(self.dataset), bool(self.generate)]
         sides = (self.source, self.target), (self.eval_source, self.eval_target)
         if sum(sources) != 1 or any(bool(one) != bool(other) for one, other in sides):
-            raise ValueError(
-                "give the pairs with --source PATH ... and --target PATH ..., with --dataset ID or with --generate N"
-            )
+            raise ValueError("give the pairs with --source and --target PATH ..., --dataset ID or --generate N")
         if self.eval_source and not self.source:
             raise ValueError("--eval_source belongs to --source: give --eval_split for a --dataset")
         arguments.check_share("eval_share", self.eval_share)
-        check_counts(
-            self, "generate", "max_train_samples", "max_eval_samples", "max_source_length", "max_target_length"
-        )
+        counts = "generate", "max_train_samples", "max_eval_samples", "max_source_length", "max_target_length"
+        check_counts(self, *counts)
 
 
 @dataclass
@@ -98,8 +95,6 @@ class EncoderAttentionArguments(AttentionArguments):
 @dataclass
 class TranslationTrainingArguments(RecipeArguments, transformers.Seq2SeqTrainingArguments):
     """RecipeArguments whose evaluation translates: BLEU needs text, not the loss of a given text."""
-
-    predict_with_generate: bool = option("Translate in evaluations, for BLEU and chrF.", True)
 
 
 _ENGLISH = [
@@ -165,10 +160,8 @@ def number_lists(count: int, held_out: int) -> tuple[Dataset, Dataset]:
     """Generated pairs: lists of two to five English number words, and the German ones in the same or in reverse order.
 
     The first word of the source says which order. German puts the ones before the tens, so that a translation needs
-    the words around each word and, in reverse, those at the other end of the list.
-
-    Returns:
-        `count` pairs to train on and `held_out` others to evaluate on, without a common source.
+    the words around each word and, in reverse, those at the other end of the list. The results are `count` pairs to
+    train on and `held_out` others to evaluate on, without a common source.
     """
     generator = random.Random(0)
     found: dict[str, str] = {}
@@ -222,7 +215,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = TranslationArguments, ModelArguments, EncoderAttentionArguments, TranslationTrainingArguments
     options, kind, attention, args = arguments.parse(
-        *types, description=__doc__, argv=argv, warmup_steps=0.1, **arguments.PER_EPOCH
+        *types, description=__doc__, argv=argv, warmup_steps=0.1, predict_with_generate=True, **arguments.PER_EPOCH
     )
     with args.main_process_first():
         pairs, others = load_pairs(options)

@@ -2,14 +2,16 @@
 
 import csv
 import json
+import shlex
 from pathlib import Path
 
 from hf_efficient_attn import cli
 
 
 def run(recipe, *arguments):
-    """The exit status of a recipe's module."""
-    return cli.run(recipe.app, list(map(str, arguments)), recipe.__name__.rpartition(".")[2])
+    """The exit status of a recipe's module. A string may have several words, as in a shell."""
+    words = [word for one in arguments for word in (shlex.split(one) if isinstance(one, str) else [str(one)])]
+    return cli.run(recipe.app, words, recipe.__name__.rpartition(".")[2])
 
 
 def read_csv(path):

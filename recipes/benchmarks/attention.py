@@ -44,6 +44,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import Timing, paired, time_calls, use_device, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.common import commands
+from recipes.common.counting import compute
 from recipes.common.inputs import capture, open_source
 from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
 from recipes.common.speed_goals import GPU_GOALS, HALF_GOALS, SHORT_GOALS, SPEED_GOALS, Goals
@@ -65,9 +66,7 @@ SHORT_CASES = [{"length": n, "budget": b, "batch": rows} for n, b in ((512, 64),
 # The methods, cases, lengths and largest relative time of --auto.
 UNBOUNDED = "auto (max_error=0)"
 AUTO, AUTO_LENGTHS, AUTO_GOAL = ("nearfar", "auto", "auto:max_error=0"), [2**n for n in range(7, 15)], 1.05
-AUTO_CASES: list[dict[str, Any]] = [
-    {"source": "bert"}, {"source": "gpt2", "causal": True}, {"source": "minilm", "head_dim": 32}
-]  # fmt: skip
+AUTO_CASES: list[Any] = [{"source": "bert"}, {"source": "gpt2", "causal": True}, {"source": "minilm", "head_dim": 32}]
 # Smallest eager time / compiled time: a loss of 5 % counts as noise.
 COMPILED_GOAL = 0.95
 
@@ -90,9 +89,7 @@ COMPILED_COLUMNS = {
 }  # fmt: skip
 
 
-def measure(
-    configs: Mapping[str, MethodConfig], case: Case, rounds: int, bar: tqdm | None = None, data: Any = None
-) -> dict[str, Timing]:
+def measure(configs: Mapping[str, MethodConfig], case: Case, rounds: int, data: Any = None) -> dict[str, Timing]:
     """Timings of exact attention, as `sdpa`, and of every method by label that fits the memory of the device.
 
     Inputs are random, or those of MiniLM's layers for a book in the folder `data`: a call computes one after the other.
@@ -106,7 +103,7 @@ def measure(
     with use_device(torch.device(case.device)):
         if case.device != "cpu":
             calls = {label: call for label, call in calls.items() if _fits(call, f"{label}, {case.length:,} tokens")}
-        exact, timed = paired(work(None), calls, rounds, bar)
+        exact, timed = paired(work(None), calls, rounds)
     return {EXACT: exact, **timed}
 
 
@@ -149,9 +146,7 @@ class _Attention(torch.nn.Module):
         self.config = config
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self.config is None:
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
-        return hea.attention(self.config, query, key, value)
+        return compute(self.config, (query, key, value))
 
 
 def measure_onnx(configs: Mapping[str, MethodConfig], case: Case, rounds: int) -> dict[str, Timing]:
@@ -305,28 +300,24 @@ def attention(
     else:
         cases = settings(lengths, causal, backward, check, sizes)
     rows: list[dict[str, Any]] = []
-    with use_threads(threads), tqdm(total=len(cases) * len(configs) * rounds, disable=None, leave=False) as bar:
-        for case in cases:
-            bar.set_description(f"{case.length}{' causal' * case.causal}{' backward' * case.backward}")
+    with use_threads(threads):
+        for case in tqdm(cases, disable=None, leave=False):
             usable = {k: v for k, v in configs.items() if not case.causal or method_info(v.method).causal}
             if not usable:
-                raise UnsupportedAttentionError(
-                    "none of the methods has a causal form: leave out --causal, or give others"
-                )
+                raise UnsupportedAttentionError("--causal: none of the methods has a causal form")
             if case.budget is not None:
                 usable = {label: config.with_budget(case.budget) for label, config in usable.items()}
             if compiled:
                 timed = {label: measure_compiled(config, case, rounds) for label, config in usable.items()}
             else:
-                timings = measure_onnx(usable, case, rounds) if onnx else measure(usable, case, rounds, bar, data)
+                timings = measure_onnx(usable, case, rounds) if onnx else measure(usable, case, rounds, data)
                 timed = {label: t._asdict() | {"unsteady": t.unsteady} for label, t in timings.items()}
             for label, timing in timed.items():
                 row = {"method": label, **case._asdict(), **timing, "relative": 1.0 / timing["ratio"]}
                 row["extra_memory"] = extra_memory(usable.get(label), case) if memory else None
                 rows.append(row | {"pass": _passes(row)})
-    commands.report(
-        rows, columns, commands.rounds_note(sizes, rounds), csv=csv, verdicts=verdicts_of if check else None
-    )
+    note = commands.rounds_note(sizes, rounds)
+    commands.report(rows, columns, note, csv=csv, verdicts=verdicts_of if check else None)
 
 
 if __name__ == "__main__":

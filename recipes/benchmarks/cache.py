@@ -17,7 +17,6 @@ within .02 nats, where a window of the same memory loses .3, or .15 with the fir
 from far back. The share of generated tokens is small, because texts part at the first token that differs.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +52,6 @@ def load(data: Path, inputs: int) -> tuple[PreTrainedModel, Tensor]:
     return model, torch.tensor([tokenizer(text, verbose=False)["input_ids"][-_LENGTH:] for text in texts])
 
 
-def repeat_passage(ids: Tensor) -> Tensor:
-    """A copy of the tokens in which a passage is repeated 768 tokens later."""
-    ids = ids.clone()
-    ids[:, _START + _DISTANCE :][:, :_PASSAGE] = ids[:, _START : _START + _PASSAGE]
-    return ids
-
-
 def read(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> Tensor:
     """Log-probabilities (B, N, vocabulary) of the next tokens, read through a cache or, without one, at once."""
     if cache is None:
@@ -73,16 +65,15 @@ def nats(scores: Tensor, ids: Tensor, first: int, last: int) -> float:
     return -float(scores[:, first - 1 : last - 1].gather(2, ids[:, first:last, None]).mean())
 
 
-def measure(
-    model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Mapping[str, Tensor] | None
-) -> dict[str, Any]:
+def measure(model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Any) -> dict[str, Any]:
     """One row of the table, with `columns` in a `NearFarCache` or without one; `exact` are the "tensors" of exact."""
 
     def cache() -> hea.NearFarCache | None:
         return None if columns is None else hea.NearFarCache(model.config, columns)
 
-    used, repeated = cache(), repeat_passage(ids)
-    scores, second = read(model, ids, used), _START + _DISTANCE
+    used, repeated, second = cache(), ids.clone(), _START + _DISTANCE
+    repeated[:, second:][:, :_PASSAGE] = ids[:, _START : _START + _PASSAGE]
+    scores = read(model, ids, used)
     new = model.generate(
         ids[:, :_FROM], attention_mask=torch.ones_like(ids[:, :_FROM]), past_key_values=cache(), do_sample=False,
         max_new_tokens=_GENERATED, min_new_tokens=_GENERATED, pad_token_id=0,

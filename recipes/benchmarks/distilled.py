@@ -23,7 +23,7 @@ import copy
 import pathlib
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -76,9 +76,7 @@ class Crops(Sequence[Batch]):
     The batches have labels if `classes` are given.
     """
 
-    def __init__(
-        self, pictures: Pictures, norm: Norm, count: int, seed: int, classes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, pictures: Pictures, norm: Norm, count: int, seed: int, classes: Any = None) -> None:
         self._pictures, self._transform = pictures, Training(224, norm, scale=(0.35, 1.0))
         self._count, self._seed, self._classes = count, seed, classes
 
@@ -177,12 +175,7 @@ def sentences(data: pathlib.Path, count: int) -> Task:
         first, second = (embed(model, tokenizer, own, 128) for own in both)
         return float(spearmanr((first * second).sum(1).numpy(), list(pairs["label"])).statistic)
 
-    return Task(
-        "Spearman correlation",
-        load_minilm,
-        lambda: text_batches(texts, 32, 128)[:count],
-        evaluate,
-    )
+    return Task("Spearman correlation", load_minilm, lambda: text_batches(texts, 32, 128)[:count], evaluate)
 
 
 def search(data: pathlib.Path, count: int) -> Task:
@@ -247,10 +240,7 @@ def language(data: pathlib.Path, count: int) -> Task:
         return statistics.fmean(model(input_ids=part, labels=part).loss.item() for part in test.split(1))
 
     return Task(
-        "nats per token",
-        lambda: GPT2LMHeadModel.from_pretrained(folder),
-        lambda: split_batches(train, 1),
-        evaluate,
+        "nats per token", lambda: GPT2LMHeadModel.from_pretrained(folder), lambda: split_batches(train, 1), evaluate
     )
 
 

@@ -15,21 +15,19 @@ and standard deviation. `columns=all:draw=independent` is the sampling of the pa
 With `--half bfloat16,float16` it measures what half precision adds, in the Frobenius norm, on standard normal numbers
 unless `--model minilm` is given. The columns:
 
-exact              error of `torch.nn.functional.scaled_dot_product_attention` in the dtype, against float64
-within its budget  the same error of a method whose budget is the whole sequence, which makes it exact; without a figure
-                   for methods that define their own attention
-at its budget      difference between the method's output in the dtype and in float64, with the same seed. Rounding can
-                   move a key to another block of a hash, or choose another landmark. The output then changes as much as
-                   with another seed, which is no error of half precision
-approximation      error of the method at that budget in float64, against exact attention in float64
-in all             error of the method at that budget in the dtype, against exact attention in float64
+exact              exact attention in the dtype, against float64
+within its budget  a method whose budget is the whole sequence, so that it is exact; not for those that never are
+at its budget      the method in the dtype, against float64 with the same seed. Rounding can move a key to another block
+                   of a hash, or choose another landmark: this changes the output as another seed does
+approximation      the method at that budget in float64, against exact attention in float64
+in all             the method at that budget in the dtype, against exact attention in float64
 
 With `--tradeoff` the heads are the first of every layer, and the methods are timed against exact attention in float32.
 Heads are padded with zeros to 64 dimensions for it, which most models have. A row is on the frontier if no other is
 both faster and more accurate.
 
 DATA holds `text/books/*.txt.gz` for MiniLM, or `models/deit-tiny-imagenet` and
-`images/imagenet1k-sample-original-100.zip` for DeiT. The default is $HEA_DATA or ../shared/data.
+`images/imagenet1k-sample-original-100.zip` for DeiT.
 
 Duration: 2 minutes for the first command, 15 with `--tradeoff` on two idle cores, one with `--half`. Expected: the
 tables of docs/results.md. With `--half`, within its budget, no method has more than 3 times the error of exact
@@ -44,25 +42,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import typer
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, split_list, table
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import describe, paired, processor_name, use_threads
+from hf_efficient_attn.io.writing import check_picture
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.inputs import (
-    Activation,
-    deit_activations,
-    exact_outputs,
-    mean_error,
-    minilm_activations,
-)
+from recipes.common.inputs import Activation, deit_activations, exact_outputs, mean_error, minilm_activations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,6 +70,7 @@ HALF_COLUMNS = {
     "dtype": "{dtype}", "attention": "{method}", "exact": "{exact:.2g}", "within its budget": "{within:.2g}",
     "at its budget": "{at:.2g}", "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
 }  # fmt: skip
+COLUMNS = {"attention": "{method}", "budget": "{budget}", "error": "{error:.3f}{worse}", "deviation": "{deviation:.3f}"}
 TRADEOFF_COLUMNS = {
     "attention": "{method}", "budget": "{budget}", "times faster": "{ratio:.2g}",
     "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{error:.3g}", "on the frontier": "{best}",
@@ -104,8 +97,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure every method at every budget; the budget None leaves its hyperparameters as they are.
 
-    Returns:
-        Rows with the mean error, its standard deviation over seeds, and the error of each layer.
+    The rows have the mean error, its standard deviation over seeds, and the error of each layer.
     """
     exact, rows = exact_outputs(activations, causal), list[dict[str, Any]]()
     for budget, config in tqdm([*itertools.product(budgets, configs)], disable=None, leave=False):
@@ -130,10 +122,9 @@ def measure(
 
 
 def half_errors(config: MethodConfig, one: Activation, budget: int, causal: bool) -> dict[str, float | None]:
-    """The errors of a method on query, key and value (B, H, N, D) in half precision.
+    """The errors of a method on query, key and value (B, H, N, D) in half precision, by column of the table above.
 
-    Returns:
-        the errors by column, as the module describes them; None for `within` if the method is never exact.
+    `within` is None if the method is never exact.
     """
     inputs, options = one[1:4], {"is_causal": causal, "scale": one.scale}
     exact_inputs = tuple(x.double() for x in inputs)
@@ -179,12 +170,6 @@ def half_verdicts(rows: Sequence[commands.Row]) -> list[commands.Verdict]:
     return commands.compared(exact, "{method}, {dtype}: error / exact", "of", lambda row: HALF_GOAL, False)
 
 
-def first_heads(activations: Sequence[Activation]) -> Activation:
-    """The first heads of all layers and inputs, as the heads of one call."""
-    tensors = (torch.cat([one[i][:, :1] for one in activations], 1) for i in (1, 2, 3))
-    return Activation(0, *tensors, activations[0].scale)
-
-
 @torch.inference_mode()
 def add_speed(
     rows: Sequence[dict[str, Any]], configs: Sequence[MethodConfig], one: Activation, rounds: int, causal: bool
@@ -226,22 +211,10 @@ def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
     return figure
 
 
-def by_method(rows: Sequence[commands.Row], mean: float) -> str:
-    """A table with a line for each method and a column for each budget; * marks errors above `mean`."""
-    cells: dict[str, list[str]] = {}
-    for row in rows:
-        spread = f" ± {row['deviation']:.3f}" if row["deviation"] else ""
-        cell = f"{row['error']:.3f}{spread}" + " *" * (row["error"] > mean)
-        cells.setdefault(row["method"], [row["method"]]).append(cell)
-    return table(["attention", *dict.fromkeys(str(row["budget"]) for row in rows)], list(cells.values()))
-
-
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --csv error.csv")
 def error(
     model: commands.option(
-        str | None,
-        "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]",
-        metavar="MODEL",
+        str | None, "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]", metavar="MODEL"
     ) = None,
     data: commands.Data = None,
     budget: commands.numbers_option("Budgets in columns", "128; deit: 256") = [],  # noqa: B006 (typer copies it)
@@ -263,7 +236,7 @@ def error(
         pathlib.Path | None,
         "Time the methods too, on a head of each layer, and draw the error against the speed.",
         metavar="FILE",
-        callback=commands.drawable,
+        callback=commands.checked(check_picture),
     ) = None,
     rounds: commands.Rounds = 3,
     check: commands.Check = False,
@@ -292,7 +265,9 @@ def error(
     with use_threads(threads):
         activations = read(model, commands.data_folder(data), inputs or (1 if half else 3), length)
         if tradeoff:
-            activations = [first_heads(activations)]
+            # The first heads of all layers and inputs, as the heads of one call.
+            heads = (torch.cat([one[i][:, :1] for one in activations], 1) for i in (1, 2, 3))
+            activations = [Activation(0, *heads, activations[0].scale)]
         if half:
             rows = measure_half(configs, activations, dtypes, budgets[0], causal)
         else:
@@ -310,25 +285,15 @@ def error(
         commands.report(rows, HALF_COLUMNS, note, csv=csv, verdicts=half_verdicts if check else None)
         return
     if tradeoff:
-        machine = {
-            "cpu": processor_name(),
-            "threads": threads or torch.get_num_threads(),
-            "device": "cpu",
-            "dtype": "float32",
-        }
+        machine = {"cpu": processor_name(), "threads": threads or torch.get_num_threads()}
+        machine |= {"device": "cpu", "dtype": "float32"}
         note = f"{title}. {describe(machine)}, torch {torch.__version__}, median of rounds: {rounds}."
         commands.report(rows, TRADEOFF_COLUMNS, note, csv=csv)
         commands.save(draw(rows, title), tradeoff)
         return
-    commands.write(rows, csv)
-    typer.echo(by_method(rows, mean))
-    typer.echo(
-        f"\n{title}. Relative operator norm, mean over heads, layers and inputs; "
-        f"{'default hyperparameters' if defaults else 'budgets in columns'}; "
-        f"{seeds} seeds (± deviation over seeds, for methods that draw at random)."
-    )
-    mean_of = "values so far" if causal else "values"
-    typer.echo(f"* worse than answering every query with the mean of the {mean_of}, {mean:.3f}.")
+    note = f"{title}. Relative operator norm, mean over heads, layers and inputs; {seeds} seeds for random methods.\n"
+    note += f"* worse than answering every query with the mean of the values{' so far' if causal else ''}, {mean:.3f}."
+    commands.report([{**row, "worse": " *" * (row["error"] > mean)} for row in rows], COLUMNS, note, csv=csv)
 
 
 if __name__ == "__main__":

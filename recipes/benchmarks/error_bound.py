@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 from tqdm import tqdm
 
@@ -111,7 +112,7 @@ def show_bounds(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
         heads = sum(row["heads_missed"] for row in part) / sum(row["heads"] for row in part)
         row = {"source": source, "tokens": tokens, "rows": count, "layers": len(part), "missed": missed}
         cells.append(row | {"heads": heads, "ratio": statistics.median(row["ratio"] for row in part)})
-    commands.show(cells, BOUND_COLUMNS)
+    typer.echo(commands.table_of(cells, BOUND_COLUMNS))
     together = [row for row in cells if row["source"] == "all"]
     return commands.compared(together, "{rows} rows", "missed", lambda row: GOAL, at_least=False)
 
@@ -123,7 +124,7 @@ def show_auto(rows: list[dict[str, Any]]) -> list[commands.Verdict]:
         sums = {key: sum(row[key] for row in part) for key in ("heads", "approximated", "missed", "error")}
         row = {"source": source, "tokens": tokens, **sums, "share": sums["missed"] / max(1, sums["approximated"])}
         cells.append(row | {name: sums[name] / sums["heads"] for name in ("approximated", "error")})
-    commands.show(cells, HEAD_COLUMNS)
+    typer.echo(commands.table_of(cells, HEAD_COLUMNS))
     return [commands.Verdict("heads missed", cells[-1]["share"], GOAL, at_least=False)]
 
 
@@ -160,9 +161,7 @@ def error_bound(
             measured = approximated_heads(model, batch, limit) if auto else compare(model, batch, counts, seeds)
             found += [{**about, **row} for row in measured]
         if not found:
-            raise UnsupportedAttentionError(
-                "every method is exact at these lengths: give more tokens or smaller budgets"
-            )
+            raise UnsupportedAttentionError("every method is exact here: give more tokens or smaller budgets")
         commands.write(found, csv)
         verdicts = (show_auto if auto else show_bounds)(found)
     if check:

@@ -103,7 +103,7 @@ def method_config(method: str, shape: Shape) -> MethodConfig:
 
 
 @torch.no_grad()
-def measure(name: str, kernel: str, rounds: int, exact: bool, bar: tqdm) -> list[dict[str, Any]]:
+def measure(name: str, kernel: str, rounds: int, exact: bool) -> list[dict[str, Any]]:
     """Time a FLuRKA next to its parents and, with `exact`, exact attention; return one row for each of the others."""
     shape, method = SHAPES[name], PREFIX + kernel
     # Standard normal hidden states (1, N, W), like those after a LayerNorm.
@@ -111,7 +111,7 @@ def measure(name: str, kernel: str, rounds: int, exact: bool, bar: tqdm) -> list
     parents = {kernel: "kernel", LOW_RANK: "low-rank"} | ({EXACT: "exact"} if exact else {})
     layers = {one: layer(one, shape) for one in (method, *parents)}
     calls = {one: lambda module=module: module(inputs)[0] for one, module in layers.items()}
-    ours, timed = paired(calls.pop(method), calls, rounds, bar)
+    ours, timed = paired(calls.pop(method), calls, rounds)
     rows = []
     for parent, role in parents.items():
         timing, claimed = timed[parent], shape.claims().get(role)
@@ -147,11 +147,9 @@ def flurka(
     commands.check_known("--shape", names, SHAPES)
     commands.check_known("--kernel", kernels, KERNELS)
     rows: list[dict[str, Any]] = []
-    total = len(names) * len(kernels) * rounds * (2 + exact)
-    with use_threads(threads), tqdm(total=total, unit="pair", disable=None, leave=False) as bar:
-        for name, one in itertools.product(names, kernels):
-            bar.set_description(f"{name} {one}")
-            rows += measure(name, one, rounds, exact, bar)
+    with use_threads(threads):
+        for name, one in tqdm([*itertools.product(names, kernels)], disable=None, leave=False):
+            rows += measure(name, one, rounds, exact)
     for name in names:
         sizes = zip("NWHP", SHAPES[name], strict=True)
         typer.echo(f"{name}: " + ", ".join(f"{letter} {size}" for letter, size in sizes))

@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Device, main_of, parse_device, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import Device, main_of, parse_device, parse_lengths, parse_methods
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.evaluation.timing import calls_to_time, processor_name, time_calls, use_device
 from hf_efficient_attn.io.json import write_json
@@ -162,33 +162,25 @@ def times(configs: Mapping[str, MethodConfig], case: Case) -> list[dict[str, Any
 
 def broken(result: Mapping[str, Any]) -> list[str]:
     """The promises that are not kept, by method."""
-    return [
-        f"{name}: {what}" for name, checks in result["promises"].items() for what, kept in checks.items() if not kept
-    ]
+    return [f"{name}: {what}" for name, found in result["promises"].items() for what, kept in found.items() if not kept]
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The result as tables in Markdown."""
     parts = [f"# {result['device']}", f"torch {result['torch']}, hf_efficient_attn {hea.__version__}, {result['case']}"]
-    parts += [
-        "\n".join(f"- {one}" for one in broken(result))
-        or f"All promises are kept by {len(result['promises'])} methods."
-    ]
-    rows = [(label, f"{value:.4f}") for label, value in result["errors"].items()]
-    parts += [table(("method", "error at 4,096 tokens"), rows)] if rows else []
-    kernels = list(dict.fromkeys(kernel for row in result["times"] for kernel in row["ratios"]))
-    faster = (f"times faster than {kernel}" for kernel in kernels)
-    names = ("attention", "tokens", "pass", "ms", *faster, "extra memory / inputs")
-    cells = [
-        (
-            row["attention"], f"{row['length']:,}", "fwd+bwd" if row["backward"] else "fwd",
-            f"{1000 * row['seconds']:.3g}",
-            *(f"{row['ratios'][kernel]:.2f}" if kernel in row["ratios"] else "" for kernel in kernels),
-            "" if row["extra_memory"] is None else f"{row['extra_memory']:.1f}",
-        )
+    bad = "\n".join(f"- {one}" for one in broken(result))
+    parts += [bad or f"All promises are kept by {len(result['promises'])} methods."]
+    errors = [{"method": label, "error": value} for label, value in result["errors"].items()]
+    columns = {"method": "{method}", "error at 4,096 tokens": "{error:.4f}"}
+    parts += [commands.table_of(errors, columns)] if errors else []
+    rows = [
+        {**row, **row["ratios"], "pass": "fwd+bwd" if row["backward"] else "fwd", "ms": 1000 * row["seconds"]}
         for row in result["times"]
-    ]  # fmt: skip
-    return "\n\n".join([*parts, table(names, cells)] if cells else parts) + "\n"
+    ]
+    columns = {"attention": "{attention}", "tokens": "{length:,}", "pass": "{pass}", "ms": "{ms:.3g}"}
+    columns |= {f"times faster than {name}": f"{{{name}:.2f}}" for row in rows for name in row["ratios"]}
+    columns["extra memory / inputs"] = "{extra_memory:.1f}"
+    return "\n\n".join([*parts, commands.table_of(rows, columns)] if rows else parts) + "\n"
 
 
 def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -216,12 +208,6 @@ def write(result: Mapping[str, Any], folder: pathlib.Path) -> None:
         draw(result, folder / "gpu.png")
 
 
-def default_device() -> str:
-    """The accelerator of this machine."""
-    found = torch.accelerator.current_accelerator()
-    return "cpu" if found is None else found.type
-
-
 @app.command(epilog="Example: python -m recipes.benchmarks.gpu --minutes 8 -o OUT")
 def gpu(
     output: commands.option(pathlib.Path, "Where to write the results.", "--output", "-o", metavar="FOLDER"),
@@ -234,7 +220,7 @@ def gpu(
     force: commands.option(bool, "Replace the files of an earlier run.", "--force") = False,
 ) -> None:
     """Check and measure all methods on one accelerator in one run: promises, errors, times and memory."""
-    where = parse_device(device or default_device())
+    where = parse_device(device or getattr(torch.accelerator.current_accelerator(), "type", "cpu"))
     check_folder(output, ("gpu.json", "gpu.md", "gpu.png"), force=force)
     configs = parse_methods(method or [name for name in hea.available_methods() if name != "auto"])
     case = Case(0, num_heads=heads, dtype=dtype, device=str(where))

@@ -107,8 +107,7 @@ def measure(layer: Layer, configs: dict[str, MethodConfig], budgets: list[int], 
     wanted = [("sdpa", "", None), *layer.settings(configs, budgets)]
     if rounds:
         calls = {(name, how): lambda c=config: compute(c, inputs) for name, how, config in wanted[1:]}
-        with tqdm(total=rounds * len(calls), desc=layer.title, unit="pair", disable=None, leave=False) as bar:
-            timed = paired(lambda: compute(None, inputs), calls, rounds, bar)[1]
+        timed = paired(lambda: compute(None, inputs), calls, rounds)[1]
     rows: list[dict[str, Any]] = []
     for name, how, config in wanted:
         counts = count(lambda c=config: compute(c, inputs), multiply_adds_as_one=True)
@@ -139,7 +138,7 @@ def operations_table(
     commands.check_known("--layer", layer, LAYERS)
     configs, budgets = parse_methods(method or METHODS), parse_lengths(budget) or [128]
     columns, rows = COLUMNS if time else dict([*COLUMNS.items()][:-1]), list[dict[str, Any]]()
-    for one in (LAYERS[name] for name in layer or LAYERS):
+    for one in tqdm([LAYERS[name] for name in layer or LAYERS], disable=None, leave=False):
         with use_threads(threads):
             rows += (found := measure(one, configs, budgets, rounds=rounds if time else 0))
         typer.echo(f"\n{one.title}: {one.queries} x 64 queries, {one.keys} keys, values of {one.value_dim}\n")

@@ -82,10 +82,8 @@ def traffic(config: MethodConfig | None, length: int, how: Setting) -> Traffic:
     (batch, heads, kv_heads, dim), size = how.shape, how.processes
     lengths = tuple(b - a for a, b in itertools.pairwise(length * i // size for i in range(size + 1)))
     draws = torch.Generator().manual_seed(0)
-    own = [
-        torch.randn(batch, n, lengths[size // 2], dim, generator=draws).to(torch.bfloat16).requires_grad_()
-        for n in (heads, kv_heads, kv_heads)
-    ]
+    shapes = [(batch, n, lengths[size // 2], dim) for n in (heads, kv_heads, kv_heads)]
+    own = [torch.randn(shape, generator=draws).to(torch.bfloat16).requires_grad_() for shape in shapes]
     with middle_of(size) as group, Traffic() as found:
         shards = Shards(group, lengths, size // 2)
         if config is None:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, table
-from hf_efficient_attn.evaluation.timing import UNSTEADY, paired, peak_of, use_threads
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
+from hf_efficient_attn.evaluation.timing import paired, peak_of, use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.memory import EXACT
@@ -30,6 +30,10 @@ METHODS = (
     "nearfar", "kdeformer", "hyperattention", "longformer", "nystromformer", "wildcat", "thinformer", "linear",
     "performer", "linformer", "flurka_linear", "flurka_performer",
 )  # fmt: skip
+COLUMNS = {
+    "tokens": "{length}", "attention": "{attention}", "s": "{seconds:.3g}", "times faster": "{ratio:.2g}",
+    "MiB": "{memory_mib:.0f}",
+}  # fmt: skip
 VOCABULARY = 1000
 
 
@@ -69,25 +73,17 @@ def main(
     """Measure seconds and peak memory of a training step, and times faster than with exact attention."""
     lengths, configs = parse_lengths(length) or [512, 2048, 8192], parse_methods(method or METHODS)
     rows: list[dict[str, Any]] = []
-    with use_threads(threads), tqdm(total=len(lengths) * len(configs) * rounds, disable=None) as bar:
-        for tokens in lengths:
+    with use_threads(threads):
+        for tokens in tqdm(lengths, disable=None, leave=False):
             steps = {label: make_step(config, tokens) for label, config in configs.items()}
-            exact, timed = paired(make_step(None, tokens), steps, rounds, bar)
+            exact, timed = paired(make_step(None, tokens), steps, rounds)
             del steps  # frees the models
             for label, timing in {EXACT: exact, **timed}.items():
                 step = make_step(configs.get(label), tokens)
                 peak = peak_of(lambda step=step: [step(), step()])
                 row = {"length": tokens, "attention": label, "seconds": timing.seconds, "ratio": timing.ratio}
                 rows.append(row | {"memory_mib": peak and peak / 2**20, "unsteady": timing.unsteady})
-    commands.write(rows, csv)
-    lines = []
-    for label in (EXACT, *configs):
-        own = [row for row in rows if row["attention"] == label]
-        cells = [f"{row['seconds']:.3g} s, {row['ratio']:.2g}x" for row in own]
-        cells += ["" if row["memory_mib"] is None else f"{row['memory_mib']:.0f}" for row in own]
-        lines.append((label, *cells))
-    print(table(("attention", *map(str, lengths), *(f"MiB, {tokens}" for tokens in lengths)), lines))
-    print(f"\n{UNSTEADY}" if any(row["unsteady"] for row in rows) else "")
+    commands.report(rows, COLUMNS, commands.rounds_note(f"threads {threads}", rounds), csv=csv)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ divided: the embedding of a text is then the mean of those of its chunks, or its
 `states` measures |S - E| / |E| in the Frobenius norm for the last hidden states of novels. `images` and `classify`
 measure top-1. "As exact" is the share of pictures with the same class as with exact attention, and "faster" the time of
 all pictures with exact attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `text/books`,
-`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`. The default is $HEA_DATA or ../shared/data.
+`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`.
 
 Duration: 1.5 minutes on one core for exact attention on the thousand photographs, and more for all methods; six minutes
 for the search with chunks. Expected with exact attention: recall@1 .887 of paragraphs, of articles .839 (.732 if cut at
@@ -39,30 +39,18 @@ from transformers import AutoModelForImageClassification, AutoTokenizer, BertMod
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
-from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, table
+from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
+from recipes.common import inputs as real
 from recipes.common.arguments import for_length
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import EVAL_SPLITS, class_indices, load, pick
-from recipes.common.inputs import (
-    MINILM_TOKENS,
-    book_tokens,
-    books,
-    chunks,
-    deit,
-    embed,
-    long_minilm,
-    photographs,
-    picture_batches,
-    ranks,
-    similarities,
-    xquad,
-)
+from recipes.common.inputs import MINILM_TOKENS, embed, photographs
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -111,16 +99,9 @@ def run(
 
 
 def show(rows: list[dict[str, Any]], csv: pathlib.Path | None, note: str) -> None:
-    """Print a line for each method and a column for each budget and figure. Exact attention repeats its figures."""
-    commands.write(rows, csv)
-    budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] != "all"))
-    figures = [name for name in rows[0] if name not in ("attention", "budget")]
-    cells: dict[str, list[str]] = {}
-    for row in rows:
-        own = [f"{row[name]:.3f}" for name in figures] * (len(budgets) if row["budget"] == "all" else 1)
-        cells.setdefault(row["attention"], [row["attention"]]).extend(own)
-    typer.echo(table(("attention", *(f"{name}, {budget}" for budget in budgets for name in figures)), cells.values()))
-    typer.echo(f"\n{note} Budgets in columns.")
+    """Print a line for each method and budget, with all figures."""
+    columns = {name: f"{{{name}}}" if name in ("attention", "budget") else f"{{{name}:.3f}}" for name in rows[0]}
+    commands.report(rows, columns, f"{note} Budgets in columns.", csv=csv)
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks search --method kdeformer --budget 64")
@@ -149,11 +130,11 @@ def search(
     # With chunks, the methods that need no training, with their default budget.
     wanted = settings_of(method or (["auto,nearfar"] if sizes else []), budget or (["256"] if sizes else []))
     folder, tokenizer = commands.data_folder(data), AutoTokenizer.from_pretrained(minilm_folder())
-    corpus = books(folder, tokenizer) if unit == "book" else xquad(folder, tokenizer, unit)
+    corpus = real.books(folder, tokenizer) if unit == "book" else real.xquad(folder, tokenizer, unit)
     longest, count = tokens or (8192 if unit == "book" else MINILM_TOKENS), len(corpus.texts)
 
     def figures(similar: Tensor, seconds: float) -> dict[str, float]:
-        found = ranks(similar, corpus.own)
+        found = real.ranks(similar, corpus.own)
         recall, mrr = (found == 1).double().mean().item(), (1 / found).mean().item()
         return {"recall@1": recall, "mrr": mrr, "CPU s": seconds / count}
 
@@ -163,20 +144,20 @@ def search(
         return figures(asked @ found.t(), time.process_time() - start)
 
     def in_chunks() -> Iterator[dict[str, Any]]:
-        model = long_minilm(MINILM_TOKENS).eval()
+        model = real.long_minilm(MINILM_TOKENS).eval()
         if longest > MINILM_TOKENS:
             yield {"attention": f"sdpa, cut at {MINILM_TOKENS}", "budget": "all", **evaluate(model, MINILM_TOKENS)}
         asked = embed(model, tokenizer, corpus.questions)
         for size in sizes:
-            pieces, own = chunks(tokenizer, corpus.texts, size)
+            pieces, own = real.chunks(tokenizer, corpus.texts, size)
             start = time.process_time()
             embedded = embed(model, tokenizer, pieces, size)
             seconds = time.process_time() - start
-            for name, similar in similarities(asked, embedded, own, count).items():
+            for name, similar in real.similarities(asked, embedded, own, count).items():
                 yield {"attention": f"sdpa, {name} chunks of {size}", "budget": "all", **figures(similar, seconds)}
 
     with use_threads(threads):
-        rows = run(lambda: long_minilm(longest), wanted, evaluate)
+        rows = run(lambda: real.long_minilm(longest), wanted, evaluate)
         rows += in_chunks() if sizes else []
     note = f"MiniLM, {len(corpus.questions)} questions, {count} {unit}s, up to {longest} tokens; no training."
     show(rows, csv, f"{note} CPU seconds of a text, all threads together.")
@@ -193,7 +174,7 @@ def states(
 ) -> None:
     """Measure the error of MiniLM's last hidden states on novels, through all of its layers."""
     wanted = settings_of(method, budget)
-    texts, exact = book_tokens(commands.data_folder(data), inputs, tokens), list[Tensor]()
+    texts, exact = real.book_tokens(commands.data_folder(data), inputs, tokens), list[Tensor]()
 
     @torch.inference_mode()
     def evaluate(model: BertModel) -> dict[str, float]:
@@ -202,7 +183,7 @@ def states(
         errors = [hea.analysis.relative_error(one, truth) for one, truth in zip(found, exact, strict=True)]
         return {"error": statistics.fmean(error.frobenius.item() for error in errors)}
 
-    rows = run(lambda: long_minilm(tokens), wanted, evaluate)
+    rows = run(lambda: real.long_minilm(tokens), wanted, evaluate)
     show(rows, csv, f"MiniLM's last hidden states, {len(texts)} books of {tokens} tokens, Frobenius norm; no training.")
 
 
@@ -219,7 +200,7 @@ def images(
     """Measure top-1 of DeiT-tiny on photographs."""
     tokens, data = (pixels // 16) ** 2 + 1, commands.data_folder(data)
     wanted = {key: for_length(config, tokens) for key, config in settings_of(method, budget).items()}
-    folder, batches = deit(data), list(photographs(data, pixels))
+    folder, batches = real.deit(data), list(photographs(data, pixels))
     count = sum(len(classes) for _, classes in batches)
     load = functools.partial(AutoModelForImageClassification.from_pretrained, folder)
     rows = run(load, wanted, lambda model: {"top-1": top_one(model, batches)})
@@ -227,9 +208,7 @@ def images(
     show(rows, csv, f"DeiT-tiny, {count} photographs of {size}; no training.")
 
 
-def own_pictures(
-    source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
+def own_pictures(source: str, split: str | None, model: PreTrainedModel, settings: dict[str, Any]) -> Batches:
     """Batches of pictures and classes from a folder, zip file or data set, preprocessed as the settings say."""
     splits = load(source)
     pictures = splits.get("") or pick(splits, split, EVAL_SPLITS, source)
@@ -239,7 +218,7 @@ def own_pictures(
     indices, _ = class_indices(pictures.class_names(), names, own_order=pictures.order is not None)
     pixels, edge = model.config.image_size, (settings.get("size") or {}).get("shortest_edge")
     transform = Evaluation(pixels, Norm.of(settings), pixels / edge if edge else 1.0)
-    return list(picture_batches(pictures, range(len(pictures)), indices, transform))
+    return list(real.picture_batches(pictures, range(len(pictures)), indices, transform))
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks classify t2t cifar10.zip --layers t2t.0 --budget 64")

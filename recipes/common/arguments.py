@@ -85,9 +85,7 @@ class AttentionArguments:
         None,
     )
     set: list[str] = several("Hyperparameters of --attention or --preset.", "KEY=VALUE")
-    layers: str | None = option(
-        "Layers to convert, such as 0-5,8 or encoder; the others stay exact. Default: all.", None
-    )
+    layers: str | None = option("Layers to convert, such as 0-5,8 or encoder; others stay exact. Default: all.", None)
     stages: list[str] = several(
         "Up-training stages in order, as METHOD[,key=value...]:END. END is a share of the steps (1.0 for the last "
         "stage) or a step ('end' for the last), such as linformer:0.25 flurka_performer:1.0. With distill=N among "
@@ -130,13 +128,10 @@ class AttentionArguments:
                 raise ValueError(f"--attention takes one method, not {self.attention!r}; use --stages for several")
             return self._adapted(configs[0], layers)
         if self.attention not in ("eager", *transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()):
-            raise hea.UnsupportedAttentionError(
-                unknown_name("attention method", self.attention, [*hea.available_methods(), "sdpa", "eager"])
-            )
+            known = [*hea.available_methods(), "sdpa", "eager"]
+            raise hea.UnsupportedAttentionError(unknown_name("attention method", self.attention, known))
         if self.set or layers:
-            raise ValueError(
-                f"--attention {self.attention} is exact attention everywhere: leave out --set and --layers"
-            )
+            raise ValueError(f"--attention {self.attention} is exact attention everywhere: no --set, no --layers")
         return self.attention, None
 
     def schedule(self, total_steps: int | None = None) -> hea.UptrainingSchedule | None:
@@ -182,9 +177,7 @@ class RecipeArguments(TrainingArguments):
 
     output_dir: str | None = option(f"Folder for the model, its checkpoints, {METRICS} and {PICTURE}. Required.", None)
     overwrite: bool = option("Write into an output folder that is not empty, and delete its checkpoints.", False)
-    resume_from_checkpoint: str | None = option(
-        "True for the last complete checkpoint in the output folder, or the path of a checkpoint.", None
-    )
+    resume_from_checkpoint: str | None = option("True for the last complete checkpoint, or the path of one.", None)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -281,9 +274,7 @@ def use_cpu_if_needed() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
-def prepare_output(
-    output_dir: str | os.PathLike, state: accelerate.PartialState, resume: bool, overwrite: bool
-) -> None:
+def prepare_output(output_dir: str, state: accelerate.PartialState, resume: bool, overwrite: bool) -> None:
     """Create the output folder, and delete its checkpoints with --overwrite.
 
     Refused are a file, a folder that is not empty unless the run resumes or overwrites it, processes that were started

@@ -30,33 +30,15 @@ _PARSER = string.Formatter()
 Row = Mapping[str, Any]  # one line of a table or CSV file
 
 
-def _writable(path: pathlib.Path | None) -> pathlib.Path | None:
-    if path is not None:
-        check_writable(path)
-    return path
+def checked(check: Callable[[pathlib.Path], Any]) -> Callable[[pathlib.Path | None], pathlib.Path | None]:
+    """The callback of an option with a path that `check` may refuse, before anything is measured."""
 
+    def callback(path: pathlib.Path | None) -> pathlib.Path | None:
+        if path is not None:
+            check(path)
+        return path
 
-def drawable(path: pathlib.Path | None) -> pathlib.Path | None:
-    """Return the path of a picture if it can be drawn and written, or None."""
-    if path is not None:
-        check_picture(path)
-    return path
-
-
-Check = Annotated[bool, typer.Option("--check", help="Compare with the goals; exit with status 1 if one is missed.")]
-# The file is checked before the measurement starts.
-Csv = Annotated[
-    pathlib.Path | None, typer.Option(metavar="FILE", help="Write the results to this CSV file.", callback=_writable)
-]
-Data = Annotated[
-    pathlib.Path | None, typer.Option(metavar="FOLDER", help="Data folder. [default: $HEA_DATA or ../shared/data]")
-]
-Threads = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of PyTorch threads.")]
-Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="Number of paired measurements.")]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed.")]
-Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
-NumHeads = Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Number of heads.")]
-HeadDim = Annotated[int, typer.Option("--width", metavar="N", min=1, help="Dimension of a head.")]
+    return callback
 
 
 _METAVARS = {int: "N", float: "X", list[str]: "NAME", int | None: "N", float | None: "X"}
@@ -69,7 +51,16 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
 
 
-Picture = option(pathlib.Path, "The picture; its format follows from the ending.", metavar="FILE", callback=drawable)
+Check = option(bool, "Compare with the goals; exit with status 1 if one is missed.", "--check")
+Csv = option(pathlib.Path | None, "Write the results to a CSV file.", metavar="FILE", callback=checked(check_writable))
+Data = option(pathlib.Path | None, "Data folder. [default: $HEA_DATA or ../shared/data]", metavar="FOLDER")
+Threads = option(int | None, "Number of PyTorch threads.", min=1)
+Rounds = option(int, "Number of paired measurements.", min=1)
+Seed = option(int, "Random seed.", min=0)
+Memory = option(bool, "Measure peak memory.", "--memory/--no-memory")
+NumHeads = option(int, "Number of heads.", "--heads", min=1)
+HeadDim = option(int, "Dimension of a head.", "--width", min=1)
+Picture = option(pathlib.Path, "Picture; the ending is its format.", metavar="FILE", callback=checked(check_picture))
 
 
 def methods_option(default: str, *names: str) -> Any:
@@ -144,18 +135,18 @@ def save(figure: "Figure", path: pathlib.Path) -> None:
     typer.echo(f"Written: {path}")
 
 
-def show(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
-    """Print a table of rows.
+def table_of(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
+    """A table of rows.
 
     `columns` has for each header a template, such as "{seconds:.3g} s", that `str.format_map` fills from a row. The
-    cell is empty if a value of the template is None.
+    cell is empty if a value of the template is missing or None.
     """
     needed = {header: [name for _, name, _, _ in _PARSER.parse(text) if name] for header, text in columns.items()}
     cells = [
-        ["" if any(row[name] is None for name in needed[h]) else text.format_map(row) for h, text in columns.items()]
+        ["" if any(row.get(n) is None for n in needed[h]) else text.format_map(row) for h, text in columns.items()]
         for row in rows
     ]
-    typer.echo(table(list(columns), cells))
+    return table(list(columns), cells)
 
 
 def conclude(verdicts: Sequence[Verdict]) -> None:
@@ -182,12 +173,12 @@ def report(
     """Write the rows as CSV, print their table and a note, and compare them with the goals.
 
     All rows have the same keys. "unsteady" tells that times differ too much between rounds. `columns` has headers and
-    templates, as for `show`; "ms" in place of "seconds" in a key stands for the time in
+    templates, as for `table_of`; "ms" in place of "seconds" in a key stands for the time in
     milliseconds. `verdicts` returns the figures that have goals.
     """
     write(rows, csv)
     times = [{k.replace("seconds", "ms"): 1000 * v for k, v in row.items() if "seconds" in k and v} for row in rows]
-    show([{**row, **time} for row, time in zip(rows, times, strict=True)], columns)
+    typer.echo(table_of([{**row, **time} for row, time in zip(rows, times, strict=True)], columns))
     if note:
         typer.echo(f"\n{note}")
     if any(row.get("unsteady") for row in rows):

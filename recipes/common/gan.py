@@ -69,10 +69,7 @@ def load_digits(folder: pathlib.Path, split: str) -> tuple[Tensor, Tensor]:
                 if pictures.ndim != 3 or labels.shape != pictures.shape[:1]:
                     raise ValueError(f"{parent}: pictures {tuple(pictures.shape)} and labels {tuple(labels.shape)}")
                 return pictures, labels.long()
-    raise FileNotFoundError(
-        f"no {split}-images-idx3-ubyte.gz with its labels in {folder} or its images/mnist: the IDX files of MNIST are "
-        "needed"
-    )
+    raise FileNotFoundError(f"no {split}-images-idx3-ubyte.gz and its labels of MNIST in {folder} or its images/mnist")
 
 
 def as_input(pictures: Tensor, pixels: int = 32) -> Tensor:
@@ -189,15 +186,12 @@ def swaps_of(methods: Sequence[str], settings: Sequence[str], budgets: Sequence[
     rectangular = [name for name in hea.available_methods() if method_info(name).rectangular]
     below = [budget for budget in budgets if budget < kv_len]
     if budgets and not below:
-        raise UnsupportedAttentionError(
-            f"--budget: the layer has {kv_len} keys, so that nothing is approximated; give a smaller budget"
-        )
+        raise UnsupportedAttentionError(f"--budget: nothing is approximated with {kv_len} keys; give less")
     swaps = [EXACT_SWAP]
     for name, config in parse_methods(methods or rectangular, settings).items():
         if config.method not in rectangular:
             raise UnsupportedAttentionError(
-                f"{config.method} needs as many keys as queries, but BigGAN has a quarter as many; use one of "
-                f"{', '.join(rectangular)}"
+                f"{config.method} needs as many keys as queries, not a quarter; use one of {', '.join(rectangular)}"
             )
         sized = {} if below else {None: for_length(config, kv_len)}
         for budget in below:
@@ -217,21 +211,18 @@ def apply_swap(model: BigGANModel, swap: Swap) -> BigGANModel:
 
 
 @torch.inference_mode()
-def pictures(model: BigGANModel, draw: Draw, batch: int, bar: tqdm | None = None) -> Iterator[Tensor]:
+def pictures(model: BigGANModel, draw: Draw, batch: int) -> Iterator[Tensor]:
     """Generate pictures in batches (b, 3, P, P) in [-1, 1]."""
-    for noise, labels in zip(draw.noise.split(batch), draw.labels.split(batch), strict=True):
+    parts = list(zip(draw.noise.split(batch), draw.labels.split(batch), strict=True))
+    for noise, labels in tqdm(parts, desc="pictures", unit="batch", disable=None, leave=False):
         made = model(noise, labels, truncation=draw.truncation).images
         if not made.isfinite().all():
             raise UnsupportedAttentionError("the pictures hold NaN or infinity: check the checkpoint")
         yield made
-        if bar is not None:
-            bar.update(len(made))
 
 
 @torch.inference_mode()
-def layer_costs(
-    model: BigGANModel, draw: Draw, swaps: Sequence[Swap], rounds: int, bar: tqdm | None = None
-) -> list[dict[str, Any]]:
+def layer_costs(model: BigGANModel, draw: Draw, swaps: Sequence[Swap], rounds: int) -> list[dict[str, Any]]:
     """The cost of the attention layer with each method, on the layer's inputs for up to 8 pictures of the draw.
 
     It is the GFLOP of the products for one picture with a multiply-add as one operation, how many times fewer they are
@@ -247,7 +238,7 @@ def layer_costs(
         return lambda: compute(config, inputs, scale)
 
     calls = {swap.label: work(swap.config) for swap in swaps if swap.config is not None}
-    timed = paired(work(None), calls, rounds, bar)[1] if rounds and calls else {}
+    timed = paired(work(None), calls, rounds)[1] if rounds and calls else {}
     products = [count(work(swap.config), multiply_adds_as_one=True).products // len(inputs[0]) for swap in swaps]
     costs = []
     for swap, number in zip(swaps, products, strict=True):
@@ -315,9 +306,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
 def inception_score(probabilities: Tensor, splits: int = 10) -> tuple[float, float]:
     """Mean and deviation of exp E KL(p(y|x) || p(y)) over parts of the pictures (Salimans et al. 2016, sec. 4).
 
-    Args:
-        probabilities: (N, classes), which sum to 1 for every picture, in the order of generation.
-        splits: number of parts, at most N, each with its own p(y). The original uses 10.
+    The probabilities (N, classes) are in the order of generation. Each of the `splits` parts has its own p(y).
     """
     scores = []
     for part in probabilities.double().tensor_split(splits):

@@ -8,16 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import (
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    BertModel,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer, BertModel, PreTrainedTokenizerBase
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -231,9 +225,7 @@ def xquad(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase, unit: str = "p
     """XQuAD (English): its questions, and as texts each "paragraph" or each "article"."""
     articles = xquad_articles(data)
     texts = articles if unit == "article" else [[paragraph] for article in articles for paragraph in article]
-    questions = [
-        (qa["question"], i) for i, paragraphs in enumerate(texts) for paragraph in paragraphs for qa in paragraph["qas"]
-    ]
+    questions = [(qa["question"], i) for i, parts in enumerate(texts) for paragraph in parts for qa in paragraph["qas"]]
     joined = [" ".join(paragraph["context"] for paragraph in paragraphs) for paragraphs in texts]
     asked = tokenized(tokenizer, [question for question, _ in questions])
     return Corpus(tokenized(tokenizer, joined), asked, torch.tensor([i for _, i in questions]))
@@ -250,21 +242,17 @@ def books(data: pathlib.Path, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         texts += [ids[start * DOCUMENT_TOKENS : (start + 1) * DOCUMENT_TOKENS] for start in range(_DOCUMENTS)]
     draw = torch.Generator().manual_seed(0)
     starts = torch.randint(DOCUMENT_TOKENS - _PASSAGE_TOKENS, (len(texts), _PASSAGES), generator=draw).tolist()
-    questions = [
-        text[start : start + _PASSAGE_TOKENS] for text, own in zip(texts, starts, strict=True) for start in own
-    ]
+    questions = [text[start : start + _PASSAGE_TOKENS] for text, at in zip(texts, starts, strict=True) for start in at]
     return Corpus(texts, questions, torch.arange(len(texts)).repeat_interleave(_PASSAGES))
 
 
-def long_minilm(tokens: int) -> PreTrainedModel:
+def long_minilm(tokens: int) -> transformers.PreTrainedModel:
     """MiniLM, its position table repeated for more than 512 tokens."""
     return hea.extend_positions(BertModel.from_pretrained(minilm_folder()), max(tokens, MINILM_TOKENS))
 
 
 @torch.inference_mode()
-def embed(
-    model: BertModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS
-) -> Tensor:
+def embed(model: BertModel, tokenizer: Any, texts: Sequence[list[int]], tokens: int = MINILM_TOKENS) -> Tensor:
     """Normalised mean-pooled embeddings (texts, hidden size) of up to `tokens` tokens of each text."""
     before, after = special_tokens(tokenizer)
     room = tokens - len(before) - len(after)
@@ -297,10 +285,7 @@ def similarities(questions: Tensor, pieces: Tensor, own: Tensor, count: int) -> 
     mean = normalize(pieces.new_zeros(count, pieces.shape[1]).index_add(0, own, pieces), dim=1)
     similar = questions @ pieces.t()
     best = similar.new_full((len(questions), count), -1.0)
-    return {
-        "mean of": questions @ mean.t(),
-        "best of": best.scatter_reduce(1, own.expand_as(similar), similar, "amax"),
-    }
+    return {"mean of": questions @ mean.t(), "best of": best.scatter_reduce(1, own.expand_as(similar), similar, "amax")}
 
 
 def ranks(similar: Tensor, own: Tensor) -> Tensor:

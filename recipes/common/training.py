@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
@@ -113,18 +113,14 @@ class _SwitchWarmup(TrainerCallback):
         self.steps = steps
         self._scheduled: list[float] = []
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         switches, groups = switches_of(state.log_history), kwargs["optimizer"].param_groups
         done = state.global_step - switches[-1]["step"] + 1 if switches else self.steps
         self._scheduled = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] *= min(1.0, done / self.steps)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         for group, rate in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=True):
             group["lr"] = rate
 
@@ -142,7 +138,7 @@ def run_and_report(
 
     The model with its processing class and Trainer's state (after a training), `metrics.json` and `learning_curve.png`
     are written to `trainer.args.output_dir`, and a short table is printed. All processes must call this; process 0
-    writes.
+    writes. The contents of `metrics.json` are returned.
 
     Args:
         trainer: a Trainer with the callbacks of `prepare_attention`. If its attribute `counts_items` is True, the loss
@@ -152,9 +148,6 @@ def run_and_report(
         extra: further entries of `metrics.json`.
         metric: the evaluation metric to plot, such as "eval_accuracy".
         train: False to evaluate the model as it is.
-
-    Returns:
-        The contents of `metrics.json`.
     """
     args, clock = trainer.args, _Clock()
     if not getattr(trainer, "counts_items", False):
@@ -228,7 +221,6 @@ def _checkpoint(args: RecipeArguments) -> str | None:
     state = TrainerState.load_from_json(str(pathlib.Path(found) / STATE))
     if 0 < args.max_steps <= state.global_step:
         raise ValueError(
-            f"the run in {found} is finished: it has done {state.global_step} steps and --max_steps is "
-            f"{args.max_steps}; give a larger --max_steps to continue"
+            f"{found} is finished: it has done {state.global_step} steps and --max_steps is {args.max_steps}; give more"
         )
     return str(found)

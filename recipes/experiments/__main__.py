@@ -8,9 +8,8 @@ The other groups are imagenet, lm, lra, translation, flurka_images and flurka_bo
 options.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
-interrupted experiments continue. Runs with --extra options need another folder. DATA is a folder with glue/, images/,
-imdb/, models/ and text/books. The default is $HEA_DATA or ../shared/data. Steps, subsets and seeds are small, the same
-for every line of a table, and stated with it.
+interrupted experiments continue. Runs with --extra options need another folder. DATA has glue/, images/, imdb/, models/
+and text/books. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
 
 `curves` compares up-training with its reference runs. The claim of Gupta et al. 2023, section 4.2: a model that is
 trained with a base for a share of the steps, and then with a FLuRKA variant, ends better than one that has the variant
@@ -153,9 +152,7 @@ def run(
 
 
 @app.command(epilog="Example: python -m recipes.experiments show runs/glue")
-def show(
-    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
-) -> None:
+def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")]) -> None:
     """Print the table of existing runs."""
     if not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} holds no runs: make them with the command run")
@@ -184,7 +181,6 @@ def show_group(name: str, group: Group, folder: pathlib.Path) -> None:
 class Curve(NamedTuple):
     """One run."""
 
-    seed: int
     steps: int  # number of training steps
     stages: list[str]  # lines that have the attention of its stages; one, or two if there is a switch
     switch: int  # number of steps before the switch; 0 without one
@@ -199,17 +195,15 @@ class Curve(NamedTuple):
 
     def reached_at(self, loss: float) -> float | None:
         """The step at which the evaluation loss, linear between two evaluations, first is `loss`; None for never."""
-        before = self.evaluation[0]
-        for step, value in self.evaluation:
-            if value <= loss:
-                share = (before[1] - loss) / (before[1] - value) if value < before[1] else 0.0
-                return before[0] + (step - before[0]) * share
-            before = (step, value)
-        return None
+        at = next((i for i, (_, value) in enumerate(self.evaluation) if value <= loss), None)
+        if at is None:
+            return None
+        (first, high), (last, low) = self.evaluation[max(at - 1, 0)], self.evaluation[at]
+        return last if high <= low else first + (last - first) * (high - loss) / (high - low)
 
 
 class Result:
-    """The finished runs of a group by line.
+    """The finished runs of a group by line and seed, and the variant from the start of every up-trained line.
 
     A folder without an up-trained variant and the same variant from the start is refused.
     """
@@ -220,12 +214,11 @@ class Result:
             raise UnsupportedAttentionError(f"{folder} holds no runs: its name must be one of {', '.join(known)}")
         group = group_of(folder.name, pathlib.Path("DATA"))
         (task,) = group.tasks
-        self.note, self.runs = group.note, dict[str, list[Curve]]()
+        self.note, self.runs = group.note, dict[str, dict[int, Curve]]()
         for line in group.attention:
             for seed, report in reports_of(folder, line, task).items():
-                run = read_curve(folder_of(folder, line, task, seed), seed, report)
-                self.runs.setdefault(line, []).append(run)
-        # The variant from the start of every up-trained line.
+                log = read_json_object(folder_of(folder, line, task, seed) / "trainer_state.json")["log_history"]
+                self.runs.setdefault(line, {})[seed] = curve_of(report, log)
         variants = {line: line.partition(",")[0] for line in self.runs if "," in line}
         self.variants = {line: variant for line, variant in variants.items() if variant in self.runs}
         if not self.variants:
@@ -233,55 +226,57 @@ class Result:
                 f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
             )
 
+    def base(self, line: str) -> str:
+        """The line with the attention of a line's first stage."""
+        return next(iter(self.runs[line].values())).stages[0]
+
     def seconds(self, curve: Curve, step: float) -> float:
         """CPU seconds of a run up to a step."""
         before = min(step, curve.switch)
         parts = [(stage, n) for stage, n in ((curve.stages[0], before), (curve.stages[-1], step - before)) if n]
-        return sum(n * statistics.fmean(one.seconds for one in self.runs[stage]) for stage, n in parts)
+        return sum(n * statistics.fmean(one.seconds for one in self.runs[stage].values()) for stage, n in parts)
 
 
-def read_curve(folder: pathlib.Path, seed: int, report: dict[str, Any]) -> Curve:
-    """Read trainer_state.json of a run with its report."""
-    log, switches = read_json_object(folder / "trainer_state.json")["log_history"], report["switches"]
+def curve_of(report: dict[str, Any], log: list[dict[str, Any]]) -> Curve:
+    """The curve of a run with its report and Trainer's log."""
     loss, evaluation = ([(one["step"], one[key]) for one in log if key in one] for key in ("loss", "eval_loss"))
-    stages = [switches[0]["from"], switches[0]["to"]] if switches else [report["attention"]["attention"]]
+    switch = next(iter(report["switches"]), None)
+    stages = [switch["from"], switch["to"]] if switch else [report["attention"]["attention"]]
     stages = [EXACT if stage in (None, "sdpa", "eager") else stage for stage in stages]
-    switch = switches[0]["step"] if switches else 0
-    return Curve(seed, report["steps"], stages, switch, report["cpu_seconds_per_step"], loss, evaluation)
+    at = switch["step"] if switch else 0
+    return Curve(report["steps"], stages, at, report["cpu_seconds_per_step"], loss, evaluation)
 
 
 def verdict_table(result: Result) -> str:
     """Compare the final loss of each up-trained line with the variant and with the base, seed by seed."""
     rows = []
     for line, variant in result.variants.items():
-        runs, cells = {run.seed: run for run in result.runs[line]}, []
-        for other in (variant, result.runs[line][0].stages[0]):
-            pairs = [(runs[run.seed], run) for run in result.runs.get(other, ()) if run.seed in runs]
-            differences = [run.final - reference.final for run, reference in pairs]
+        runs, cells = result.runs[line], []
+        for other in (variant, result.base(line)):
+            references = result.runs.get(other, {})
+            differences = [runs[seed].final - run.final for seed, run in references.items() if seed in runs]
             cells += [mean_and_range(differences), f"{sum(d < 0 for d in differences)} of {len(differences)}"]
         rows.append((line, *cells))
-    headers = ("attention", "loss minus the variant's", "lower in", "loss minus the base's", "lower in")
-    return table(headers, rows)
+    return table(("attention", "loss minus the variant's", "lower in", "loss minus the base's", "lower in"), rows)
 
 
 def equal_loss_table(result: Result) -> str:
     """Where each up-trained line and base reaches the final loss of the variant from the start, and at what cost."""
     rows: list[tuple[Any, ...]] = []
     for variant in dict.fromkeys(result.variants.values()):
-        references = result.runs[variant]
+        references = list(result.runs[variant].values())
         loss = statistics.fmean(run.final for run in references)
         seconds = statistics.fmean(result.seconds(run, run.steps) for run in references)
         for line, runs in result.runs.items():
             if line == variant:
                 rows.append((line, f"{loss:.3f}", "", references[0].steps, f"{seconds:.0f}", "1.00"))
             elif result.variants.get(line, variant) == variant:
-                steps = [(run, run.reached_at(loss)) for run in runs]
-                at = [step for _, step in steps if step is not None]
-                taken = [result.seconds(run, step) for run, step in steps if step is not None]
-                cells = mean_and_range(at, 0), mean_and_range(taken, 0), mean_and_range([t / seconds for t in taken], 2)
-                rows.append((line, f"{loss:.3f}", f"{len(at)} of {len(steps)}", *cells))
-    headers = ("attention", "loss", "reached by", "step", "CPU s", "time, relative")
-    return table(headers, rows)
+                steps = [(run, step) for run in runs.values() if (step := run.reached_at(loss)) is not None]
+                taken = [result.seconds(run, step) for run, step in steps]
+                cells = mean_and_range([step for _, step in steps], 0), mean_and_range(taken, 0)
+                relative = mean_and_range([t / seconds for t in taken], 2)
+                rows.append((line, f"{loss:.3f}", f"{len(steps)} of {len(runs)}", *cells, relative))
+    return table(("attention", "loss", "reached by", "step", "CPU s", "time, relative"), rows)
 
 
 def draw(result: Result) -> "Figure":
@@ -290,12 +285,12 @@ def draw(result: Result) -> "Figure":
 
     pairs: dict[tuple[str, str], list[str]] = {}
     for line, variant in result.variants.items():
-        pairs.setdefault((variant, result.runs[line][0].stages[0]), []).append(line)
+        pairs.setdefault((variant, result.base(line)), []).append(line)
     figure = Figure(figsize=(5.2 * len(pairs), 8), layout="constrained", facecolor="white")
     columns = figure.subplots(2, len(pairs), squeeze=False, sharex=True, sharey="row").T
     for ((variant, base), lines), (above, below) in zip(pairs.items(), columns, strict=True):
         for number, line in enumerate(line for line in (EXACT, base, variant, *lines) if line in result.runs):
-            color, runs = "0.4" if line == EXACT else f"C{number - 1}", result.runs[line]
+            color, runs = "0.4" if line == EXACT else f"C{number - 1}", list(result.runs[line].values())
             label = line.removeprefix(f"{variant}, ").replace(f" from {base}", "")
             _band(above, [run.loss for run in runs], label, color)
             _band(below, [run.evaluation for run in runs], label, color)
@@ -320,7 +315,7 @@ def _band(axes: "Axes", curves: Sequence[Sequence[tuple[float, float]]], label: 
 
 @app.command(epilog="Example: python -m recipes.experiments curves RUNS/flurka_images --output flurka_images.png")
 def curves(
-    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group, made by `run`.")],
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")],
     output: Picture = pathlib.Path("curves.png"),
 ) -> None:
     """Draw the curves of up-training and its references, and print what they cost and where they end."""

@@ -1,19 +1,20 @@
-"""The benchmarks of speed at small sizes: measurements, goals, and output files."""
+"""The benchmarks of speed at small sizes: measurements, goals, output files, and the run on one accelerator."""
 
 import contextlib
 import functools
+import json
 import types
 
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
-from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation import timing
-from recipe_commands import read_csv, run
-from recipes.benchmarks import attention, step
+from hf_efficient_attn.methods import make_config
+from recipe_commands import run
+from recipes.benchmarks import attention, gpu, step
 from recipes.common import memory
 
 CASE = memory.Case(256, num_heads=1, head_dim=16, threads=1)
@@ -23,29 +24,17 @@ def taking(seconds, reference=1.0):
     return timing.Timing(seconds, reference, reference / seconds, reference / seconds, reference / seconds)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--check", "--heads", "2"], "goals hold for"),
-        (["--dtype", "int8"], "int8"),
-        (["--dtype", "float16", "--check"], "no goals for float16"),
-        (["--short", "--length", "512"], "leave out --length"),
-        (["--short", "--check", "--dtype", "bfloat16"], "goals hold for"),
-        (["--short", "--auto"], "exclude each other"),
-        (["--device", "moon"], "--device moon"),
-        (["--method", "linera"], "'linear'"),
-        (["--csv", "no/such/folder/file.csv"], "its folder must exist"),
-        (["--length", "0"], "not a number of tokens"),
-        (["--compiled", "--method", "linformer", "--causal"], "causal form"),
-    ],
-)
-def test_refusals_before_measuring(arguments, message, capsys):
-    assert run(attention, *arguments) == 2
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces the measurement by seconds of each method, and records the cases and configs."""
+    calls, seconds = [], {}
 
+    def measure(configs, case, *_):
+        calls.append((case, {label: config.to_dict() for label, config in configs.items()}))
+        return {label: taking(seconds.get(label, 0.01)) for label in ("sdpa", *configs)}
 
-# --- speed ---
+    monkeypatch.setattr(attention, "measure", measure)
+    return calls, seconds
 
 
 def test_backward_reaches_every_input_and_does_not_accumulate():
@@ -90,20 +79,22 @@ def test_check_measures_every_setting_that_has_a_goal():
         return [(case.length, case.causal, case.backward) for case in attention.settings(*arguments)]
 
     usual, half = memory.Case(0), memory.Case(0, dtype="bfloat16")
-    known = set(attention.SPEED_GOALS) | {(*key, False) for key in attention.MEMORY_GOALS}
-    assert set(settings([], None, None, True, usual)) == known
+    gpus = half._replace(num_heads=16, device="cuda")
+    assert set(settings([], None, None, True, usual)) == set(attention.SPEED_GOALS)
+    assert set(attention.SPEED_GOALS) >= {(*key, False) for key in attention.MEMORY_GOALS}
     assert settings([], True, None, True, usual) == [(8192, True, False)]
     assert settings([4096], None, True, False, usual) == [(4096, False, True)]
-    gpu = half._replace(num_heads=16, device="cuda")
-    assert set(settings([], None, None, True, half)) == set(attention.HALF_GOALS)
-    assert set(settings([], None, None, True, gpu)) == set(attention.GPU_GOALS)
-    everything = settings([], None, None, False, gpu)
+    assert set(settings([], None, None, True, gpus)) == set(attention.GPU_GOALS)
+    everything = settings([], None, None, False, gpus)
     assert everything[:2] == [(8192, False, False), (8192, False, True)] and everything[-1] == (2**20, False, True)
+
+
+# --- other devices: meta tensors replace those of an accelerator here ---
 
 
 @pytest.fixture
 def no_generator(monkeypatch):
-    """Meta tensors replace those of an accelerator here, and PyTorch has no random generator for them."""
+    """PyTorch has no random generator for meta tensors."""
     monkeypatch.setattr(torch, "Generator", lambda device: types.SimpleNamespace(manual_seed=lambda seed: None))
 
 
@@ -146,46 +137,37 @@ def test_what_does_not_fit_an_accelerator_is_left_out(no_generator, monkeypatch,
     assert capsys.readouterr().err == message
 
 
-def test_short_sequences_and_goals_in_half_precision(monkeypatch, tmp_path, capsys):
-    found = []
+# --- commands ---
 
-    def measure(configs, case, *_):
-        found.append((case, {label: config.to_dict() for label, config in configs.items()}))
-        return dict.fromkeys(configs, taking(1.0, 100.0))
 
-    monkeypatch.setattr(attention, "measure", measure)
-    path = tmp_path / "short.csv"
-    arguments = ["--short", "--no-memory", "--method", "longformer,linear", "--dtype", "bfloat16", "--causal"]
-    assert run(attention, *arguments, "--csv", path) == 0
-    assert [(case.length, case.batch) for case, _ in found] == [(512, 1), (512, 8), (1024, 1), (1024, 8)]
-    assert all(case.causal and case.dtype == "bfloat16" and not case.backward for case, _ in found)
-    windows = [configs["longformer"]["window_size"] for _, configs in found]
+def test_short_sequences_and_goals_in_half_precision(measured, table, capsys):
+    calls, _ = measured
+    rows, _ = table(attention, "--short --no-memory --method longformer,linear --dtype bfloat16 --causal")
+    assert [(case.length, case.batch) for case, _ in calls] == [(512, 1), (512, 8), (1024, 1), (1024, 8)]
+    assert all(case.causal and case.dtype == "bfloat16" and not case.backward for case, _ in calls)
+    windows = [configs["longformer"]["window_size"] for _, configs in calls]
     assert windows == [hea.LongformerConfig().with_budget(n).window_size for n in (64, 64, 128, 128)]
-    assert [row["budget"] for row in read_csv(path)[::2]] == ["64", "64", "128", "128"]
-    found.clear()
-    assert run(attention, "--check", "--dtype", "bfloat16", "--no-memory") == 0
-    assert {(case.length, case.causal, case.backward) for case, _ in found} == set(attention.HALF_GOALS)
-    assert {case.dtype for case, _ in found} == {"bfloat16"} and "at least 25" in capsys.readouterr().out
+    assert [row["budget"] for row in rows[::3]] == ["64", "64", "128", "128"]
+    calls.clear()
+    assert run(attention, "--check --dtype bfloat16 --no-memory") == 0
+    assert {(case.length, case.causal, case.backward) for case, _ in calls} == set(attention.HALF_GOALS)
+    assert {case.dtype for case, _ in calls} == {"bfloat16"} and "at least 25" in capsys.readouterr().out
 
 
-def test_speed_command_writes_what_it_measures(tmp_path, capsys, monkeypatch):
-    table = tmp_path / "speed.csv"
-    arguments = ["--length", "64,128", "--method", "linear,performer:num_features=8,linformer", "--heads", "2"]
-    arguments += ["--width", "8", "--rounds", "3", "--threads", "1", "--no-memory", "--causal", "--backward"]
-    assert run(attention, *arguments, "--csv", table) == 0
-    out, err = capsys.readouterr()
-    rows = read_csv(table)
+def test_speed_command_writes_what_it_measures(table, capsys, monkeypatch):
+    sizes = "--heads 2 --width 8 --rounds 3 --threads 1 --no-memory --causal --backward"
+    rows, out = table(attention, "--length 64,128 --method linear,performer:num_features=8,linformer", sizes)
     expected = [(n, name) for n in ("64", "128") for name in ("sdpa", "linear", "performer (num_features=8)")]
     assert [(row["length"], row["method"]) for row in rows] == expected  # linformer has no causal form
     for row in rows:
         seconds, low, middle, high = (float(row[key]) for key in ("seconds", "ratio_min", "ratio", "ratio_max"))
         assert seconds > 0 and 0 < low <= middle <= high and (row["causal"], row["backward"]) == ("True", "True")
     assert all(row["num_heads"] == "2" and row["head_dim"] == "8" and row["extra_memory"] == "" for row in rows)
-    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows) and err == ""
+    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
     monkeypatch.setattr(attention, "MEMORY_GOALS", {})
     for goal, status in ((1e9, 1), (1e-9, 0)):
         monkeypatch.setattr(attention, "SPEED_GOALS", {(64, False, False): {"linear": goal}})
-        assert run(attention, "--check", "--no-memory", "--method", "linear", "--rounds", "1") == status
+        assert run(attention, "--check --no-memory --method linear --rounds 1") == status
         assert ("| NO " in capsys.readouterr().out) == bool(status)
 
 
@@ -198,19 +180,13 @@ def test_extra_memory_is_what_a_method_allocates():
 
 
 @pytest.mark.parametrize(("auto", "unbounded", "status"), [(1.04, 0.51, 0), (1.06, 0.5, 1), (1.0, 0.54, 1)])
-def test_auto_may_be_slower_by_a_twentieth(auto, unbounded, status, monkeypatch, capsys):
+def test_auto_may_be_slower_by_a_twentieth(auto, unbounded, status, measured, capsys):
     """Than exact attention, and without a bound than nearfar, which takes half of its time here."""
-    cases = []
-
-    def measure(configs, case, *_):
-        cases.append((case.causal, case.source))
-        times = {"sdpa": 1.0, "nearfar": 0.5, "auto": auto, attention.UNBOUNDED: unbounded}
-        assert list(configs) == list(times)[1:]
-        return {name: taking(time) for name, time in times.items()}
-
-    monkeypatch.setattr(attention, "measure", measure)
-    assert run(attention, "--auto", "--dtype", "bfloat16", "--length", "40", "--check") == status
-    assert cases == [(False, "bert"), (True, "gpt2"), (False, "minilm")]
+    calls, seconds = measured
+    seconds |= {"sdpa": 1.0, "nearfar": 0.5, "auto": auto, attention.UNBOUNDED: unbounded}
+    assert run(attention, "--auto --dtype bfloat16 --length 40 --check") == status
+    assert [(case.causal, case.source) for case, _ in calls] == [(False, "bert"), (True, "gpt2"), (False, "minilm")]
+    assert all(list(configs) == list(seconds)[1:] for _, configs in calls)
     assert f"| minilm | 40 | auto | {1000 * auto:.3g} | {auto:.2f}" in " ".join(capsys.readouterr().out.split())
 
 
@@ -224,28 +200,76 @@ def test_the_speed_is_measured_on_real_inputs(data):
     assert all(timing.seconds > 0 for timing in found.values())
 
 
-def test_compiled_methods_are_compared_with_eager_mode(monkeypatch, tmp_path, capsys):
+def test_compiled_methods_are_compared_with_eager_mode(monkeypatch, table):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    options = ["--compiled", "--length", "64", "--method", "linear,linformer", "--rounds", "1", "--threads", "1"]
+    options = "--compiled --length 64 --method linear,linformer --rounds 1 --threads 1 --check"
     monkeypatch.setattr(attention, "COMPILED_GOAL", 0.0)
-    assert run(attention, *options, "--backward", "--check", "--csv", tmp_path / "a.csv") == 0
-    rows = read_csv(tmp_path / "a.csv")
+    rows, _ = table(attention, options, "--backward")
     assert [row["method"] for row in rows] == ["linear", "linformer"] and float(rows[0]["compile_seconds"]) > 0
     monkeypatch.setattr(attention, "COMPILED_GOAL", 1e6)
-    capsys.readouterr()
-    assert run(attention, *options, "--causal", "--check") == 1
-    assert "linformer" not in capsys.readouterr().out
+    assert "linformer" not in table(attention, options, "--causal", status=1)[1]
 
 
-def test_a_training_step_is_measured(tmp_path, monkeypatch):
+def test_methods_in_onnxruntime(table):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert "| 64     | linear    |" in table(attention, "--onnx --method linear --length 64 --heads 2 --rounds 1")[1]
+
+
+def test_a_training_step_is_measured(table, monkeypatch):
     before = step.make_model(hea.LinearConfig(), 32)
     assert before.config._attn_implementation == "linear" and before.training
     sizes = {"vocab_size": step.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     small = BertForMaskedLM(BertConfig(**sizes, intermediate_size=32))
     monkeypatch.setattr(step, "make_model", lambda config, length: small)
-    call = ["--length", "32", "--method", "linear", "--rounds", "1", "--csv", str(tmp_path / "a.csv")]
-    done = CliRunner().invoke(step.app, call)
-    assert done.exit_code == 0 and "| sdpa" in done.output and "| linear" in done.output, done.output
+    rows, out = table(step, "--length 32 --method linear --rounds 1")
+    assert "| 32     | sdpa" in out and "| 32     | linear" in out
     # At least the parameters' gradients and the two states of AdamW.
     numel = sum(p.numel() for p in small.parameters())
-    assert all(float(row["memory_mib"]) * 2**20 > 3 * 4 * numel for row in read_csv(tmp_path / "a.csv"))
+    assert all(float(row["memory_mib"]) * 2**20 > 3 * 4 * numel for row in rows)
+
+
+# --- the run on one accelerator ---
+
+
+def test_one_run_of_the_gpu_benchmark(tmp_path, capsys):
+    folder = tmp_path / "out"
+    words = "--device cpu --dtype float32 --heads 2 --minutes 5 --method longformer,linformer --length 64 -o"
+    assert run(gpu, words, folder) == 0
+    result = json.loads((folder / "gpu.json").read_text())
+    kept = result["promises"]
+    assert all(all(checks.values()) for checks in kept.values())
+    assert kept["longformer"].keys() - kept["linformer"].keys() == {"the future never leaks"}
+    assert 0 < result["errors"]["longformer"] < result["errors"]["linformer"]
+    rows = [(row["attention"], row["length"], row["backward"]) for row in result["times"]]
+    names = ["exact, default", "longformer", "linformer"]
+    assert rows == [(name, 64, backward) for backward in (False, True) for name in names]
+    assert all(row["seconds"] > 0 and row["ratios"].keys() == {"default"} for row in result["times"])
+    printed = capsys.readouterr().out
+    assert (folder / "gpu.md").read_text() in printed and "All promises are kept by 2 methods." in printed
+    assert (folder / "gpu.png").stat().st_size > 1000
+    assert run(gpu, words, folder) == 2  # nothing is replaced without --force
+
+
+def test_broken_promises_are_found(monkeypatch):
+    real = gpu.hea.attention
+
+    def leaking(config, query, key, value, *, attention_mask=None, is_causal=False):
+        return real(config, query, key, value, is_causal=False)
+
+    monkeypatch.setattr(gpu.hea, "attention", leaking)
+    kept = gpu.promises(make_config("longformer", window_size=16), torch.device("cpu"))
+    assert not kept["padding never leaks"] and not kept["the future never leaks"]
+
+
+def test_exact_kernels_of_an_accelerator(monkeypatch):
+    """On MPS exact attention is never called with too many scores."""
+    assert gpu.exact_kernels(torch.device("cuda"))[:3] == ["flash", "cuDNN", "memory-efficient"]
+    assert gpu.exact_kernels(torch.device("mps")) == ["default"]
+    called = []
+    monkeypatch.setattr(gpu, "runs", lambda call, label: False)
+    monkeypatch.setattr(gpu, "make_inputs", lambda case: ())
+    monkeypatch.setattr(gpu, "exact_kernels", lambda device: called.append(device.type) or ["default"])
+    for length in (8192, 16384):
+        gpu.times({}, memory.Case(length, num_heads=16, device="mps"))
+    assert called == ["mps"]

@@ -1,16 +1,24 @@
-"""The commands behind the tables of recipes/README.md: runs, and tables."""
+"""The experiments behind the tables of recipes/README.md, and distillation of pretrained models."""
 
 import json
 import pathlib
+import re
 
 import pytest
-from typer.testing import CliRunner
+import torch
+from transformers import BertForSequenceClassification
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.training import FinetuningOptions
+from hf_efficient_attn.training.steps import learned_parameters
+from recipe_commands import run
+from recipes.benchmarks import distilled
 from recipes.common import arguments
 from recipes.experiments import __main__ as experiments
-
-runner = CliRunner()
+from recipes.experiments import arms
+from tiny_models import output, tiny_batch, tiny_config, tiny_model
+from tiny_recipes import write
 
 
 @pytest.fixture
@@ -30,60 +38,51 @@ def test_recipes_accept_the_arguments_of_every_line(name, folder):
     assert {task for task, _ in group.figures.values()} == set(group.tasks)
 
 
-def test_table_shows_the_mean_over_seeds(folder):
+def test_table_shows_the_mean_over_seeds(folder, capsys):
     group = experiments.group_of("glue", folder)
     for seed, value in ((0, 0.5), (1, 0.7)):
-        run = experiments.folder_of(folder / "glue", "exact", "MRPC", seed)
-        run.mkdir(parents=True)
-        (run / "metrics.json").write_text(json.dumps({"metrics": {group.figures["MRPC"][1]: value}, "seed": seed}))
-    shown = runner.invoke(experiments.app, ["show", str(folder / "glue")])
-    assert shown.exit_code == 0, shown.output
-    (line,) = [line for line in shown.output.splitlines() if line.startswith("| exact")]
-    assert "0.600 ± 0.100" in line and "half the range of 2 seeds" in shown.output and "| linear" not in shown.output
+        path = experiments.folder_of(folder / "glue", "exact", "MRPC", seed) / "metrics.json"
+        write(path, json.dumps({"metrics": {group.figures["MRPC"][1]: value}, "seed": seed}))
+    assert run(experiments, "show", folder / "glue") == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("| exact")]
+    assert "0.600 ± 0.100" in line and "half the range of 2 seeds" in out and "| linear" not in out
 
 
-def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch):
+def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch, capsys):
     runs = []
 
     def run_one(module, run_folder, threads):
         runs.append(module)
         if "linear" in module:
             return "error: no such thing"
-        run_folder.mkdir(parents=True, exist_ok=True)
-        (run_folder / "metrics.json").write_text(json.dumps({"metrics": {"eval_spearman": 0.25}}))
+        write(run_folder / "metrics.json", json.dumps({"metrics": {"eval_spearman": 0.25}}))
         return None
 
     monkeypatch.setattr(experiments, "run_one", run_one)
-    call = ["run", "glue", "--output", str(folder / "runs"), "--only", "STS-B"]
-    first = runner.invoke(experiments.app, call)
-    assert first.exit_code == 0 and "no such thing" in first.output and "0.250" in first.output
-    first_runs = len(runs)
-    assert runner.invoke(experiments.app, call).exit_code == 0
+    call = "run glue --only STS-B --output", folder / "runs"
+    assert run(experiments, *call) == 0
+    first, printed = len(runs), capsys.readouterr()
+    assert "no such thing" in printed.err and "0.250" in printed.out
+    assert run(experiments, *call) == 0
     # Only the failed run is repeated.
-    assert first_runs == 10 and len(runs) == 11 and "linear" in runs[-1]
-    more = ["--only", "exact", "--extra", "--learning_rate 1e-3", "--output", str(folder / "rate")]
-    assert runner.invoke(experiments.app, ["run", "glue", *more]).exit_code == 0
-    assert len(runs) == 15 and all(run[-2:] == ["--learning_rate", "1e-3"] for run in runs[11:])
+    assert first == 10 and len(runs) == 11 and "linear" in runs[-1]
+    assert run(experiments, "run glue --only exact --extra '--learning_rate 1e-3' --output", folder / "rate") == 0
+    assert len(runs) == 15 and all(one[-2:] == ["--learning_rate", "1e-3"] for one in runs[11:])
 
 
 def write_run(folder: pathlib.Path, stages: list[str], losses: list[float], seconds: float) -> None:
     """A run of forty steps with an evaluation every tenth step; with two stages, they switch at step 10."""
-    folder.mkdir(parents=True)
     switches = [{"step": 10, "from": stages[0], "to": stages[1]}] if len(stages) > 1 else []
-    report = {
-        "metrics": {"eval_accuracy": 0.25},
-        "steps": 40,
-        "switches": switches,
-        "attention": {"attention": None if switches else stages[0]},
-        "cpu_seconds_per_step": seconds,
-    }
+    report = {"metrics": {"eval_accuracy": 0.25}, "steps": 40, "switches": switches, "cpu_seconds_per_step": seconds}
+    report["attention"] = {"attention": None if switches else stages[0]}
     log = [{"step": 10 * i, "eval_loss": loss} for i, loss in enumerate(losses, 1)]
     log += [{"step": i, "loss": 3.0} for i in range(1, 41)]
-    (folder / "metrics.json").write_text(json.dumps(report))
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    write(folder / "metrics.json", json.dumps(report))
+    write(folder / "trainer_state.json", json.dumps({"log_history": log}))
 
 
-def test_curves_compare_up_training_with_its_references(folder, tmp_path):
+def test_curves_compare_up_training_with_its_references(folder, tmp_path, capsys):
     runs = tmp_path / "flurka_books"
     (task,) = experiments.group_of("flurka_books", tmp_path).tasks
     given = {
@@ -96,20 +95,102 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path):
         for seed in range(2):
             write_run(experiments.folder_of(runs, line, task, seed), stages, losses, seconds)
     picture = tmp_path / "books.png"
-    done = runner.invoke(experiments.app, ["curves", str(runs), "--output", str(picture)])
-    assert done.exit_code == 0, done.output
+    assert run(experiments, "curves", runs, "--output", picture) == 0
+    out = capsys.readouterr().out
     assert picture.stat().st_size > 1000
     # 1.8 is halfway from 2.2 at step 20 to 1.8 at step 30: 10 steps of the base and 15 of the variant.
-    row = next(line for line in done.output.splitlines() if "2 of 2" in line and "25 ± 0" in line)
+    row = next(line for line in out.splitlines() if "2 of 2" in line and "25 ± 0" in line)
     assert "40 ± 0" in row and "0.50 ± 0.00" in row
-    assert "-0.500 ± 0.000" in done.output and "0 of 2" in done.output
-    (tmp_path / "other" / "flurka_books").mkdir(parents=True)
-    for empty in (tmp_path / "other" / "flurka_books", tmp_path):
-        refused = runner.invoke(experiments.app, ["curves", str(empty), "--output", str(tmp_path / "none.png")])
-        assert isinstance(refused.exception, hea.UnsupportedAttentionError), refused.output
+    assert "-0.500 ± 0.000" in out and "0 of 2" in out
+    empty = tmp_path / "other" / "flurka_books"
+    empty.mkdir(parents=True)
+    assert run(experiments, "curves", empty, "--output", tmp_path / "none.png") == 2
+    assert "holds no finished run of an up-trained variant" in capsys.readouterr().err
 
 
-def test_unknown_groups_are_refused(folder):
-    for call in (["run", "gleu", "--output", str(folder)], ["show", str(folder / "gleu")]):
-        result = runner.invoke(experiments.app, call)
-        assert isinstance(result.exception, hea.UnsupportedAttentionError), result.output
+# --- distillation and arms ---
+
+
+FINETUNING = FinetuningOptions(steps=4, learning_rate=1e-4, attention_learning_rate=1e-3)
+LINEAR = make_config("linear", feature_map="hedgehog", num_features=16)
+
+
+def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
+    """On a tiny BERT; the figure is the error of its hidden states."""
+    inputs = tiny_batch("bert", seed=1)
+    wanted = output(tiny_model("bert"), inputs)
+
+    def evaluate(model) -> float:
+        return ((output(model, inputs) - wanted).norm() / wanted.norm()).item()
+
+    batches = [tiny_batch("bert", seed=seed) for seed in (2, 3, 4)]
+    task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate)
+    figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), 20, FINETUNING)
+    assert list(figures) == ["switched", "distilled", "fine-tuned", "without its window"]
+    assert figures["distilled"] < figures["switched"] and figures["fine-tuned"] < figures["without its window"]
+    assert figures["fine-tuned"] != figures["distilled"]
+    monkeypatch.setitem(distilled.TASKS, "states", lambda data, count: task)
+    methods = "linear:num_features=16:window_size=8,nystromformer:num_landmarks=4"
+    assert run(distilled, "states --steps 20 --finetune-steps 4 --learning-rate 1e-4 --method", methods) == 0
+    out = capsys.readouterr().out
+    assert " | ".join(f"{figures[name]:.3f}" for name in ("switched", "distilled")) in re.sub(" +", " ", out)
+    assert re.search(r"\| nystromformer[^|]*\| 0.000 +\| \d.\d+ +\| \d.\d+ +\| \d.\d+ +\| +\|", out)
+
+
+def test_every_method_has_something_to_learn():
+    configs = distilled.configs_of(["linear", "linear:feature_map=t2r", "nystromformer", "linformer"])
+    assert all(learned_parameters(hea.convert(tiny_model("bert"), config)) for config in configs.values())
+    assert [c.to_dict().get("feature_map") for c in configs.values()] == ["hedgehog", "t2r", None, None]
+
+
+def setup_of(labels) -> arms.Setup:
+    """A tiny BERT with a classifier; its figure is the first logit."""
+    batches = [{**tiny_batch("bert", seed=seed), "labels": torch.tensor(labels)} for seed in range(3)]
+
+    def evaluate(model) -> dict[str, float]:
+        evaluate.model = model
+        return {"logit": output(model, tiny_batch("bert", seed=9)).flatten()[0].item()}
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(tiny_config("bert")).eval()
+    return arms.Setup(model, batches, evaluate, 1e-3)
+
+
+def trained(arm: str, labels=(0, 1)) -> dict[str, torch.Tensor]:
+    """The parameters after an arm."""
+    setup, steps = setup_of(labels), dict.fromkeys(("task", "map", "distillation", "fine-tuning"), 4)
+    arms.run_arm(arm, setup, steps, 0)
+    return {name: p.detach() for name, p in setup.evaluate.model.named_parameters()}
+
+
+def test_what_each_arm_trains():
+    before = trained("nothing")
+    learned = {name for name in before if "learned_parameters" in name}
+    assert len(learned) == len(learned_parameters(hea.convert(tiny_model("bert"), arms.METHOD)))
+
+    def changed(arm: str) -> set[str]:
+        return {name for name, p in trained(arm).items() if not torch.equal(p, before[name])}
+
+    assert changed("map by the task") == learned
+    for arm in ("task", "both"):
+        assert learned < changed(arm) and any("classifier" in name for name in changed(arm))
+    found = changed("distillation")
+    assert learned < found and not any("classifier" in name for name in found)
+
+
+@pytest.mark.parametrize("arm", [arm for arm in arms.ARMS if arm != "nothing"])
+def test_labels_are_used_by_the_arms_that_train_on_the_task(arm):
+    first, other = trained(arm, (0, 1)), trained(arm, (1, 0))
+    assert all(torch.equal(p, other[name]) for name, p in first.items()) == (arm == "distillation")
+
+
+def test_table_of_arms(tmp_path, capsys):
+    for seed, value in ((0, 0.5), (1, 0.7)):
+        figures = {arm: {"accuracy": value} for arm in ("exact", *arms.ARMS)}
+        found = {"task": "mrpc", "seed": seed, "cost_in_task_steps": 100, "figures": figures}
+        (tmp_path / f"mrpc-{seed}.json").write_text(json.dumps(found | {"seconds_per_step": {"task": 1.5}}))
+    assert run(arms, "show", tmp_path) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert [line.split("|")[1].strip() for line in lines if "0.600 ± 0.100" in line] == ["exact", *arms.ARMS]
+    assert "as much as 100 steps" in shown and "task 1.50" in shown

@@ -7,31 +7,9 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-import recipe_commands
 from instances import inputs, relative_error
-from recipe_commands import read_csv
+from recipe_commands import run
 from recipes.benchmarks import flurka, peers
-
-
-def run(recipe, *arguments):
-    small = ["--rounds", "1", "--threads", "1"] + (["--heads", "2", "--width", "8"] if recipe is peers else [])
-    return recipe_commands.run(recipe, *arguments, *small)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "arguments", "message"),
-    [
-        (peers, ["--length", "1000"], "multiples of 512"),
-        (peers, ["--peer", "flash"], "nystrom-attention"),
-        (peers, ["--peer", "linformer", "--causal"], "causal form"),
-        (flurka, ["--shape", "figure-9"], "figure-4-top"),
-        (flurka, ["--kernel", "eva2"], "linear, performer"),
-    ],
-)
-def test_refusals(recipe, arguments, message, capsys):
-    assert run(recipe, *arguments) == 2
-    assert message in capsys.readouterr().err
-
 
 # Other implementations.
 
@@ -106,44 +84,31 @@ def test_adapters_of_feature_maps(causal):
     torch.testing.assert_close(linear.build(linear.ours, given)(), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.exhaustive
-def test_peers_command_measures_every_peer(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    table = tmp_path / "peers.csv"
-    assert run(peers, "--length", "512", "--csv", table) == 0
-    rows = read_csv(table)
-    expected = [(peer.title, str(causal)) for causal in (False, True) for peer in peers.PEERS if causal in peer.forms]
-    assert [(row["peer"], row["causal"]) for row in rows] == expected
-    for row in rows:
-        assert row["status"] == "", row
-        assert row["version"]
-        ratios = (float(row[key]) for key in ("our_ratio", "peer_ratio", "ours_over_peer"))
-        assert next(ratios) / next(ratios) == pytest.approx(next(ratios))
-    out = capsys.readouterr().out
-    assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
-
-
-def test_a_peer_that_is_not_installed_is_listed(tmp_path, capsys, monkeypatch):
+def test_a_peer_that_is_missing_or_fails_is_listed(table, monkeypatch):
     for name in ("nystrom_attention", "linformer"):
         monkeypatch.setitem(sys.modules, name, None)
-    table = tmp_path / "peers.csv"
-    arguments = ["--length", "512", "--bidirectional", "--peer", "nystromformer,linformer"]
-    assert run(peers, *arguments, "--csv", str(table)) == 0
-    out = capsys.readouterr().out
-    assert "not installed: pip install nystrom-attention" in out
-    assert "not installed: pip install linformer" in out
-    missing, installed, also_missing = read_csv(table)
-    assert missing["peer_ratio"] == also_missing["peer_ratio"] == missing["version"] == ""
-    assert float(missing["our_ratio"]) > 0 and float(installed["peer_ratio"]) > 0
+    small = "--length 512 --rounds 1 --threads 1 --heads 2 --width 8"
+    rows, out = table(peers, small, "--bidirectional --peer nystromformer,linformer")
+    assert all(f"not installed: pip install {name}" in out for name in ("nystrom-attention", "linformer"))
+    missing, installed, also_missing = rows
+    assert missing["peer_ratio"] == also_missing["peer_ratio"] == missing["version"] == "" != installed["version"]
+    ratios = [float(installed[key]) for key in ("our_ratio", "peer_ratio", "ours_over_peer")]
+    assert min(ratios) > 0 and ratios[0] / ratios[1] == pytest.approx(ratios[2]) and float(missing["our_ratio"]) > 0
 
-
-def test_a_peer_that_fails_is_listed(capsys, monkeypatch):
     def broken(function):
         raise RuntimeError("no C++ compiler\nhere")
 
     monkeypatch.setattr(torch, "compile", broken)
-    assert run(peers, "--length", "512", "--causal", "--peer", "torch") == 0
-    assert "failed: no C++ compiler here" in capsys.readouterr().out
+    assert "failed: no C++ compiler here" in table(peers, small, "--causal --peer torch")[1]
+
+
+@pytest.mark.exhaustive
+def test_every_peer_is_measured(table, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    rows, _ = table(peers, "--length 512 --rounds 1 --threads 1 --heads 2 --width 8")
+    expected = [(peer.title, str(causal)) for causal in (False, True) for peer in peers.PEERS if causal in peer.forms]
+    assert [(row["peer"], row["causal"]) for row in rows] == expected
+    assert all(row["status"] == "" != row["version"] for row in rows)
 
 
 # FLuRKA and its parents.
@@ -174,26 +139,24 @@ def test_claims_for_the_shapes_of_the_figures():
     }
 
 
-def test_flurka_command_writes_what_it_measures(tmp_path, capsys, monkeypatch):
-    table = tmp_path / "flurka.csv"
+def test_flurka_command_writes_what_it_measures(table, monkeypatch):
     shapes = {"low": flurka.Shape(300, 32, 4, 12), "high": flurka.Shape(200, 32, 2, 40)}
     monkeypatch.setattr(flurka, "SHAPES", shapes)
-    assert run(flurka, "--kernel", "linear", "--csv", table) == 0
-    rows = read_csv(table)
+    rows, out = table(flurka, "--kernel linear --rounds 1 --threads 1")
     claims = {"low": ("True", "True", ""), "high": ("False", "True", "")}
     assert [row["role"] for row in rows] == ["kernel", "low-rank", "exact"] * 2
     assert [row["claimed"] for row in rows] == [claim for shape in shapes for claim in claims[shape]]
     assert [row["shape"] for row in rows] == ["low"] * 3 + ["high"] * 3
     for row in rows:
         assert 0 < float(row["faster_min"]) <= float(row["faster"]) <= float(row["faster_max"])
-    assert "low: N 300, W 32, H 4, P 12" in capsys.readouterr().out
+    assert "low: N 300, W 32, H 4, P 12" in out
 
 
 def test_goals_of_flurka(monkeypatch, capsys):
     monkeypatch.setattr(flurka, "SHAPES", {"low": flurka.Shape(300, 32, 4, 12)})
     monkeypatch.setattr(flurka, "PAPER", ("low",))
     monkeypatch.setattr(flurka, "GOALS", {"kernel": 1e9, "low-rank": 1e-9})
-    assert run(flurka, "--kernel", "linear", "--no-exact", "--check") == 1
+    assert run(flurka, "--kernel linear --no-exact --check --rounds 1 --threads 1") == 1
     assert capsys.readouterr().out.count("| NO ") == 1
     row = {"shape": "low", "method": "flurka_linear", "than": "linear", "role": "kernel", "faster": 1.3}
     monkeypatch.setattr(flurka, "GOALS", {"kernel": 1.3})

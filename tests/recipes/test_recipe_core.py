@@ -1,6 +1,5 @@
 """Shared code of the training recipes: options, refusals, checks of data, the report, and the configs."""
 
-import configparser
 import json
 import os
 import pathlib
@@ -8,8 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
-from dataclasses import dataclass, field
 
 import datasets
 import pytest
@@ -24,74 +21,21 @@ from torch import nn
 import hf_efficient_attn as hea
 import recipes
 from recipes import imagenet
-from recipes.common import arguments, language_models, reporting, training
+from recipes.common import arguments, language, reporting, training
 from recipes.common.arguments import AttentionArguments
-from recipes.common.language import TextArguments
 from recipes.glue import GlueArguments
-from recipes.translation import TranslationArguments
+from recipes.mlm import MaskingArguments
 from tiny_models import tiny_model
+from tiny_recipes import refuses
 
 ROOT = pathlib.Path(imagenet.__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
-
-
-@dataclass
-class OwnArguments:
-    size: int = field(metadata={"help": "A size."})
 
 
 def parse(tmp_path, *options: str, **named):
     return arguments.parse(
         AttentionArguments, description="x", argv=["--output_dir", str(tmp_path / "out"), *options], **named
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attention": "kdeformer", "stages": ["linear:1.0"]}, "--attention and --stages exclude"),
-        ({"stages": ["linear:1.0"], "preset": "nmt"}, "--stages and --preset exclude"),
-        ({"set": ["num_samples=3"]}, "--set needs --attention or --preset"),
-        ({"stages": ["linear:1.0"], "set": ["seed=3"]}, "--set needs"),
-        ({"layers": "0"}, "--layers needs --attention"),
-        ({"variant": "flurka_eva"}, "--variant needs --preset"),
-        ({"attention": "kdeforner"}, "Did you mean 'kdeformer'"),
-        ({"attention": "kdeformer,linear"}, "takes one method"),
-        ({"attention": "kdeformer", "set": ["samples=3"]}, "none of the chosen methods"),
-        ({"attention": "kdeformer", "set": ["num_samples=-1"]}, "num_samples=-1 must be"),
-        ({"attention": "sdpa", "set": ["num_samples=3"]}, "exact attention everywhere"),
-        ({"attention": "kdeformer", "layers": "3-1"}, "is neither a layer nor a range"),
-        ({"attention": "kdeformer", "layers": "a b"}, "is neither a layer nor a range"),
-        ({"stages": ["linear:0.25", "flurka_linear:0.9"]}, "floats that increase to 1.0"),
-        ({"stages": ["linear"]}, "is not a stage"),
-        ({"preset": "glou"}, "Did you mean 'glue'"),
-        ({"preset": "nmt", "variant": "kdeformer"}, "unknown FLuRKA variant"),
-        ({"preset": "nmt", "set": ["x"]}, "form key=value"),
-        ({"attention": "linear", "switch_warmup_steps": 3}, "needs --stages or --preset"),
-        ({"preset": "nmt", "switch_warmup_steps": -1}, "give 0 or more"),
-    ],
-)
-def test_invalid_attention_options_are_refused_on_construction(given, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionArguments(**given)
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "message"),
-    [
-        (TextArguments, {}, "give the text with --text PATH"),
-        (TextArguments, {"text": ["a"], "dataset": "b"}, "not both"),
-        (TextArguments, {"text": ["a"], "eval_share": 1.0}, "must be between"),
-        (TextArguments, {"text": ["a"], "max_eval_windows": 0}, "--max_eval_windows 0"),
-        (TextArguments, {"text": ["a"], "document_separator": ""}, "empty"),
-        (TranslationArguments, {}, "give the pairs"),
-        (TranslationArguments, {"generate": 5, "eval_source": ["a"], "eval_target": ["b"]}, "--eval_split"),
-        (language_models.ModelArguments, {}, "new --model_type"),
-    ],
-)
-def test_invalid_data_options_are_refused_on_construction(kind, given, message):
-    with pytest.raises(ValueError, match=message):
-        kind(**given)
 
 
 def test_prepare_attention_converts_the_model():
@@ -120,74 +64,49 @@ def test_stages_and_presets_become_a_callback():
 
 def test_parse(tmp_path):
     own, attention, args = arguments.parse(
-        OwnArguments, AttentionArguments, description="x", save_strategy="no", max_steps=7,
-        argv=["--output_dir", str(tmp_path / "out"), "--size", "3", "--stages", "linear:0.5", "--stages", "sdpa:1.0"],
+        MaskingArguments, AttentionArguments, description="x", save_strategy="no", max_steps=7,
+        argv=f"--output_dir {tmp_path} --mask_probability .3 --stages linear:0.5 --stages sdpa:1.0".split(),
     )  # fmt: skip
-    assert own.size == 3
     # A list option that is given twice gives one list, and does not leak into the next command.
-    assert attention.stages == ["linear:0.5", "sdpa:1.0"]
+    assert (own.mask_probability, attention.stages) == (0.3, ["linear:0.5", "sdpa:1.0"])
     assert (args.max_steps, args.save_strategy, args.seed, args.report_to) == (7, "no", 0, [])
-    assert (tmp_path / "out").is_dir()
+    # `parse` seeds the generators.
     numbers = torch.rand(3)
     attention, args = parse(tmp_path)
-    assert attention.stages == [] and args.eval_steps is None
-    # `parse` seeds the generators.
-    assert torch.equal(torch.rand(3), numbers)
+    assert attention.stages == [] and args.eval_steps is None and torch.equal(torch.rand(3), numbers)
     # Evaluation does not follow the share of the log.
     assert parse(tmp_path, "--eval_strategy", "steps")[1].eval_steps == 10
 
 
 @pytest.mark.parametrize("option", ["save", "eval", "logging"])
 def test_steps_imply_their_strategy(tmp_path, option):
+    def found(*given, **defaults):
+        _, args = parse(tmp_path, *given, **defaults)
+        return getattr(args, f"{option}_strategy"), getattr(args, f"{option}_steps")
+
+    steps, strategy = f"--{option}_steps", f"--{option}_strategy"
     for defaults in ({}, {f"{option}_strategy": "epoch"}, {f"{option}_strategy": "no"}):
-        _, args = parse(tmp_path, **defaults)
-        if defaults:
-            assert getattr(args, f"{option}_strategy") == defaults[f"{option}_strategy"]
-        for given in ([f"--{option}_steps", "7"], [f"--{option}_steps=7"], [f"--{option}-steps", "7"]):
-            _, args = parse(tmp_path, *given, **defaults)
-            assert (getattr(args, f"{option}_strategy"), getattr(args, f"{option}_steps")) == ("steps", 7)
-    _, args = parse(tmp_path, f"--{option}_strategy", "epoch")
-    assert getattr(args, f"{option}_strategy") == "epoch"
-    _, args = parse(tmp_path, f"--{option}_strategy", "steps", f"--{option}_steps", "7")
-    assert getattr(args, f"{option}_steps") == 7
-    for strategy in ("no", "epoch"):
-        with pytest.raises(ValueError, match=f"--{option}_steps 7 has no effect with --{option}_strategy {strategy}"):
-            parse(tmp_path, f"--{option}_steps", "7", f"--{option}_strategy", strategy)
+        assert not defaults or found(**defaults)[0] in defaults.values()
+        for given in ([steps, "7"], [f"{steps}=7"], [f"--{option}-steps", "7"]):
+            assert found(*given, **defaults) == ("steps", 7)
+    assert found(strategy, "epoch")[0] == "epoch" and found(strategy, "steps", steps, "7") == ("steps", 7)
+    for other in ("no", "epoch"):
+        refuses(f"{steps} 7 has no effect with {strategy} {other}", found, steps, "7", strategy, other)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--outputdir", "x"], "unknown option '--outputdir'.* Did you mean '--output_dir'"),
-        (["--max_steps", "many"], "invalid int value: 'many'"),
-        (["--seed"], "expected one argument"),
-        (["--resume_from_checkpoint", "nowhere"], "is not a checkpoint"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        parse(tmp_path, *options)
-
-
-def test_output_folder_is_required_and_protected(tmp_path):
-    with pytest.raises(ValueError, match="--output_dir is missing"):
-        arguments.parse(description="x", argv=[])
+def test_output_folder_is_required_and_protected(tmp_path, monkeypatch):
+    refuses("--output_dir is missing", arguments.parse, description="x", argv=[])
     folder = tmp_path / "out"
     for name in ("checkpoint-3", "figures"):
         (folder / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match="is not empty"):
-        parse(tmp_path)
+    refuses("is not empty", parse, tmp_path)
     _, args = parse(tmp_path, "--resume_from_checkpoint", "True")
     assert args.resume_from_checkpoint is True and (folder / "checkpoint-3").is_dir()
     parse(tmp_path, "--overwrite")
     # Otherwise a later run could be resumed from the checkpoint of an earlier one.
     assert not (folder / "checkpoint-3").exists() and (folder / "figures").is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file"):
-        arguments.parse(description="x", argv=["--output_dir", str(tmp_path / "file")])
-
-
-def test_unconnected_processes_are_refused(tmp_path, monkeypatch):
+    refuses("is a file", arguments.parse, description="x", argv=["--output_dir", str(tmp_path / "file")])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started, but they are not connected"):
         arguments.prepare_output(tmp_path, PartialState(), resume=False, overwrite=False)
@@ -224,31 +143,26 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(tmp_path):
     advice = "in the checkout, pip install -e '.[train]' installs all that the recipes need"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: the package datasets is missing: {advice}\n"
-
-
-def test_only_missing_packages_of_the_extra_lose_their_traceback(monkeypatch):
-    reported: list[BaseException | None] = []
-    monkeypatch.setattr(recipes, "_otherwise", lambda kind, error, traceback: reported.append(error))
-    ours = ModuleNotFoundError("No module named 'PIL'", name="PIL.Image")
-    by_transformers = ModuleNotFoundError("Could not import module 'x'")
-    by_transformers.__cause__ = ours
-    for error in (ours, by_transformers):
-        with pytest.raises(SystemExit, match="2"):
-            recipes.name_the_extra(type(error), error, None)
-    others = [ModuleNotFoundError("x", name="a_typing_mistake"), ImportError("x", name="PIL"), ValueError("x")]
-    for error in others:
-        recipes.name_the_extra(type(error), error, None)
-    assert reported == others
-
-
-def test_every_script_names_the_extra():
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    assert sorted(recipes.TRAIN.values()) == sorted(settings["options.extras_require"]["train"].split())
     scripts = [text for path in (ROOT / "recipes").glob("*.py") if "sys.path[0] =" in (text := path.read_text("utf-8"))]
     assert len(scripts) >= 6
     for text in scripts:  # `python -m recipes.NAME` imports the package by itself
         assert re.search(r"^    sys\.path\[0\] = .*\n    import recipes\b", text, re.M)
+
+
+def test_only_missing_packages_lose_their_traceback(monkeypatch):
+    reported: list[BaseException | None] = []
+    monkeypatch.setattr(recipes, "_otherwise", lambda kind, error, traceback: reported.append(error))
+    theirs = ModuleNotFoundError("No module named 'PIL'", name="PIL.Image")
+    by_transformers = ModuleNotFoundError("Could not import module 'x'")
+    by_transformers.__cause__ = theirs
+    for error in (theirs, by_transformers):
+        with pytest.raises(SystemExit, match="2"):
+            recipes.name_the_extra(type(error), error, None)
+    ours = ModuleNotFoundError("x", name="recipes.typing_mistake")
+    others = [ours, ImportError("x", name="PIL"), ValueError("x")]
+    for error in others:
+        recipes.name_the_extra(type(error), error, None)
+    assert reported == others
 
 
 def test_samples_are_the_same_every_time():
@@ -257,24 +171,16 @@ def test_samples_are_the_same_every_time():
     assert chosen == training.take(rows, 10)["number"] and len(set(chosen)) == 10
     assert list(chosen) != list(range(10))
     assert training.take(rows, None) is rows and training.take(rows, 50) is rows
-    with pytest.raises(ValueError, match="0 samples: give 1 or more"):
-        training.take(rows, 0)
 
 
 def test_only_complete_checkpoints_are_resumed(tmp_path):
-    def checkpoint(step: int, state: str, processes: int) -> None:
+    assert training.last_complete_checkpoint(tmp_path) is None
+    for step, state, processes in ((9, "{}", 2), (10, "{}", 1), (11, '{"epoch": 0.', 2), (12, "{}", 2)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "trainer_state.json").write_text(state)
         for rank in range(processes):
-            with zipfile.ZipFile(folder / f"rng_state_{rank}.pth", "w") as file:
-                file.writestr("x", "x")
-
-    assert training.last_complete_checkpoint(tmp_path) is None
-    checkpoint(9, "{}", processes=2)
-    checkpoint(10, "{}", processes=1)
-    checkpoint(11, '{"epoch": 0.', processes=2)
-    checkpoint(12, "{}", processes=2)
+            torch.save({}, folder / f"rng_state_{rank}.pth")
     truncated = tmp_path / "checkpoint-12" / "rng_state_1.pth"
     truncated.write_bytes(truncated.read_bytes()[:20])
     assert training.last_complete_checkpoint(tmp_path, processes=2).name == "checkpoint-9"
@@ -290,50 +196,42 @@ class Line(nn.Module):
         return {"loss": (self.factor * x - labels).pow(2).mean(), "logits": self.factor * x}
 
 
-def train_a_line(tmp_path, *options: str) -> list[int]:
-    """Train for a hundred and one steps with the default options; return the logged steps."""
-    own = ["--max_steps", "101", "--use_cpu", "True", "--per_device_train_batch_size", "1", *options]
+def train_a_line(tmp_path, *options: str, **given) -> tuple[dict, list[int]]:
+    """Train on as many examples as steps: the report and the logged steps. `given` are arguments of Trainer."""
+    own = ["--use_cpu", "True", "--per_device_train_batch_size", "1", *options]
     attention, args = parse(tmp_path, *own)
-    examples = [{"x": torch.tensor(float(i % 3)), "labels": torch.tensor(1.0)} for i in range(101)]
-    trainer = transformers.Trainer(Line(), args, train_dataset=examples)
-    training.run_and_report(trainer, attention)
-    return [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    examples = [{"x": torch.tensor(float(i % 3)), "labels": torch.tensor(1.0)} for i in range(args.max_steps)]
+    trainer = transformers.Trainer(Line(), args, train_dataset=examples, **given)
+    report = training.run_and_report(trainer, attention)
+    return report, [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_the_learning_rate_rises_again_after_a_switch(tmp_path):
     rates: list[float] = []
 
-    class Rates(transformers.TrainerCallback):
+    class Switch(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
                 entry = {"step": 3, "uptraining_from": "linear", "uptraining_stage": "performer"}
                 state.log_history.append(entry)
 
-    class Optimizer(torch.optim.SGD):
-        def step(self, closure=None):
-            rates.append(self.param_groups[0]["lr"])
-            return super().step(closure)
+        def on_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            rates.append(optimizer.param_groups[0]["lr"])
 
-    own = ["--max_steps", "8", "--use_cpu", "True", "--learning_rate", "0.1", "--lr_scheduler_type", "constant"]
-    attention, args = parse(tmp_path, *own, "--stages", "linear:3", "performer:end", "--switch_warmup_steps", "4")
-    examples = [{"x": torch.tensor(1.0), "labels": torch.tensor(1.0)}] * 64
-    model = Line()
-    optimizer = Optimizer(model.parameters(), lr=0.1)
-    scheduler = transformers.get_constant_schedule(optimizer)
-    trainer = transformers.Trainer(
-        model, args, train_dataset=examples, optimizers=(optimizer, scheduler), callbacks=[Rates()]
-    )
-    report = training.run_and_report(trainer, attention)
+    rate = ["--max_steps", "8", "--learning_rate", "0.1", "--lr_scheduler_type", "constant"]
+    stages = ["--stages", "linear:3", "performer:end", "--switch_warmup_steps", "4"]
+    report, _ = train_a_line(tmp_path, *rate, *stages, callbacks=[Switch()])
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.025, 0.05, 0.075, 0.1, 0.1])
     assert report["cpu_seconds_per_step"] > 0
 
 
 def test_learning_curves_have_points_enough(tmp_path, capsys):
-    steps = train_a_line(tmp_path, "--save_steps", "0.5")
+    options = ["--max_steps", "101", "--save_steps", "0.5"]
+    _, steps = train_a_line(tmp_path, *options)
     assert steps == [1, *range(2, 101, 2)]
     # A resumed run logs the same steps.
     shutil.rmtree(tmp_path / "out" / "checkpoint-101")
-    assert train_a_line(tmp_path, "--save_steps", "0.5", "--resume_from_checkpoint", "True") == steps
+    assert train_a_line(tmp_path, *options, "--resume_from_checkpoint", "True")[1] == steps
     assert "checkpoint-51" in capsys.readouterr().err
 
 
@@ -345,7 +243,7 @@ LOG = [
 ]
 
 
-def test_learning_curve_marks_switches():
+def test_learning_curve_marks_switches_and_smooths_the_loss():
     figure = reporting.learning_curve(LOG, "eval_f1")
     loss, switch = figure.axes[0].lines
     assert loss.get_xydata().tolist() == [[1, 2.0], [8, 1.0]]
@@ -355,11 +253,8 @@ def test_learning_curve_marks_switches():
     assert figure.axes[1].lines[0].get_xydata().tolist() == [[8, 0.5]]
     assert len(reporting.learning_curve(LOG, "eval_accuracy").axes) == 1
     reporting.learning_curve([], "eval_f1")
-
-
-def test_the_loss_is_shown_as_logged_and_smoothed():
     losses = [2.0 + (-1) ** step for step in range(40)]
-    (raw, smooth) = reporting.learning_curve([{"step": i, "loss": x} for i, x in enumerate(losses)], "x").axes[0].lines
+    raw, smooth = reporting.learning_curve([{"step": i, "loss": x} for i, x in enumerate(losses)], "x").axes[0].lines
     assert raw.get_ydata().tolist() == losses
     # Centered means of 2 on each side; nothing is shifted, and the ends stay as they are.
     assert smooth.get_ydata()[5] == pytest.approx(sum(losses[3:8]) / 5)
@@ -394,7 +289,7 @@ def test_accelerate_loads_the_configs():
 
 
 def test_every_recipe_takes_the_model_by_both_names(tmp_path):
-    for kind in (GlueArguments, imagenet.ModelArguments, language_models.ModelArguments):
+    for kind in (GlueArguments, imagenet.ModelArguments, language.ModelArguments):
         for option in ("--model", "--model_name_or_path"):
             needed = ["--task", "mrpc", "--data", "x"] if kind is GlueArguments else []
             (given,) = arguments.parse_only(kind, description="", argv=[*needed, option, "somewhere"])

@@ -1,21 +1,18 @@
 """The image recipe: sources and classes of pictures, preprocessing, augmentation, and training."""
 
-import io
+import functools
 import json
-import pathlib
 import pickle
 import subprocess
 import sys
-import zipfile
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessorPil
+from transformers import AutoConfig, AutoModelForImageClassification
 
 import hf_efficient_attn as hea
 import recipe_commands
-from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipe_commands import losses
 from recipes import imagenet
 from recipes.benchmarks import tasks
@@ -23,122 +20,71 @@ from recipes.common.data import image_tensors, images
 from recipes.common.data.image_tensors import Evaluation, Norm, PictureDataset, Training
 from recipes.common.data.images import class_indices, read_class_list
 from tiny_models import tiny_model
+from tiny_recipes import ROOT, lay_out, packed, painted, refuses, train
 
 datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-COLORS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
 PLAIN = Norm((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3)
-
-
-def packed(picture, format="PNG", **options) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, format, **options)
-    return file.getvalue()
-
-
-def painted(color, size=(40, 36), seed=0, format="JPEG") -> bytes:
-    """A file of one colour with some noise."""
-    noise = np.random.default_rng(seed).integers(-20, 21, (size[1], size[0], 3))
-    return packed(Image.fromarray((np.array(color) + noise).clip(0, 255).astype("uint8")), format)
-
-
 DOT = packed(Image.new("RGB", (8, 8), (255, 0, 0)))
 
 
-def lay_out(root: pathlib.Path, files: dict[str, bytes], kind: str) -> str:
-    """Write the files to a folder or a zip file. A name that ends in / is an empty folder."""
-    if kind == "zip":
-        with zipfile.ZipFile(root / "pictures.zip", "w") as archive:
-            for name, content in files.items():
-                archive.writestr(name, content)
-        return str(root / "pictures.zip")
-    for name, content in files.items():
-        path = root / "pictures" / name
-        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            path.write_bytes(content)
-    return str(root / "pictures")
-
-
 @pytest.fixture(scope="module")
-def colors(tmp_path_factory) -> str:
-    """A zip file with the splits train and val of pictures of three colours."""
-    files = {
-        f"{split}/{name}/{i}.jpg": painted(color, (40 + i, 36), seed=i)
-        for split, count in (("train", 8), ("val", 4))
-        for name, color in COLORS.items()
-        for i in range(count)
-    }
-    return lay_out(tmp_path_factory.mktemp("colors"), files, "zip")
+def colors(here) -> str:
+    return str(here / "colors.zip")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> str:
-    """A tiny ViT with 32 pixels, patches of 8 and three numbered labels."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("vit", head=True, patch_size=8, num_labels=3).save_pretrained(folder)
-    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return str(folder)
-
-
-def recipe(*options, **figures):
-    """Run the recipe in this process."""
-    argv = [str(x) for key, value in figures.items() for x in (f"--{key}", *([value] if value is not True else []))]
-    return imagenet.run([*map(str, options), *argv, "--use_cpu"])
+def dots(target, names: str) -> str:
+    return lay_out(target, dict.fromkeys(names.split(), DOT))
 
 
 # --- sources ---
 
+NUMBERED = {"": "n01440764 n02012849"}
 LAYOUTS = {
-    "classes": (["cat/a.jpg", "dog/b.png", "dog/c.JPEG"], {"": ["cat", "dog", "dog"]}),
-    "one class": (["cat/a.jpg", "cat/b.jpg"], {"": ["cat", "cat"]}),
-    "splits": (["train/cat/a.jpg", "val/dog/b.jpg"], {"train": ["cat"], "val": ["dog"]}),
-    "one split": (["test/cat/a.jpg", "test/dog/b.jpg"], {"test": ["cat", "dog"]}),
-    "outer folder": (["set/train/cat/a.jpg", "set/train/dog/a.jpg"], {"train": ["cat", "dog"]}),
-    "outer folder of classes": (["set/cat/a.jpg", "set/dog/b.jpg"], {"": ["cat", "dog"]}),
-    "a class called test": (["cat/a.jpg", "test/b.jpg"], {"": ["cat", "test"]}),
-    "numbered": (["n01440764_tench.jpg", "n02012849-crane.jpg"], {"": ["n01440764", "n02012849"]}),
-    "numbered in an outer folder": (["set/n01440764_a.jpg", "set/n02012849_b.jpg"], {"": ["n01440764", "n02012849"]}),
-    "numbered splits": (["train/n01440764_a.jpg", "val/n02012849.jpg"], {"train": ["n01440764"], "val": ["n02012849"]}),
-    "numbered classes": (["n01440764/n01440764_1.jpg", "n02012849/x.jpg"], {"": ["n01440764", "n02012849"]}),
-    "named classes": (["tench/n01440764_1.jpg", "crane/n02012849_1.jpg"], {"": ["crane", "tench"]}),
+    "classes": ("cat/a.jpg dog/b.png dog/c.JPEG", {"": "cat dog dog"}),
+    "one class": ("cat/a.jpg cat/b.jpg", {"": "cat cat"}),
+    "splits": ("train/cat/a.jpg val/dog/b.jpg", {"train": "cat", "val": "dog"}),
+    "one split": ("test/cat/a.jpg test/dog/b.jpg", {"test": "cat dog"}),
+    "outer folder": ("set/train/cat/a.jpg set/train/dog/a.jpg", {"train": "cat dog"}),
+    "outer folder of classes": ("set/cat/a.jpg set/dog/b.jpg", {"": "cat dog"}),
+    "a class called test": ("cat/a.jpg test/b.jpg", {"": "cat test"}),
+    "numbered": ("n01440764_tench.jpg n02012849-crane.jpg", NUMBERED),
+    "numbered in an outer folder": ("set/n01440764_a.jpg set/n02012849_b.jpg", NUMBERED),
+    "numbered splits": ("train/n01440764_a.jpg val/n02012849.jpg", {"train": "n01440764", "val": "n02012849"}),
+    "numbered classes": ("n01440764/n01440764_1.jpg n02012849/x.jpg", NUMBERED),
+    "named classes": ("tench/n01440764_1.jpg crane/n02012849_1.jpg", {"": "crane tench"}),
     "ImageNet": (
-        ["train/n01440764/n01440764_1.JPEG", "val/n02012849/n02012849_2.JPEG"],
-        {"train": ["n01440764"], "val": ["n02012849"]},
+        "train/n01440764/n01440764_1.JPEG val/n02012849/n02012849_2.JPEG",
+        {"train": "n01440764", "val": "n02012849"},
     ),
-    "system files": (
-        ["cat/a.jpg", "dog/b.jpg", "__MACOSX/cat/._a.jpg", ".cache/c.jpg", "read.txt"],
-        {"": ["cat", "dog"]},
-    ),
+    "system files": ("cat/a.jpg dog/b.jpg __MACOSX/cat/._a.jpg .cache/c.jpg read.txt", {"": "cat dog"}),
 }
 
 
-@pytest.mark.parametrize("kind", ["folder", "zip"])
+@pytest.mark.parametrize("target", ["folder", "pictures.zip"])
 @pytest.mark.parametrize(("files", "expected"), LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts(files, expected, kind, tmp_path):
-    splits = images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
-    assert {split: list(pictures.classes) for split, pictures in splits.items()} == expected
+def test_layouts(files, expected, target, tmp_path):
+    splits = images.load(dots(tmp_path / target, files))
+    assert {split: " ".join(pictures.classes) for split, pictures in splits.items()} == expected
     for pictures in splits.values():
         assert pictures.open(0).size == (8, 8)
         assert pickle.loads(pickle.dumps(pictures)).open(0).getpixel((0, 0)) == (255, 0, 0)
 
 
-REFUSED = {
-    "mixed": (["cat/a.jpg", "dog/old/b.jpg"], "the class of a picture is unknown.*cat/a.jpg, dog/old/b.jpg"),
-    "flat": (["a.jpg", "b.jpg"], "the class of a picture is unknown"),
-    "half numbered": (["n01440764_a.jpg", "b.jpg"], "the class of a picture is unknown"),
-    "no splits": (["one/cat/a.jpg", "two/cat/b.jpg"], "the class of a picture is unknown"),
-    "deep": (["train/cat/images/a.jpg", "train/dog/images/a.jpg"], "the class of a picture is unknown"),
-    "nothing": (["read.txt"], "holds no picture"),
-    "splits and classes": (["train/cat/a.jpg", "dog/b.jpg"], "the class of a picture is unknown"),
-}
-
-
-@pytest.mark.parametrize("kind", ["folder", "zip"])
-@pytest.mark.parametrize(("files", "message"), REFUSED.values(), ids=REFUSED)
-def test_layouts_without_classes_are_refused(files, message, kind, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        images.load(lay_out(tmp_path, dict.fromkeys(files, DOT), kind))
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("cat/a.jpg dog/old/b.jpg", "the class of a picture is unknown.*cat/a.jpg, dog/old/b.jpg"),
+        ("a.jpg b.jpg", "the class of a picture is unknown"),
+        ("n01440764_a.jpg b.jpg", "the class of a picture is unknown"),
+        ("one/cat/a.jpg two/cat/b.jpg", "the class of a picture is unknown"),
+        ("train/cat/images/a.jpg train/dog/images/a.jpg", "the class of a picture is unknown"),
+        ("read.txt", "holds no picture"),
+        ("train/cat/a.jpg dog/b.jpg", "the class of a picture is unknown"),
+    ],
+)
+def test_layouts_without_classes_are_refused(files, message, tmp_path):
+    for target in ("folder", "pictures.zip"):
+        refuses(message, images.load, dots(tmp_path / target, files))
 
 
 def test_every_process_opens_the_zip_file_itself(colors, monkeypatch):
@@ -153,17 +99,14 @@ def test_every_process_opens_the_zip_file_itself(colors, monkeypatch):
 def test_invalid_sources_are_refused(tmp_path, monkeypatch):
     (tmp_path / "list.txt").write_text("cat")
     for source in (tmp_path / "absent", tmp_path / "absent.zip", "absent.zip"):
-        with pytest.raises(ValueError, match="no such folder or zip file"):
-            images.load(str(source))
-    with pytest.raises(ValueError, match="neither a zip file nor a folder"):
-        images.load(str(tmp_path / "list.txt"))
+        refuses("no such folder or zip file", images.load, str(source))
+    refuses("neither a zip file nor a folder", images.load, str(tmp_path / "list.txt"))
 
     def refuse(source):
         raise ConnectionError(f"offline, and no {source} in the cache")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match=r"someone/pets is neither a folder nor a zip file, and .*offline"):
-        images.load("someone/pets")
+    refuses(r"someone/pets is neither a folder nor a zip file, and .*offline", images.load, "someone/pets")
 
 
 def data_set(labels, names=("dog", "cat"), image="image", label="label"):
@@ -177,46 +120,38 @@ def data_set(labels, names=("dog", "cat"), image="image", label="label"):
 
 def test_data_sets_of_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    data_set([0, 1]).to_parquet(folder / "train.parquet")
-    data_set([1]).to_parquet(folder / "test.parquet")
-    splits = images.load(str(folder))
+    (tmp_path / "set").mkdir()
+    data_set([0, 1]).to_parquet(tmp_path / "set" / "train.parquet")
+    data_set([1]).to_parquet(tmp_path / "set" / "test.parquet")
+    splits = images.load(str(tmp_path / "set"))
     assert list(splits["train"].classes) == ["dog", "cat"] and list(splits["test"].classes) == ["cat"]
     assert splits["train"].class_names() == ["dog", "cat"], "the order of its labels, not the alphabetical one"
     assert [splits["train"].open(i).size for i in (0, 1)] == [(1, 4), (2, 4)]
 
-
-def test_columns_of_data_sets(monkeypatch):
-    def loaded(data):
-        monkeypatch.setattr(datasets, "load_dataset", lambda source: {"train": data})
+    def loaded(*given, **columns):
+        monkeypatch.setattr(datasets, "load_dataset", lambda source: {"train": data_set(*given, **columns)})
         return images.load("someone/pets")["train"]
 
-    assert loaded(data_set(["b", "a"], names=None)).class_names() == ["a", "b"]
-    assert loaded(data_set([1], image="img", label="kind")).classes == ("cat",)
-    for data, message in (
-        (data_set(["b"], names=None, label="kind"), "no column 'label' among image, kind: rename"),
-        (data_set([0, -1]), "1 of 2 rows have no label"),
-        (data_set([]), "the split is empty"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            loaded(data)
+    assert loaded(["b", "a"], names=None).class_names() == ["a", "b"]
+    assert loaded([1], image="img", label="kind").classes == ("cat",)
+    refuses("no column 'label' among image, kind: rename", loaded, ["b"], names=None, label="kind")
+    refuses("1 of 2 rows have no label", loaded, [0, -1])
+    refuses("the split is empty", loaded, [])
 
 
 def test_splits_and_parts(tmp_path):
-    files = {f"{split}/cat/{i}.png": DOT for split in ("test", "dev", "train") for i in range(10)}
-    splits = images.load(lay_out(tmp_path, files, "folder"))
+    files = " ".join(f"{split}/cat/{i}.png" for split in ("test", "dev", "train") for i in range(10))
+    splits = images.load(dots(tmp_path / "splits", files))
     assert images.pick(splits, None, images.EVAL_SPLITS, "pets") is splits["dev"]
     assert images.pick(splits, "test", images.EVAL_SPLITS, "pets") is splits["test"]
-    kinds = images.load(lay_out(tmp_path, {f"{c}/{i}.png": DOT for c in "abc" for i in range(6)}, "zip"))[""]
+    kinds = images.load(dots(tmp_path / "kinds.zip", " ".join(f"{c}/{i}.png" for c in "abc" for i in range(6))))[""]
     assert sorted(images.divide(kinds, 0.5)[1].classes) == [*"aaabbbccc"], "every class is split evenly"
     assert sorted(images.at_most(kinds, 6).classes) == [*"aabbcc"] and images.at_most(kinds, 99) is kinds
     first, second = images.divide(splits["train"], 0.3)
     assert (len(first), len(second)) == (7, 3) and {*first.keys, *second.keys} == set(splits["train"].keys)
     assert images.divide(splits["train"], 0.3)[1].keys == second.keys != splits["train"].keys[:3]
     for share in (0, 1, 0.01):
-        with pytest.raises(ValueError, match="empty"):
-            images.divide(splits["train"], share)
+        refuses("empty", images.divide, splits["train"], share)
 
 
 # --- pictures ---
@@ -244,10 +179,9 @@ def test_pictures_of_all_kinds_become_rgb():
 def test_pictures_that_cannot_be_read(tmp_path):
     whole = painted((9, 99, 9), (200, 200))
     files = {"cat/cut.jpg": whole[: len(whole) * 3 // 4], "cat/text.jpg": b"no picture", "cat/none.png": b""}
-    pictures = images.load(lay_out(tmp_path, files, "zip"))[""]
+    pictures = images.load(lay_out(tmp_path / "pictures.zip", files))[""]
     for i, reason in enumerate(("truncated", "not a picture", "not a picture of a known format")):
-        with pytest.raises(ValueError, match=f"{pictures.keys[i]} cannot be read: .*{reason}"):
-            pictures.open(i)
+        refuses(f"{pictures.keys[i]} cannot be read: .*{reason}", pictures.open, i)
 
 
 # --- classes ---
@@ -270,16 +204,12 @@ def test_classes_are_matched_by_list_name_number_or_order():
 
 def test_classes_that_cannot_be_matched():
     labels = ["cat", "dog", "cow"]
-    with pytest.raises(ValueError, match=r"unknown label: .*'n1', 'n2'.*--class_list FILE.*--new_head"):
-        class_indices(["n1", "n2"], labels)
+    refuses(r"unknown label: .*'n1', 'n2'.*--class_list FILE.*--new_head", class_indices, ["n1", "n2"], labels)
     with pytest.raises(ValueError, match=r"3 classes each, but in different orders .*'cow'.*'horse'.*--class_list"):
         class_indices(["cow", "dog", "horse"], labels)
-    with pytest.raises(ValueError, match="2 names and the model 3 labels"):
-        class_indices(["cat"], labels, class_list=["cat", "dog"])
-    with pytest.raises(ValueError, match="the class list does not contain 'horse'"):
-        class_indices(["horse"], labels, class_list=labels)
-    with pytest.raises(ValueError, match="'crane'"):
-        class_indices(["crane"], ["crane", "dog", "crane"])
+    refuses("2 names and the model 3 labels", class_indices, ["cat"], labels, class_list=["cat", "dog"])
+    refuses("the class list does not contain 'horse'", class_indices, ["horse"], labels, class_list=labels)
+    refuses("'crane'", class_indices, ["crane"], ["crane", "dog", "crane"])
 
 
 def test_class_lists(tmp_path):
@@ -292,14 +222,11 @@ def test_class_lists(tmp_path):
         assert read_class_list(str(tmp_path / name)) == ["n00000002", "n00000001"], name
     (tmp_path / "names.txt").write_text("n00000002 dog\nsea cow\n")
     assert read_class_list(str(tmp_path / "names.txt")) == ["n00000002 dog", "sea cow"]
-    pictures = lay_out(tmp_path, {"train/b/1.png": DOT, "val/a/1.png": DOT}, "zip")
-    assert read_class_list(pictures) == ["a", "b"]
-    for text, message in (("cat\ncat\n", "'cat' occurs twice"), ("\n", "is empty")):
-        (tmp_path / "bad.txt").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_class_list(str(tmp_path / "bad.txt"))
-    with pytest.raises(ValueError, match="no such class list"):
-        read_class_list(str(tmp_path / "absent.txt"))
+    assert read_class_list(dots(tmp_path / "pictures.zip", "train/b/1.png val/a/1.png")) == ["a", "b"]
+    for name, text, message in (("twice", "cat\ncat\n", "'cat' occurs twice"), ("empty", "\n", "is empty")):
+        (tmp_path / name).write_text(text)
+        refuses(message, read_class_list, str(tmp_path / name))
+    refuses("no such class list", read_class_list, str(tmp_path / "absent.txt"))
 
 
 # --- tensors ---
@@ -319,11 +246,7 @@ def test_evaluation_equals_the_saved_processor(size):
     ours = Evaluation(28, norm)(sloping(size))
     assert ours.shape == (3, 28, 28)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-
-def test_unsupported_scales_are_refused():
-    with pytest.raises(ValueError, match="1/255"):
-        Norm.of({"do_rescale": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
+    refuses("1/255", Norm.of, {"do_rescale": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
     assert Norm.of({"do_normalize": False, "resample": 3}) == PLAIN
 
 
@@ -386,150 +309,86 @@ def test_workers_give_the_same_pictures_in_every_epoch(augmented):
 
 # --- training ---
 
-BASE = {"max_steps": 6, "per_device_train_batch_size": 6, "logging_steps": 1, "learning_rate": 1e-3}
-BY_ORDER = {"per_device_eval_batch_size": 6, "eval_strategy": "no", "save_strategy": "no"}
+
+recipe = functools.partial(train, "imagenet")  # in this process
 
 
-def test_training_learns_and_is_reproducible(tiny, colors, tmp_path, capsys):
-    options = {**BASE, **BY_ORDER, "max_steps": 40, "learning_rate": 3e-3}
-    reports = [
-        recipe(model=tiny, train_data=colors, from_scratch=True, output_dir=tmp_path / name, **options)
-        for name in ("one", "two")
-    ]
+def test_training_learns_and_is_reproducible(here, tmp_path, capsys):
+    one, options = tmp_path / "one", ("--from_scratch", "--learning_rate", 3e-3, "--lr_scheduler_type", "constant")
+    metrics = recipe(here, one, *options, "--max_steps", 50)["metrics"]
     assert "3 classes, by the order" in capsys.readouterr().err
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
-    assert len(losses(tmp_path / "one")) == 40
-    metrics = json.loads((tmp_path / "one" / "metrics.json").read_text())
-    assert metrics["metrics"]["eval_top1"] == reports[0]["metrics"]["eval_top1"] >= 0.9
-    assert "eval_top5" not in metrics["metrics"], "there are only three classes"
-    assert metrics["train_data"]["pictures"] == 24 and metrics["eval_data"]["pictures"] == 12
-    assert (metrics["resolution"], metrics["tokens"]) == (32, 17)
-    assert (tmp_path / "one" / "learning_curve.png").stat().st_size > 1000
-    # The saved model has the same loss, and its processor crops like the evaluation.
-    again = recipe("--eval_only", model=tmp_path / "one", eval_data=colors, output_dir=tmp_path / "again", **BY_ORDER)
-    assert again["metrics"]["eval_loss"] == pytest.approx(reports[0]["metrics"]["eval_loss"], abs=1e-6)
-    saved = json.loads((tmp_path / "one" / "preprocessor_config.json").read_text())
+    assert metrics["eval_top1"] >= 0.9 and "eval_top5" not in metrics, "there are only three classes"
+    recipe(here, tmp_path / "two", *options, "--max_steps", 8)
+    assert losses(tmp_path / "two") == losses(one)[:8]
+    report = json.loads((one / "metrics.json").read_text())
+    assert report["train_data"]["pictures"] == 24 and report["eval_data"]["pictures"] == 12
+    assert (report["resolution"], report["tokens"]) == (32, 17)
+    # Its processor crops like the evaluation.
+    saved = json.loads((one / "preprocessor_config.json").read_text())
     assert saved["size"] == {"shortest_edge": 37} and saved["crop_size"] == {"height": 32, "width": 32}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "stages",
-    [
-        ("--attention", "sdpa"),
-        ("--stages", "linformer,projection_dim=4:2", "flurka_performer:end"),
-        ("--stages", "linformer,projection_dim=4:2", "flurka_linear,feature_map=t2r,num_features=4,distill=3:end"),
-    ],
-    ids=["one method", "stages", "distilled"],
-)
-def test_resumed_run_equals_the_uninterrupted_one(tiny, colors, tmp_path, stages):
-    """24 pictures, 4 steps per epoch: resumed within the first and within the second epoch."""
-    options = {**BASE, "eval_strategy": "no", "save_steps": 1, "save_strategy": "steps", "save_total_limit": 9}
-    common = {"model": tiny, "train_data": colors, **options}
-    recipe(*stages, output_dir=tmp_path / "whole", **common)
-    expected = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
-    for step in (1, 5):
-        resumed = tmp_path / f"from-{step}"
-        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
-        recipe(*stages, output_dir=resumed, resume_from_checkpoint=checkpoint, **common)
-        assert losses(resumed) == losses(tmp_path / "whole")
-        found = AutoModelForImageClassification.from_pretrained(resumed).state_dict()
-        assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-def test_learned_tables_match_another_resolution(tiny, colors, tmp_path):
+def test_learned_tables_match_another_resolution(here, tmp_path):
     """48 pixels in patches of 8 give 37 tokens with the class token. The model's own 32 pixels give 17."""
-    options = {"model": tiny, "train_data": colors, "resolution": 48, **BASE, **BY_ORDER, "max_steps": 2}
-    one = recipe("--attention", "linformer", "--set", "projection_dim=4", output_dir=tmp_path / "one", **options)
+    options = "--resolution", 48, "--max_steps", 2
+    one = recipe(here, tmp_path / "one", "--attention", "linformer", "--set", "projection_dim=4", *options)
     assert (one["resolution"], one["tokens"]) == (48, 37)
     assert one["efficient_attention"]["max_length"] == 37
     saved = AutoModelForImageClassification.from_pretrained(tmp_path / "one")
     assert saved.config.image_size == 32
     assert saved.vit.layers[0].attention.learned_parameters.key_projection.shape == (4, 37)
-    two = recipe("--stages", "linformer,projection_dim=4:0.5", "flurka_performer:1.0", output_dir=tmp_path / "two",
-                 **options)  # fmt: skip
-    assert two["efficient_attention"]["method"] == "flurka_performer"
-    assert two["efficient_attention"]["max_length"] == 37
-    assert [(s["step"], s["from"], s["to"]) for s in two["switches"]] == [(1, "linformer", "flurka_performer")]
-    figures = recipe(
-        "--eval_only", model=tmp_path / "one", eval_data=colors, resolution=48, output_dir=tmp_path / "three",
-        **BY_ORDER,
-    )  # fmt: skip
-    assert figures["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], abs=1e-6)
+    stages = "--stages", "linformer,projection_dim=4:0.5", "flurka_performer:1.0"
+    two = recipe(here, tmp_path / "two", *stages, *options)["efficient_attention"]
+    assert (two["method"], two["max_length"]) == ("flurka_performer", 37)
+    again = recipe(here, tmp_path / "three", "--eval_only", "--resolution", 48, model=f"--model {tmp_path / 'one'}")
+    assert again["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], abs=1e-6)
 
 
-def test_a_new_head(tiny, colors, tmp_path):
-    four = lay_out(tmp_path, {f"{c}/{i}.jpg": painted((60 * i, 9, 9), seed=i) for c in "abcd" for i in range(4)}, "zip")
-    options = {"model": tiny, **BASE, **BY_ORDER, "max_steps": 1}
+def test_a_new_head(here, colors, tmp_path):
+    files = {f"{c}/{i}.jpg": painted((60 * i, 9, 9), seed=i) for c in "abcd" for i in range(4)}
+    options = "--max_steps", 1, "--train_data", lay_out(tmp_path / "four.zip", files)
     with pytest.raises(ValueError, match=r"4 classes, but the model has 3 labels.*--new_head"):
-        recipe(train_data=four, eval_share=0.5, output_dir=tmp_path / "one", **options)
-    recipe("--new_head", train_data=four, eval_share=0.5, output_dir=tmp_path / "two", **options)
+        recipe(here, tmp_path / "one", *options, "--eval_share", 0.5)
+    recipe(here, tmp_path / "two", "--new_head", *options, "--eval_share", 0.5)
     saved = AutoModelForImageClassification.from_pretrained(tmp_path / "two")
     assert saved.config.id2label == dict(enumerate("abcd")) and saved.classifier.out_features == 4
     with pytest.raises(ValueError, match="val: unknown label 'blue', which is not a class of the training data"):
-        recipe("--new_head", train_data=four, eval_data=colors, output_dir=tmp_path / "three", **options)
+        recipe(here, tmp_path / "three", "--new_head", *options, "--eval_data", colors)
     # A requested new head is new even with the same number of classes.
-    old = AutoModelForImageClassification.from_pretrained(tiny)
-    new = imagenet.load_model(imagenet.ModelArguments(tiny, new_head=True), ["a", "b", "c"])
+    old = AutoModelForImageClassification.from_pretrained(here / "vit")
+    new = imagenet.load_model(imagenet.ModelArguments(str(here / "vit"), new_head=True), ["a", "b", "c"])
     assert not torch.equal(new.classifier.weight, old.classifier.weight)
     assert torch.equal(new.vit.embeddings.cls_token, old.vit.embeddings.cls_token)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": None}, "required: --model_name_or_path"),
-        ({"train_data": None}, "--train_data is missing"),
-        ({"eval_data": "x", "eval_share": 0.1}, "exclude each other"),
-        ({"eval_split": "test"}, r"has no split 'test'. Its splits: train, val"),
-        ({"train_split": "extra"}, r"has no split 'extra'"),
-        ({"eval_only": True, "preset": "imagenet"}, "--eval_only give the method with --attention"),
-        ({"eval_only": True, "new_head": True}, "random weights"),
-        ({"crop_ratio": 1.5}, "--crop_ratio 1.5 must be between"),
-        ({"max_eval_samples": 0}, "--max_eval_samples 0"),
-        ({"resolution": 50}, "--resolution 50 is not a multiple of the 8 pixels"),
-        ({"class_list": "absent.txt"}, "no such class list: absent.txt"),
-        ({"attention": "linformer", "set": "max_length=9"}, "max_length=9, but a picture has 17 tokens"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_refusals_before_the_first_step(options, message, tiny, colors, tmp_path):
-    given = {"model": tiny, "train_data": colors, "output_dir": tmp_path / "out", **BASE, **BY_ORDER, **options}
-    with pytest.raises(ValueError, match=message):
-        recipe(**{key: value for key, value in given.items() if value is not None})
-
-
-def test_preprocessor_and_evaluation_data_are_required(tiny, colors, tmp_path):
-    AutoModelForImageClassification.from_pretrained(tiny).save_pretrained(tmp_path / "bare")
-    options = {"output_dir": tmp_path / "out", **BASE, **BY_ORDER}
+def test_preprocessor_and_evaluation_data_are_required(here, tmp_path):
+    AutoModelForImageClassification.from_pretrained(here / "vit").save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"no preprocessor_config.json: save the image processor"):
-        recipe(model=tmp_path / "bare", eval_data=colors, eval_only=True, **options)
-    whole = lay_out(tmp_path, {f"{name}/{i}.png": DOT for name in COLORS for i in range(2)}, "zip")
+        recipe(here, tmp_path / "out", "--eval_only", model=f"--model {tmp_path / 'bare'}")
+    whole = dots(tmp_path / "whole.zip", "red/a.png green/b.png blue/c.png")
     with pytest.raises(ValueError, match=r"has no split to evaluate on: give --eval_data, --eval_split, or --eval_sh"):
-        recipe(model=tiny, train_data=whole, **options)
+        recipe(here, tmp_path / "out", "--train_data", whole)
 
 
-def test_models_with_a_fixed_resolution(tiny):
-    model = AutoModelForImageClassification.from_pretrained(tiny)
+def test_models_with_a_fixed_resolution(here):
+    model = AutoModelForImageClassification.from_pretrained(here / "vit")
     assert imagenet.fit_resolution(model, None) == (32, 17, False)
     assert imagenet.fit_resolution(model, 64) == (64, 65, True)
     assert imagenet.fit_resolution(tiny_model("deit", head=True), None)[1] == 66, "with the distillation token"
     model.forward = lambda pixel_values, labels=None: None
-    with pytest.raises(ValueError, match="cannot interpolate its positions"):
-        imagenet.fit_resolution(model, 64)
+    refuses("cannot interpolate its positions", imagenet.fit_resolution, model, 64)
 
 
 @pytest.mark.exhaustive
-def test_as_a_process(tiny, tmp_path):
+def test_as_a_process(here, tmp_path):
     def script(*options):
         line = [sys.executable, "recipes/imagenet.py", *map(str, options)]
         return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
 
     helped = script("--help")
-    assert helped.returncode == 0
+    assert helped.returncode == 0 and "recipes/imagenet.py --model_name_or_path" in helped.stdout
     assert all(f"--{name}" in helped.stdout for name in ("train_data", "class_list", "stages", "resolution"))
-    assert "recipes/imagenet.py --model_name_or_path" in helped.stdout
-    refused = script("--model", tiny, "--train_data", tmp_path / "absent", "--output_dir", tmp_path / "out")
+    refused = script("--model", here / "vit", "--train_data", tmp_path / "absent", "--output_dir", tmp_path / "out")
     assert refused.returncode == 2 and refused.stdout == ""
     # A CUDA build of torch prints such a line on a machine with CUDA's compiler and without a GPU.
     lines = [line for line in refused.stderr.splitlines() if "No CUDA runtime is found" not in line]
@@ -537,17 +396,6 @@ def test_as_a_process(tiny, tmp_path):
 
 
 # --- T2T-ViT ---
-
-
-@pytest.fixture(scope="module")
-def tiny_t2t(tmp_path_factory) -> str:
-    """The config of a tiny T2T-ViT with stages of 256 and 64 tokens at 32 pixels, and 17 in the backbone."""
-    folder = tmp_path_factory.mktemp("t2t")
-    T2TViTConfig(
-        image_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, token_dim=16,
-        t2t_strides=[2, 2, 2], num_labels=3,
-    ).save_pretrained(folder)  # fmt: skip
-    return str(folder)
 
 
 def tables_of(folder) -> dict:
@@ -562,98 +410,88 @@ def tables_of(folder) -> dict:
 
 @pytest.mark.parametrize(
     ("variant", "base", "switch"),
-    [
-        ("flurka_performer", "linformer", 7),
-        pytest.param("flurka_linear", "linear", 13, marks=pytest.mark.exhaustive),
-    ],
+    [("flurka_performer", "linformer", 7), pytest.param("flurka_linear", "linear", 13, marks=pytest.mark.exhaustive)],
 )
-def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, tiny_t2t, colors, tmp_path):
+def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, here, tmp_path):
     """With the paper's shares of 40 steps, 16.7 % and 33.3 %, in stages and backbone."""
-    options = {**BASE, **BY_ORDER, "max_steps": 40, "learning_rate": 3e-3, "seed": 1}
-    report = recipe(
-        "--from_scratch", "--new_head", "--preset", "imagenet", "--variant", variant, "--set", "projection_dim=8",
-        model=tiny_t2t, train_data=colors, output_dir=tmp_path / "out", **options,
-    )  # fmt: skip
+    out, preset = tmp_path / "out", ("--preset", "imagenet", "--variant", variant, "--set", "projection_dim=8")
+    options = "--max_steps", 40, "--learning_rate", 3e-3, "--seed", 1, "--from_scratch", "--new_head"
+    report = recipe(here, out, *preset, *options, model=f"--model {here / 't2t'}")
     assert [(s["step"], s["from"], s["to"]) for s in report["switches"]] == [(switch, base, variant)]
-    assert losses(tmp_path / "out")[0] > 0.8 and report["metrics"]["eval_top1"] >= 0.9
+    assert losses(out)[0] > 0.8 and report["metrics"]["eval_top1"] >= 0.9
     assert (report["resolution"], report["tokens"]) == (32, None)
-    assert tables_of(tmp_path / "out") == {"t2t.0": 256, "t2t.1": 64, 0: 17, 1: 17}
-    saved = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert tables_of(out) == {"t2t.0": 256, "t2t.1": 64, 0: 17, 1: 17}
+    saved = AutoModelForImageClassification.from_pretrained(out)
     assert type(saved).__name__ == "T2TViTForImageClassification" and saved.config.id2label[0] == "blue"
     assert not saved.t2t_vit.embeddings.position_embeddings.requires_grad
-    again = recipe("--eval_only", model=tmp_path / "out", eval_data=colors, output_dir=tmp_path / "again", **BY_ORDER)
+    again = recipe(here, tmp_path / "again", "--eval_only", model=f"--model {out}")
     assert again["metrics"]["eval_loss"] == pytest.approx(report["metrics"]["eval_loss"], abs=1e-6)
 
 
 @pytest.mark.exhaustive
-def test_t2t_vit_trains_with_methods_in_its_stages_alone(tiny_t2t, colors, tmp_path):
-    common = {"train_data": colors, **BASE, **BY_ORDER, "max_steps": 2}
-    one = recipe(
-        "--from_scratch", "--attention", "linformer", "--set", "projection_dim=8", "--layers", "t2t.0,t2t.1",
-        model=tiny_t2t, output_dir=tmp_path / "one", **common,
-    )  # fmt: skip
+def test_t2t_vit_trains_with_methods_in_its_stages_alone(here, tmp_path):
+    def run(name, folder, *options):
+        more = "--max_steps", 2, "--attention", "linformer", "--set", "projection_dim=8"
+        return recipe(here, tmp_path / name, *more, *options, model=f"--model {folder}")
+
+    one = run("one", here / "t2t", "--from_scratch", "--layers", "t2t.0,t2t.1")
     assert one["efficient_attention"]["layers"] == ["t2t.0", "t2t.1"]
     assert tables_of(tmp_path / "one") == {"t2t.0": 256, "t2t.1": 64}
     # At another size the model becomes one for that, tables included, unless it holds tables already.
     with pytest.raises(ValueError, match=r"holds parameters that its attention method learned .* convert it to 'sdpa'"):
-        recipe(model=tmp_path / "one", resolution=48, output_dir=tmp_path / "two", **common)
+        recipe(here, tmp_path / "two", "--resolution", 48, model=f"--model {tmp_path / 'one'}")
     exact = hea.convert(AutoModelForImageClassification.from_pretrained(tmp_path / "one"), "sdpa")
     exact.save_pretrained(tmp_path / "exact")
     imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(tmp_path / "exact")
-    recipe(
-        "--attention", "linformer", "--set", "projection_dim=8", model=tmp_path / "exact", resolution=48,
-        output_dir=tmp_path / "three", **common,
-    )  # fmt: skip
+    run("three", tmp_path / "exact", "--resolution", 48)
     assert tables_of(tmp_path / "three") == {"t2t.0": 576, "t2t.1": 144, 0: 37, 1: 37}
     assert AutoModelForImageClassification.from_pretrained(tmp_path / "three").config.image_size == 48
-    with pytest.raises(ValueError, match="not a multiple of the 8 pixels of a patch"):
-        recipe(model=tmp_path / "exact", resolution=50, output_dir=tmp_path / "four", **common)
+    refuses("not a multiple of the 8 pixels of a patch", run, "four", tmp_path / "exact", "--resolution", 50)
 
 
-def test_t2t_vit_by_name(colors, tmp_path):
+def test_t2t_vit_by_name(here, tmp_path):
     """At 32 pixels it has 4 tokens and the class token, enough for a step."""
-    options = {"model": "t2t_vit_flurka", "train_data": colors, "resolution": 32, **BASE, **BY_ORDER, "max_steps": 1}
-    with pytest.raises(ValueError, match="without weights: give --from_scratch, or a folder"):
-        recipe(output_dir=tmp_path / "one", **options)
-    with pytest.raises(ValueError, match=r"1000 labels.*--new_head"):
-        recipe("--from_scratch", output_dir=tmp_path / "two", **options)
-    recipe("--from_scratch", "--new_head", output_dir=tmp_path / "three", **options)
+
+    def run(name, *options):
+        recipe(here, tmp_path / name, "--resolution", 32, "--max_steps", 1, *options, model="--model t2t_vit_flurka")
+
+    refuses("without weights: give --from_scratch, or a folder", run, "one")
+    refuses(r"1000 labels.*--new_head", run, "two", "--from_scratch")
+    run("three", "--from_scratch", "--new_head")
     config = AutoModelForImageClassification.from_pretrained(tmp_path / "three").config
     assert (config.hidden_size, config.num_hidden_layers, config.image_size, config.num_labels) == (256, 7, 32, 3)
     saved = json.loads((tmp_path / "three" / "preprocessor_config.json").read_text())
     assert saved["image_mean"] == [0.485, 0.456, 0.406] and saved["resample"] == 3
 
 
-def test_classify_compares_methods_on_other_pictures(tiny_t2t, colors, tmp_path, capsys, monkeypatch):
+def test_classify_compares_methods_on_other_pictures(here, colors, tmp_path, table, capsys, monkeypatch):
     """`tasks classify` with several methods, budgets and layers, on exact and converted checkpoints."""
     torch.manual_seed(0)
-    model = AutoModelForImageClassification.from_config(
-        AutoConfig.from_pretrained(tiny_t2t, id2label=dict(enumerate(["blue", "green", "red"])))
-    )
-    model.save_pretrained(tmp_path / "model")
-    imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(tmp_path / "model")
-    arguments = ["classify", tmp_path / "model", colors, "--method", "kdeformer,performer", "--budget", "4,300"]
-    assert recipe_commands.run(tasks, *arguments, "--layers", "t2t.0,1", "--csv", tmp_path / "table.csv") == 0
-    assert "12 pictures of 32 pixels, layers t2t.0,1" in capsys.readouterr().out
-    rows = recipe_commands.read_csv(tmp_path / "table.csv")
+    model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(here / "t2t"))
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(folder)
+    words = "classify", folder, colors, "--method kdeformer,performer --budget 4,300"
+    rows, out = table(tasks, *words, "--layers t2t.0,1")
+    assert "12 pictures of 32 pixels, layers t2t.0,1" in out
     assert [(row["attention"], row["budget"]) for row in rows] == [
         ("sdpa", "all"), ("kdeformer", "4"), ("kdeformer", "300"), ("performer", "4"), ("performer", "300"),
     ]  # fmt: skip
     # A budget of all tokens is exact attention.
     assert rows[2]["as exact"] == rows[0]["as exact"] == "1.0" and rows[2]["top-1"] == rows[0]["top-1"]
     # A converted checkpoint is compared with exact attention as well.
-    hea.convert(model, "kdeformer", num_samples=2, block_size=2).save_pretrained(tmp_path / "model")
+    hea.convert(model, "kdeformer", num_samples=2, block_size=2).save_pretrained(folder)
     used, guesses = [], tasks.guesses
     monkeypatch.setattr(
         tasks, "guesses", lambda one, *rest: used.append(one.config._attn_implementation) or guesses(one, *rest)
     )
-    assert recipe_commands.run(tasks, *arguments, "--layers", "t2t.0,1") == 0
+    assert recipe_commands.run(tasks, *words, "--layers t2t.0,1") == 0
     assert used == ["sdpa", "kdeformer", "kdeformer", "performer", "performer"]
     for options, message in (
-        (["--split", "no"], "has no split 'no'"),
-        (["--layers", "t2t.2"], "its layers are ['t2t.0', 't2t.1', 0, 1]"),
+        ("--split no", "has no split 'no'"),
+        ("--layers t2t.2", "its layers are ['t2t.0', 't2t.1', 0, 1]"),
     ):
-        assert recipe_commands.run(tasks, *arguments, *options) == 2
+        assert recipe_commands.run(tasks, *words, options) == 2
         assert message in capsys.readouterr().err
 
 
@@ -679,8 +517,7 @@ def test_classes_of_the_real_pictures(data):
 
 def test_some_real_pictures(data, tmp_path):
     """Twenty photographs with exact attention. Two correct ones by chance would be very unlikely."""
-    report = recipe(
-        "--eval_only", model=data / "models" / "deit-tiny-imagenet", max_eval_samples=20, output_dir=tmp_path / "out",
-        eval_data=data / "images" / "imagenet1k-sample-256px.zip", per_device_eval_batch_size=10,
-    )  # fmt: skip
+    words = f"--eval_only --max_eval_samples 20 --eval_data {data}/images/imagenet1k-sample-256px.zip --use_cpu"
+    words += f" --model {data}/models/deit-tiny-imagenet --output_dir {tmp_path / 'out'}"
+    report = imagenet.run(words.split())
     assert report["metrics"]["eval_top1"] >= 0.6 and report["metrics"]["eval_top5"] >= 0.8

@@ -1,11 +1,9 @@
 """Data of the Long Range Arena, the generator of ListOps, the encoder, and the recipe lra.py."""
 
 import gzip
-import io
 import itertools
 import json
 import math
-import pathlib
 import random
 import re
 import statistics
@@ -15,28 +13,30 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import hf_efficient_attn as hea
 from recipes import lra
 from recipes.common.data import listops
 from recipes.common.data import lra as data_of
+from tiny_recipes import WRITERS, grey, refuses, train, write, write_lra
 
+HARD = "pathfinder32/curv_contour_length_14"
 FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
 
 
-def by_rewriting(expression: str) -> int:
-    """Evaluate an expression: replace one innermost operator after the other."""
-    innermost = re.compile(r"\[(\w+) ([\d ]+)\]")
+def by_rewriting(expression: str) -> tuple[int, list[tuple[str, int]]]:
+    """Evaluate an expression, one innermost operator after the other: its value, and operators with their arguments."""
+    innermost, operators = re.compile(r"\[(\w+) ([\d ]+)\]"), []
     while match := innermost.search(expression):
-        value = FUNCTIONS[match[1]]([int(digit) for digit in match[2].split()])
-        expression = f"{expression[: match.start()]}{value}{expression[match.end() :]}"
-    return int(expression)
+        digits = [int(digit) for digit in match[2].split()]
+        operators.append((match[1], len(digits)))
+        expression = f"{expression[: match.start()]}{FUNCTIONS[match[1]](digits)}{expression[match.end() :]}"
+    return int(expression), operators
 
 
 def test_values_agree_with_another_evaluator():
     found = list(itertools.islice(listops.expressions(listops.Rules(3, 300), 5), 300))
-    assert [value for _, value in found] == [by_rewriting(text) for text, _ in found]
+    assert [value for _, value in found] == [by_rewriting(text)[0] for text, _ in found]
     assert {value for _, value in found} == set(range(10))
     # The expressions of the documented results: change the version of the generator with them.
     assert next(listops.expressions(listops.Rules(3, 12), 0)) == ("[MIN 8 0 5 1 7 8 9 ]", 0)
@@ -47,21 +47,12 @@ def test_expressions_follow_the_rules():
     rules, generator = listops.Rules(min_length=0, max_length=10_000, max_depth=4, max_args=4), random.Random(1)
     drawn = [listops.draw(generator, rules)[0] for _ in range(4000)]
     assert 0.23 < sum(len(tokens) > 1 for tokens in drawn) / len(drawn) < 0.27
-    counts, depths = Counter(), Counter()
-    for tokens in drawn:
-        arguments, depth = [0], 1
-        for token in tokens:
-            if token == listops.END:
-                counts[arguments.pop()] += 1
-            else:
-                arguments[-1] += 1
-                arguments += [0] if token in listops.OPERATORS else []
-            depth = max(depth, len(arguments))
-        depths[depth] += 1
+    steps = [step for tokens in drawn for step in by_rewriting(" ".join(tokens))[1]]
+    operators, counts = Counter(name for name, _ in steps), Counter(count for _, count in steps)
     assert set(counts) == {2, 3, 4} and max(counts.values()) < 1.2 * min(counts.values())
-    assert max(depths) == 4
-    operators = Counter(token for tokens in drawn for token in tokens if token in listops.OPERATORS)
     assert len(operators) == 4 and max(operators.values()) < 1.2 * min(operators.values())
+    nested = [itertools.accumulate((t in listops.OPERATORS) - (t == listops.END) for t in tokens) for tokens in drawn]
+    assert max(map(max, nested)) == 3, "and the digits"
 
 
 def test_expressions_that_get_too_long_are_abandoned():
@@ -82,7 +73,7 @@ def test_generated_listops(tmp_path):
     assert {name: len(found) for name, found in lines.items()} == {"train": 51, "test": 21}
     rows = [row.split("\t") for found in lines.values() for row in found[1:]]
     assert len({text for text, _ in rows}) == 70
-    assert all(20 < len(text.split()) < 60 and int(value) == by_rewriting(text) for text, value in rows)
+    assert all(20 < len(text.split()) < 60 and int(value) == by_rewriting(text)[0] for text, value in rows)
     # The files are written once. The evaluation set does not depend on the size of the training set.
     stamp = (folder / "basic_train.tsv").stat().st_mtime_ns
     assert listops.generate(tmp_path, train=50, evaluation=20, rules=rules, seed=3) == folder
@@ -95,86 +86,12 @@ def test_generated_listops(tmp_path):
     assert not list(tmp_path.rglob("*.tsv.*"))
 
 
-def test_impossible_rules_are_refused():
-    for rules, message in (
-        ({"min_length": 10, "max_length": 11}, "more than 10 and fewer than 11"),
-        ({"max_depth": 2}, "depth 2 with 10 arguments has more than 500"),
-        ({"max_args": 1}, "2 arguments"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            listops.Rules(**rules).check()
-
-
 def reading(max_length=64, **options) -> data_of.Reading:
     return data_of.Reading(max_length, **options)
 
 
-def write(path: pathlib.Path, content: str | bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def picture(size=4, value=None, seed=0, kind="PNG") -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size, size), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels if value is None else np.full((size, size), value, np.uint8)).save(out, kind)
-    return out.getvalue()
-
-
-def write_listops(folder):
-    """The benchmark's layout, with parentheses."""
-    rows = ["( ( ( [MAX 2 ) 9 ) ] )\t9", "( ( ( [SM 5 ) 6 ) ] )\t1", "3\t3", "4\t4"] * 3
-    for name in ("train", "val", "test"):
-        write(folder / f"basic_{name}.tsv", "Source\tTarget\n" + "\n".join(rows) + "\n")
-
-
-def write_text(folder):
-    for split in ("train", "test"):
-        for i in range(6):
-            write(folder / "aclImdb" / split / "pos" / f"{i}_9.txt", f"good {i} \u00e9")
-            write(folder / "aclImdb" / split / "neg" / f"{i}_1.txt", f"bad {i} " * 20)
-
-
-def write_image(folder):
-    """A zip file of ten classes with one grey value each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / "cifar.zip", "w") as archive:
-        for split, (name, i) in itertools.product(("train", "test"), itertools.product("abcdefghij", range(2))):
-            archive.writestr(f"{split}/{name}/{i}.png", picture(value=20 * (ord(name) - ord("a")) + i))
-
-
-def write_retrieval(folder):
-    for name in ("train", "eval", "test"):
-        rows = [f"{i % 2}.0\tP{i}\tQ{i}\tb'text {i}'\tb'{'other' * (i % 5 + 1)}'" for i in range(8)]
-        write(folder / f"new_aan_pairs.{name}.tsv", "\n".join(rows) + "\n")
-
-
-def write_pathfinder(folder):
-    hard = folder / "pathfinder32" / "curv_contour_length_14"
-    for batch in range(2):
-        lines = []
-        for i in range(10):
-            write(hard / "imgs" / str(batch) / f"sample_{i}.png", picture(seed=10 * batch + i))
-            lines.append(f"imgs/{batch} sample_{i}.png {i} {i % 2} 1.8 6 2.0 5 1.5 2 1")
-        write(hard / "metadata" / f"{batch}.npy", "\n".join(lines) + "\n")
-
-
-WRITERS = {name: globals()[f"write_{name}"] for name in data_of.TASKS}
-
-
-@pytest.fixture
-def made(tmp_path):
-    """Writes artificial data of a task and returns its source."""
-
-    def make(task: str) -> str:
-        WRITERS[task](tmp_path / task)
-        return str(tmp_path / task / "cifar.zip" if task == "image" else tmp_path / task)
-
-    return make
-
-
-def test_listops_in_the_official_layout(made):
-    found = data_of.load_listops(made("listops"), reading())
+def test_listops_in_the_official_layout(here):
+    found = data_of.load_listops(str(here / "listops"), reading())
     assert sorted(found) == ["test", "train", "validation"] and all(len(rows) == 12 for rows in found.values())
     names = ["[MAX", "2", "9", "]"]
     assert found["train"][0]["input_ids"].tolist() == [listops.TOKENS.index(name) + 2 for name in names]
@@ -191,8 +108,8 @@ def test_rules_without_a_model():
     assert data_of.baselines(*started, operator_at=1)["first_operator"] == 0.75
 
 
-def test_reviews_as_bytes(made, tmp_path):
-    found = data_of.load_text(made("text"), reading())
+def test_reviews_as_bytes(here, tmp_path):
+    found = data_of.load_text(str(here / "text"), reading())
     assert {split: len(rows) for split, rows in found.items()} == {"train": 12, "test": 12}
     by_label = {int(row["labels"]): row["input_ids"] for row in found["train"]}
     assert bytes((by_label[1] - 2).tolist()).decode().startswith("good")
@@ -200,16 +117,15 @@ def test_reviews_as_bytes(made, tmp_path):
     assert len(by_label[0]) == 64 and max(found["train"]["length"]) == 64
     for split in ("train", "test"):
         lines = [json.dumps({"id": i, "label": i % 2, "text": f"review {i}"}) for i in range(5)]
-        with gzip.open(tmp_path / f"{split}.jsonl.gz", "wt") as file:
-            file.write("\n".join(lines))
+        write(tmp_path / f"{split}.jsonl.gz", gzip.compress("\n".join(lines).encode()))
     found = data_of.load_text(str(tmp_path), reading(train=3, first=True))
     assert len(found["train"]) == 3 and len(found["test"]) == 5
     assert found["test"][1]["input_ids"].tolist() == [1, *(byte + 2 for byte in b"review 1")]
     assert found["test"]["labels"][:].tolist() == [0, 1, 0, 1, 0]
 
 
-def test_pictures_as_grey_pixels(made):
-    source = made("image")
+def test_pictures_as_grey_pixels(tmp_path):
+    source = write_lra("image", tmp_path / "image")
     found = data_of.load_image(source, reading(16))
     for rows in found.values():
         assert len(rows) == 20 and rows["length"][:].tolist() == [16] * 20
@@ -217,41 +133,34 @@ def test_pictures_as_grey_pixels(made):
             assert set(row["input_ids"]) <= {20 * row["labels"] + 2, 20 * row["labels"] + 3}
     resized = data_of.load_image(source, reading(64, evaluation=5))
     assert set(resized["test"]["length"][:].tolist()) == {64} and len(resized["test"]) == 5
-
-
-def test_splits_of_pictures_can_be_chosen(made):
-    source = made("image")
+    # Other splits can be chosen.
+    source = write_lra("image", tmp_path / "other")
     with zipfile.ZipFile(source, "a") as archive:
-        archive.writestr("test/a/2.png", picture(value=250))
+        archive.writestr("test/a/2.png", grey(value=250))
     found = data_of.load_image(source, reading(16), "train", "test")
     assert len(found["train"]) == 21 and len(found["test"]) == 20 and 252 in found["train"]["input_ids"][:]
-    with pytest.raises(ValueError, match="no split 'tests'"):
-        data_of.load_image(source, reading(16), "train", "tests")
+    refuses("no split 'tests'", data_of.load_image, source, reading(16), "train", "tests")
 
 
-def test_pairs_in_the_official_layout(made):
-    found = data_of.load_retrieval(made("retrieval"), reading(max_length=12))
+def test_pairs_in_the_official_layout(here):
+    found = data_of.load_retrieval(str(here / "retrieval"), reading(max_length=12))
     assert sorted(found) == ["test", "train", "validation"]
     row = found["train"][3]
     assert bytes((row["input_ids"] - 2).tolist()) == b"b'text 3'" and row["labels"] == 1
     assert bytes((row["other_ids"] - 2).tolist()) == b"b'otherother" and row["length"] == 9 + 12
 
 
-def test_pathfinder_in_the_official_layout(made, tmp_path):
-    found = data_of.load_pathfinder(made("pathfinder"), reading(16))
+def test_pathfinder_in_the_official_layout(tmp_path):
+    source = write_lra("pathfinder", tmp_path)
+    found = data_of.load_pathfinder(source, reading(16))
     assert {split: len(rows) for split, rows in found.items()} == {"train": 16, "validation": 2, "test": 2}
     labels = {tuple(row["input_ids"] - 2): int(row["labels"]) for rows in found.values() for row in rows}
-    for i in range(20):
-        pixels = np.random.default_rng(i).integers(0, 256, 16, np.uint8)
-        assert labels.pop(tuple(pixels)) == i % 10 % 2
-    assert not labels
-    broken = tmp_path / "pathfinder" / "pathfinder32" / "curv_contour_length_14" / "imgs" / "0" / "sample_3.png"
-    broken.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"sample_3.png cannot be read"):
-        data_of.load_pathfinder(str(tmp_path / "pathfinder"), reading(16))
+    pixels = [tuple(np.random.default_rng(i).integers(0, 256, 16, np.uint8)) for i in range(20)]
+    assert labels == {one: i % 10 % 2 for i, one in enumerate(pixels)}
+    write(tmp_path / HARD / "imgs" / "0" / "sample_3.png", b"")
+    refuses(r"sample_3.png cannot be read", data_of.load_pathfinder, source, reading(16))
 
 
-HARD = "pathfinder32/curv_contour_length_14"
 BAD = {
     "listops": ("basic_val.tsv", "Source\tTarget\n[MAX 1 2 ]\t2\n[AVG 1 2 ]\t1\n", "line 3: unknown token '.AVG'"),
     "listops, no value": ("basic_val.tsv", "[MAX 1 2 ]\n", "line 1: expected EXPRESSION TAB DIGIT"),
@@ -266,21 +175,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_errors_name_the_line(case, made, tmp_path):
+def test_errors_name_the_line(case, tmp_path):
     task, (name, content, message) = case.partition(",")[0], BAD[case]
-    folder = tmp_path / task
     if task != "text":
-        made(task)
-    write(folder / name, content)
-    with pytest.raises(ValueError, match=message):
-        getattr(data_of, f"load_{task}")(str(folder), reading())
+        write_lra(task, tmp_path)
+    write(tmp_path / name, content)
+    refuses(message, getattr(data_of, f"load_{task}"), str(tmp_path), reading())
 
 
 @pytest.mark.parametrize("task", WRITERS)
 def test_missing_sources(task, tmp_path):
     for source in (tmp_path / "nowhere" / "at" / "all", tmp_path):
-        with pytest.raises(ValueError, match=re.escape(str(source))):
-            getattr(data_of, f"load_{task}")(str(source), reading())
+        refuses(re.escape(str(source)), getattr(data_of, f"load_{task}"), str(source), reading())
 
 
 def test_batches():
@@ -322,67 +228,19 @@ def test_pairs_are_classified_by_their_combinations():
     )
 
 
-def options_of(task: str, source: str | None, out, *more) -> list[str]:
-    return [
-        *("--task", task, *(["--data", source] if source else []), "--output_dir", str(out)),
-        *("--max_length", "128" if task == "text" else "64"),
-        *("--num_layers", "1", "--hidden_size", "16", "--intermediate_size", "16", "--max_steps", "4"),
-        *("--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu", "True", *more),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("task", "method"),
-    [*zip(WRITERS, ("sdpa", "nystromformer", "linear", "kdeformer", "flurka_linear"), strict=True)],
-)
-def test_a_run_on_every_task(task, method, made, tmp_path):
-    out = tmp_path / "out"
-    report = lra.run(options_of(task, made(task), out, "--attention", method))
-    stored = json.loads((out / "metrics.json").read_text())
-    splits = ["train", "test"] if task in ("text", "image") else ["test", "train", "validation"]
-    assert sorted(stored["rows"]) == sorted(splits)
-    names = ["eval_accuracy"] if task in ("text", "image") else ["eval_validation_accuracy", "eval_test_accuracy"]
-    assert all(0 <= report["metrics"][name] <= 1 for name in names)
-    assert stored["steps"] == 4 and stored["seconds_per_step"] > 0 and stored["peak_memory_mib"] > 0
-    model = lra.LongRangeModel.from_pretrained(out)
-    assert (model.config.efficient_attention or {"method": "sdpa"})["method"] == method
-
-
-def test_it_learns(tmp_path):
+def test_it_learns(here, tmp_path):
     """The classes are ten grey values, which a model without training or with wrong pooling does not recognise."""
-    write_image(tmp_path / "image")
-    more = ["--attention", "linear", "--learning_rate", "1e-2", "--dropout", "0", "--max_length", "16"]
-    options = options_of("image", str(tmp_path / "image" / "cifar.zip"), tmp_path / "out", *more)
-    assert lra.run([*options, "--max_steps", "60"])["metrics"]["eval_accuracy"] > 0.7
+    more = ["--attention", "linear", "--learning_rate", 1e-2, "--dropout", 0, "--max_length", 16, "--max_steps", 60]
+    assert train("lra-image", here, tmp_path / "out", *more)["metrics"]["eval_accuracy"] > 0.7
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--task", "listop"], "listops"),
-        (["--max_train_samples", "0"], "--max_train_samples 0"),
-        (["--hidden_size", "17"], "not a multiple of --num_heads 2"),
-        (["--attention", "nystromforner"], "nystromformer"),
-        (["--stages", "linear:0.5", "flurka_linear:0.9"], "1"),
-        (["--max_length", "60"], "--max_length 60 is not a square"),
-        (["--initializer_range", "0"], "--initializer_range 0"),
-    ],
-)
-def test_refused_before_the_first_step(more, message, made, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        lra.run(options_of("image", made("image"), tmp_path / "out", *more))
-    assert not (tmp_path / "out" / "metrics.json").exists()
-
-
-def test_generated_listops_through_the_recipe(tmp_path, capsys):
-    options = options_of(
-        "listops", None, tmp_path / "out", "--cache_dir", str(tmp_path / "cache"), "--min_length", "10"
-    )
-    rules = ["--listops_depth", "3", "--listops_args", "6", "--pooling", "cls", "--initializer_range", "0.1"]
-    report = lra.run([*options, *rules, "--listops_train", "16", "--listops_eval", "8"])
+def test_generated_listops_through_the_recipe(here, tmp_path, capsys):
+    rules = "--min_length 10 --max_length 64 --listops_depth 3 --listops_args 6 --listops_train 16 --listops_eval 8"
+    words = f"--task listops {rules} --cache_dir {tmp_path / 'cache'} --use_cpu --max_steps 2 --save_strategy no"
+    words += " --pooling cls --initializer_range 0.1 --num_layers 1 --hidden_size 16"
+    report = train("lra-listops", here, tmp_path / "out", "ONLY", *words.split())
     assert report["rows"] == {"train": 16, "test": 8} and 10 < report["mean_length"]["train"] < 64
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["listops-10-64-3-6-0-16-8-v1"]
     assert sorted(report["baselines"]) == ["first_operator", "most_frequent"]
     assert f"first_operator {report['baselines']['first_operator']:.3f}" in capsys.readouterr().out
-    model = lra.LongRangeModel.from_pretrained(tmp_path / "out")
-    assert model.config.initializer_range == 0.1
+    assert lra.LongRangeModel.from_pretrained(tmp_path / "out").config.initializer_range == 0.1

@@ -1,72 +1,42 @@
-"""Windows of text, masks, token losses, and the recipes mlm.py and clm.py."""
+"""Windows of text, masks, token losses, pairs of sentences, and the recipes mlm.py, clm.py and translation.py."""
 
 import functools
 import gzip
 import json
 import math
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import EvalPrediction
 
 from hf_efficient_attn.io.reading import special_tokens
-from recipe_commands import losses
-from recipes import clm, mlm
-from recipes.common import language, language_models
+from recipes import clm, translation
+from recipes.common import language
 from recipes.common.data import text
-from recipes.common.language import TextArguments
-from recipes.common.language_models import ModelArguments
+from recipes.common.language import ModelArguments, TextArguments
+from tiny_recipes import prose, refuses, train, write
 
-KINDS = {True: language_models.MASKED, False: language_models.CAUSAL}
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-WORDS = ["sun", "moon", "river", "stone", "winter", "bread", "letter", "window", "captain", "harbour", "quiet", "seven"]
-
-
-def sentences(count: int, seed: int) -> str:
-    generator = np.random.default_rng(seed)
-    return "\n".join(" ".join(generator.choice(WORDS, 8)).capitalize() + "." for _ in range(count)) + "\n"
+KINDS = {True: language.MASKED, False: language.CAUSAL}
 
 
 @functools.cache
 def tokenizer_of(masked: bool):
-    return language_models.train_tokenizer([sentences(200, 0)], 300, KINDS[masked])
+    return language.train_tokenizer([prose(200, 0)], 300, KINDS[masked])
 
 
-@pytest.fixture
-def corpus(tmp_path) -> pathlib.Path:
-    """Three documents of about 1,800, 900 and 90 tokens."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "a.txt").write_text(sentences(100, 1), encoding="utf-8")
-    with gzip.open(folder / "b.txt.gz", "wt", encoding="utf-8") as file:
-        file.write(sentences(50, 2))
-    (folder / "c.jsonl").write_text(json.dumps({"text": sentences(5, 3)}) + "\n", encoding="utf-8")
-    (folder / "notes.md").write_text("not text of the corpus", encoding="utf-8")
-    return folder
-
-
-def documents_in(folder, **options) -> list[str]:
-    return [one for path in text.text_files([str(folder)]) for one in text.documents_of(path, **options)]
-
-
-def test_documents_of_all_file_types(tmp_path, corpus):
-    assert documents_in(corpus) == [sentences(100, 1), sentences(50, 2), sentences(5, 3)]
-    assert [path.name for path in text.text_files([str(corpus / "notes.md"), str(corpus / "notes.md")])] == ["notes.md"]
-    several = tmp_path / "several.txt"
-    several.write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n".encode())
-    for separator, documents in (
-        (None, ["one\ntwo\n\n \nthree\n"]),
-        ("blank-line", ["one\ntwo", "three\n"]),
-        ("\n", ["one", "two", "three"]),
-    ):
-        assert list(text.documents_of(several, separator=separator)) == documents
+def test_documents_of_all_file_types(tmp_path, here):
+    found = text.text_files([str(here / "corpus")])
+    documents = [one for path in found for one in text.documents_of(path)]
+    assert documents == [prose(100, 1), prose(50, 2), prose(5, 3)]
+    notes = str(here / "corpus" / "notes.md")
+    assert [path.name for path in text.text_files([notes, notes])] == ["notes.md"]
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n".encode())
+    assert list(text.documents_of(lines)) == ["one\ntwo\n\n \nthree\n"]
     rows = tmp_path / "rows.jsonl.gz"
-    with gzip.open(rows, "wt") as file:
-        file.write('{"body": "first"}\n\n{"body": "  "}\n{"body": "second"}\n')
+    rows.write_bytes(gzip.compress(b'{"body": "first"}\n\n{"body": "  "}\n{"body": "second"}\n'))
     assert list(text.documents_of(rows, column="body")) == ["first", "second"]
 
 
@@ -84,10 +54,8 @@ def test_documents_of_all_file_types(tmp_path, corpus):
 )
 def test_errors_name_the_file_and_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        TextArguments(text=[str(tmp_path)]).documents(evaluation=False)
-    with pytest.raises(ValueError, match=r"no such file or folder .give the id of a hub data set"):
-        text.text_files([str(tmp_path / "nothing.txt")])
+    refuses(message, TextArguments(text=[str(tmp_path)]).documents, evaluation=False)
+    refuses(r"no such file or folder .give the id of a hub data set", text.text_files, [str(tmp_path / "nothing.txt")])
 
 
 @pytest.mark.parametrize("drop_short", [False, True])
@@ -114,20 +82,17 @@ def test_a_window_holds_one_document(drop_short, special):
 
 def test_impossible_windows_are_refused():
     documents = [np.arange(20, dtype=np.int32)]
-    with pytest.raises(ValueError, match=r"--block_size 3 has no room"):
-        text.windows(documents, 3, ((1,), (2,)))
+    refuses(r"--block_size 3 has no room", text.windows, documents, 3, ((1,), (2,)))
     with pytest.raises(ValueError, match=r"no window of 32 .* document has 20.; leave out --drop_short"):
         text.windows(documents, 32, drop_short=True)
-    with pytest.raises(ValueError, match="no document has any token"):
-        text.tokenize([""], tokenizer_of(False))
+    refuses("no document has any token", text.tokenize, [""], tokenizer_of(False))
 
 
 def test_splits_are_disjoint_and_complete():
     documents = [np.arange(n, dtype=np.int32) for n in (100, 40, 7)]
     kept, tails = text.split_tails(documents, 0.05)
     assert [len(tail) for tail in tails] == [5, 2, 0]
-    for whole, left, right in zip(documents, kept, tails, strict=True):
-        assert np.concatenate((left, right)).tolist() == whole.tolist()
+    assert [[*left, *right] for left, right in zip(kept, tails, strict=True)] == [list(ids) for ids in documents]
 
 
 def test_collating_identifies_padding_by_position():
@@ -142,7 +107,7 @@ def masked_rows(**options):
     tokenizer = tokenizer_of(True)
     prefix, suffix = special_tokens(tokenizer)
     assert (prefix, suffix) == ((tokenizer.cls_token_id,), (tokenizer.sep_token_id,))
-    documents = text.tokenize([sentences(60, 4)], tokenizer)
+    documents = text.tokenize([prose(60, 4)], tokenizer)
     return text.MaskingCollator(tokenizer, **options), text.windows(documents, 64, (prefix, suffix))
 
 
@@ -169,8 +134,7 @@ def test_share_of_masked_tokens():
     special = torch.isin(original, collator.special)
     assert not (masked & special).any() and torch.equal(batch["labels"][masked], original[masked])
     assert abs(float(masked.sum() / (~special).sum()) - 0.3) < 0.05
-    with pytest.raises(ValueError, match=r"no mask token, .*clm\.py"):
-        text.MaskingCollator(tokenizer_of(False))
+    refuses(r"no mask token, .*clm\.py", text.MaskingCollator, tokenizer_of(False))
 
 
 def plain_rows(count=5, size=64):
@@ -201,7 +165,7 @@ def test_passages_are_repeated_at_their_distance():
 def small_model(model_type, masked, *overrides, **options):
     sizes = ["num_hidden_layers=1", "num_attention_heads=2", "hidden_size=16", *overrides]
     kind = ModelArguments(model_type=model_type, tokenizer="given", config_overrides=sizes, **options)
-    return language_models.load_model(kind, tokenizer_of(masked), KINDS[masked])
+    return language.load_model(kind, tokenizer_of(masked), KINDS[masked])
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -239,23 +203,6 @@ def test_figures_by_position_and_of_repeated_passages():
     assert found == {"first": 4.0, "second": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "masked", "overrides", "options", "message"),
-    [
-        ("gtp2", False, [], {}, "gtp2.*gpt2"),
-        ("gpt2", True, [], {}, r"gpt2 is not a masked language model: train it with clm\.py"),
-        ("bert", False, [], {}, r"bert is not a causal language model: train it with mlm\.py"),
-        ("gpt2", False, ["n_laier=2"], {}, "n_laier.*n_layer"),
-        ("gpt2", False, ["n_layer"], {}, "must have the form key=value"),
-        ("gpt2", False, ["vocab_size=50"], {}, "has 300 tokens, but the model only 50"),
-        ("llama", False, [], {"extend_positions": 4096}, "rotary positions"),
-    ],
-)
-def test_impossible_models_are_refused(model_type, masked, overrides, options, message):
-    with pytest.raises(ValueError, match=message):
-        small_model(model_type, masked, *overrides, **options)
-
-
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "gpt2", "llama"])
 def test_block_size_and_positions(model_type):
     # The first position of RoBERTa is padding_idx + 1, and this tokenizer pads with 0.
@@ -265,108 +212,101 @@ def test_block_size_and_positions(model_type):
     assert words.size_for(model) == 64
     words.block_size = 65
     way = "config_overrides max_position_embeddings=65" if model_type == "llama" else "extend_positions 65"
-    with pytest.raises(ValueError, match=f"exceeds the model's 64 positions: give --{way}"):
-        words.size_for(model)
+    refuses(f"exceeds the model's 64 positions: give --{way}", words.size_for, model)
     if model_type != "llama":
         assert words.size_for(small_model(model_type, masked, positions, extend_positions=128)) == 65
         assert tokenizer_of(masked).model_max_length == 128
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_trained_tokenizer_is_lossless(masked):
-    tokenizer = tokenizer_of(masked)
+@pytest.mark.parametrize("kind", [language.MASKED, language.CAUSAL, language.TRANSLATION])
+def test_trained_tokenizer_is_lossless(kind):
+    tokenizer = language.train_tokenizer([prose(200, 0)], 300, kind)
     words = "Captain Ahab, at 7 o'clock: \u00e9t\u00e9!"
-    assert len(tokenizer) == 300
-    assert tokenizer.decode(tokenizer(words)["input_ids"], skip_special_tokens=True) == words
-    with pytest.raises(ValueError, match="a byte-level vocabulary needs"):
-        language_models.train_tokenizer([words], 100, KINDS[masked])
+    ids = tokenizer(words)["input_ids"]
+    assert len(tokenizer) == 300 and tokenizer.decode(ids, skip_special_tokens=True).strip() == words
+    if kind is language.TRANSLATION:  # it ends sentences
+        assert ids[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids[:-1]
+    refuses("a byte-level vocabulary needs", language.train_tokenizer, [words], 100, kind)
 
 
-SMALL = ["--config_overrides", "hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2"]
-
-
-def options_of(recipe, corpus, out, *more) -> list[str]:
-    kind = ["bert", *SMALL, "intermediate_size=32"] if recipe is mlm else ["gpt2", *SMALL]
-    return [
-        *("--text", str(corpus), "--output_dir", str(out), "--model_type", *kind, "--train_tokenizer", "300"),
-        *("--block_size", "48", "--eval_share", "0.2", "--use_cpu", "True"),
-        *("--max_steps", "6", "--per_device_train_batch_size", "4", "--logging_steps", "1", *more),
-    ]
-
-
-@pytest.mark.parametrize(("recipe", "method"), [(mlm, "nystromformer"), (clm, "linear")])
-def test_run_writes_report_and_model(recipe, method, corpus, tmp_path, capsys):
-    out = tmp_path / "out"
-    positions = ["--eval_positions", "True", "--position_bucket", "16", "--repeat_tokens", "8", "--repeat_distances"]
-    more = [*positions, "8", "24"] if recipe is clm else []
-    report = recipe.run(options_of(recipe, corpus, out, "--attention", method, *more))
-    metrics, figures = json.loads((out / "metrics.json").read_text()), report["metrics"]
-    assert metrics["metrics"]["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
-    assert 0 <= metrics["metrics"]["eval_accuracy"] <= 1
-    assert metrics["steps"] == 6 and metrics["block_size"] == 48 and metrics["seconds_per_step"] > 0
-    assert metrics["efficient_attention"]["method"] == method
-    if recipe is clm:
-        buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
-        assert min(buckets) <= figures["eval_loss"] <= max(buckets)
-        assert figures["eval_repeat_8_first"] == pytest.approx(figures["eval_repeat_24_first"], rel=1e-6)
-        assert figures["eval_repeat_8_second"] != figures["eval_repeat_24_second"]
-    assert (out / "learning_curve.png").stat().st_size > 1000
-    assert "eval_perplexity" in capsys.readouterr().out
-    # The saved model has the same metrics for any batch size.
-    saved = options_of(recipe, corpus, tmp_path / "again", "--eval_only", "True", "--per_device_eval_batch_size", "1")
-    start, end = saved.index("--model_type"), saved.index("--block_size")
-    again = recipe.run([*saved[:start], "--model", str(out), *saved[end:]])
-    for name in ("eval_loss", "eval_accuracy", "eval_tokens"):
-        assert again["metrics"][name] == pytest.approx(figures[name], rel=1e-5)
-    assert again["steps"] == 0 and not (tmp_path / "again" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "more", "message"),
-    [
-        (clm, ["--attention", "linformer"], "is a decoder .* has no causal form. Methods that have one:"),
-        (clm, ["--stages", "linformer:0.5", "kdeformer:1.0"], "is a decoder .* has no causal form"),
-        (clm, ["--block_size", "4096"], "exceeds the model's 1024 positions: give --extend_positions 4096"),
-        (clm, ["--eval_positions", "True"], "do not fit into windows of 48: give a larger --block_size"),
-        (clm, ["--repeat_distances", "64"], "cannot be repeated 64 tokens after"),
-        (mlm, ["--mask_probability", "1.5"], "must be between"),
-        (mlm, ["--tokenizer", "elsewhere"], "exclude each other"),
-    ],
-)
-def test_refused_before_the_first_step(recipe, more, message, corpus, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        recipe.run(options_of(recipe, corpus, tmp_path / "out", *more))
-    assert not (tmp_path / "out" / "metrics.json").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(corpus, tmp_path):
-    """The processes have different numbers of masked tokens, and windows of different lengths."""
-    more = ["--attention", "linear", "--document_separator", "\\n", "--config_overrides"]
-    more += ["hidden_dropout_prob=0.0", "attention_probs_dropout_prob=0.0"]
-    curves = []
-    for processes, size in ((1, "4"), (2, "2")):
-        options = options_of(mlm, corpus, tmp_path / str(processes), *more)
-        options[options.index("--per_device_train_batch_size") + 1] = size
-        options = [option for option in options if option not in ("--use_cpu", "True")]
-        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "29641"]
-        command = [sys.executable, *launch, str(ROOT / "recipes" / "mlm.py"), *options]
-        assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 0
-        curves.append(losses(tmp_path / str(processes)))
-    assert len(curves[0]) == 6 and curves[1] == pytest.approx(curves[0], rel=1e-4)
+def test_losses_by_position_and_of_passages_are_reported(here, tmp_path, monkeypatch):
+    for name, value in (("BUCKET", 16), ("PASSAGE", 8), ("DISTANCES", (8, 24))):
+        monkeypatch.setattr(clm, name, value)
+    more = "--attention", "linear", "--eval_positions", "--max_steps", 1
+    figures = train("clm", here, tmp_path / "out", *more)["metrics"]
+    buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
+    assert min(buckets) <= figures["eval_loss"] <= max(buckets)
+    assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
+    assert figures["eval_repeat_8_first"] == pytest.approx(figures["eval_repeat_24_first"], rel=1e-6)
+    assert figures["eval_repeat_8_second"] != figures["eval_repeat_24_second"]
 
 
 @pytest.mark.slow
 def test_books_model_copies_passages(data, tmp_path):
     """The figures of the checkpoint's metrics.json. The passages differ, and so do their losses a little."""
     model = data / "models" / "gpt2-books"
-    figures = clm.run([
-        "--model", str(model), "--text", str(data / "text" / "books"), "--drop_short", "True", "--block_size", "2048",
-        "--max_eval_windows", "24", "--max_train_windows", "1", "--eval_only", "True", "--eval_positions", "True",
-        "--output_dir", str(tmp_path / "out"), "--use_cpu", "True",
-    ])["metrics"]  # fmt: skip
+    words = f"--model {model} --text {data / 'text' / 'books'} --drop_short --block_size 2048 --max_eval_windows 24"
+    words += f" --max_train_windows 1 --eval_only --eval_positions --use_cpu --output_dir {tmp_path / 'out'}"
+    figures = clm.run(words.split())["metrics"]
     stated = json.loads((model / "metrics.json").read_text())
     assert figures["eval_loss"] == pytest.approx(stated["val"], abs=1e-3)
     for distance in ("256", "768", "1536"):
         assert figures[f"eval_repeat_{distance}_first"] == pytest.approx(stated["repeat_first"][distance], abs=0.2)
         assert figures[f"eval_repeat_{distance}_second"] == pytest.approx(stated["repeat_second"][distance], abs=0.4)
+
+
+# --- translation ---
+
+
+def test_number_words():
+    found = [(translation.english(number), translation.german(number)) for number in (0, 11, 21, 37, 80)]
+    assert found[:2] == [("zero", "null"), ("eleven", "elf")]
+    assert found[2:4] == [("twenty one", "ein und zwanzig"), ("thirty seven", "sieben und dreißig")]
+    assert found[4] == ("eighty", "achtzig")
+
+
+def sides(pairs) -> list[tuple[str, str]]:
+    return list(zip(pairs["source"], pairs["target"], strict=True))
+
+
+def test_generated_pairs_are_right_and_disjoint():
+    numbers = {translation.english(n): translation.german(n) for n in range(100)}
+    train, held = translation.number_lists(300, 50)
+    assert (len(train), len(held)) == (300, 50) and not set(train["source"]) & set(held["source"])
+    for source, target in sides(train):
+        order, _, rest = source.partition(" ")
+        expected = [numbers[words] for words in rest.split(" , ")]
+        assert target.split(" , ") == (expected if order == "forward" else expected[::-1])
+    assert {source.split()[0] for source in train["source"]} == {"forward", "backward"}
+    # The pairs of the documented results.
+    expected = ("backward five , thirty three , sixty five", "ein und fünfzig , zwei und sechzig , fünf und sechzig")
+    assert all(side.startswith(start) for side, start in zip(sides(held)[0], expected, strict=True))
+
+
+def test_files_of_pairs(tmp_path):
+    write(tmp_path / "a.en", "one\ntwo\n\nfour\n")
+    write(tmp_path / "a.de.gz", gzip.compress(b"eins\nzwei\ndrei\n vier"))
+    write(tmp_path / "b.de", "eins\n")
+    source, target = [str(tmp_path / "a.en")], [str(tmp_path / "a.de.gz")]
+    pairs = [("one", "eins"), ("two", "zwei"), ("four", "vier")]
+    assert sides(translation.pairs_of_files(source, target)) == pairs
+    for name, message in (("b.de", r"has 4 lines and .* has 1"), ("c.de", "no such file")):
+        refuses(message, translation.pairs_of_files, source, [str(tmp_path / name)])
+    options = translation.TranslationArguments(source=source, target=target, eval_share=0.3)
+    train, held = map(sides, translation.load_pairs(options))
+    assert (len(train), len(held)) == (2, 1) and sorted(train + held) == sorted(pairs)
+
+
+@pytest.mark.parametrize("form", ["translation", "columns"])
+def test_hub_pairs(form, monkeypatch):
+    rows = [{"en": "one", "de": "eins"}, {"en": "two", "de": None}]
+    data = Dataset.from_list([{"translation": row} for row in rows] if form == "translation" else rows)
+    monkeypatch.setattr(translation, "load_dataset", lambda *args, **kwargs: data)
+    assert sides(translation.pairs_of_hub("x/y", None, "train", ("en", "de"))) == [("one", "eins")]
+    refuses(r"no en and fr \(there are de, en\)", translation.pairs_of_hub, "x/y", None, "train", ("en", "fr"))
+
+
+def test_scores():
+    found = translation.scores(["drei und vierzig , elf", "neun"], ["drei und vierzig , elf", "zehn"])
+    assert found["exact_match"] == 0.5 and 0 < found["bleu"] < 100 and 0 < found["chrf"] < 100
+    assert translation.scores(["ein und zwanzig"], ["ein und zwanzig"])["chrf"] == pytest.approx(100)

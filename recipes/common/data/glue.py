@@ -82,11 +82,9 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
 
     The source is a folder that holds <TASK>/train.tsv and dev.tsv (or .tsv.gz), or a hub id such as "nyu-mll/glue".
     Missing files, splits and columns and empty splits are refused, and so are rows with a wrong number of columns or an
-    unknown label, unless `skip_bad_rows` skips and reports them.
-
-    Returns:
-        The splits "train" and "validation" (MNLI: "validation_matched" and "validation_mismatched") with the columns
-        "sentence1", "sentence2" (for tasks of pairs) and "label", a class index or, for STS-B, a float32 from 0 to 5.
+    unknown label, unless `skip_bad_rows` skips and reports them. The splits "train" and "validation" (MNLI:
+    "validation_matched" and "validation_mismatched") have the columns "sentence1", "sentence2" (for tasks of pairs) and
+    "label", a class index or, for STS-B, a float32 from 0 to 5.
     """
     task, splits = task_of(name), {}
     if pathlib.Path(source).is_dir():
@@ -94,10 +92,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
             path = pathlib.Path(source) / task.folder / f"{stem}.tsv"
             path = path if path.is_file() else path.with_name(f"{stem}.tsv.gz")
             if not path.is_file():
-                raise ValueError(
-                    f"{path.with_suffix('')} (or .tsv.gz) is missing; the official layout is "
-                    f"<data>/{task.folder}/{stem}.tsv"
-                )
+                raise ValueError(f"{path} (or .tsv) is missing; the official layout is <data>/{task.folder}/{stem}.tsv")
             splits[split] = _read(path, task, skip_bad_rows)
         return datasets.DatasetDict(splits)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
@@ -105,10 +100,7 @@ def load(name: str, source: str, *, skip_bad_rows: bool = False) -> datasets.Dat
     try:
         loaded = datasets.load_dataset(source, next(key for key, other in TASKS.items() if other is task))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source} is not a folder and could not be loaded from the hub ({error}); a folder in the official "
-            "layout needs no network"
-        ) from error
+        raise ValueError(f"{source} is no folder, and could not be loaded from the hub ({error})") from error
     missing = [split for split in task.splits if split not in loaded]
     if missing:
         raise ValueError(f"{source} has no split {', '.join(missing)}; its splits: {', '.join(loaded)}")
@@ -165,8 +157,7 @@ def _from_hub(dataset: datasets.Dataset, task: Task, where: str) -> datasets.Dat
     texts = [name for name in dataset.column_names if name not in ("label", "idx")]
     if len(texts) != len(task.texts) or "label" not in dataset.column_names:
         raise ValueError(
-            f"{where}: {len(task.texts)} columns of texts and one named label are needed; its columns: "
-            f"{', '.join(dataset.column_names)}"
+            f"{where}: {len(task.texts)} columns of texts and one named label are needed, not {dataset.column_names}"
         )
     check_not_empty(len(dataset), where)
     wrong = [i for i, label in enumerate(dataset["label"]) if not 0 <= label <= (len(task.labels) or 6) - 1]

@@ -6,7 +6,7 @@ without it.
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,9 +38,7 @@ class Norm(NamedTuple):
     def of(cls, settings: Mapping[str, Any]) -> "Norm":
         """The preprocessing of a `preprocessor_config.json`. Refuses one that scales the values differently."""
         if not settings.get("do_rescale", True) or abs(settings.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
-            raise ValueError(
-                "the checkpoint's preprocessor does not scale the values by 1/255, the only scale that is supported"
-            )
+            raise ValueError("the checkpoint's preprocessor must scale the values by 1/255")
         resample = settings.get("resample")
         mean, std = (0.0,) * 3, (1.0,) * 3
         if settings.get("do_normalize", True):
@@ -127,9 +125,7 @@ class PictureDataset(torch.utils.data.Dataset):
     runs and any number of workers and processes get the same pictures. `indices` has the output for every class name.
     """
 
-    def __init__(
-        self, pictures: Pictures, indices: Mapping[str, int], transform: Callable[..., Tensor], seed: int = 0
-    ) -> None:
+    def __init__(self, pictures: Pictures, indices: Mapping[str, int], transform: Any, seed: int = 0) -> None:
         self.pictures, self.transform, self.seed = pictures, transform, seed
         self.labels = [indices[name] for name in pictures.classes]
         # In shared memory, since workers may live longer than an epoch.

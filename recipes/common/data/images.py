@@ -85,24 +85,18 @@ def load(source: str) -> dict[str, Pictures]:
     path = pathlib.Path(source).expanduser()
     if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _STORED):
         names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-        return _splits(source, names, functools.partial(_read_file, path))
+        return _splits(source, names, functools.partial(_read, path))
     if path.is_file():
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{source} is neither a zip file nor a folder: unpack it or convert it to zip")
-        return _splits(source, _archive(path, os.getpid()).namelist(), functools.partial(_read_member, path))
+        return _splits(source, _archive(path, os.getpid()).namelist(), functools.partial(_read, path))
     if not path.is_dir() and (not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) or source.endswith(".zip")):
         raise ValueError(f"no such folder or zip file: {source}")
     try:
         splits = datasets.load_dataset(source)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source} is neither a folder nor a zip file, and the datasets library refuses it: {error}"
-        ) from error
+        raise ValueError(f"{source} is neither a folder nor a zip file, and no data set: {error}") from error
     return {name: _rows(f"{source}, {name}", data) for name, data in splits.items()}
-
-
-def _read_file(root: pathlib.Path, key: str) -> bytes:
-    return (root / key).read_bytes()
 
 
 @functools.cache
@@ -111,8 +105,9 @@ def _archive(path: pathlib.Path, process: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def _read_member(path: pathlib.Path, key: str) -> bytes:
-    return _archive(path, os.getpid()).read(key)
+def _read(source: pathlib.Path, key: str) -> bytes:
+    """The bytes of a file in a folder or a zip file."""
+    return (source / key).read_bytes() if source.is_dir() else _archive(source, os.getpid()).read(key)
 
 
 def _splits(where: str, names: Sequence[str], reader: Callable[[Any], bytes]) -> dict[str, Pictures]:
@@ -223,11 +218,11 @@ def _evenly(pictures: Pictures) -> list[int]:
 
 
 def read_class_list(path: str) -> list[str]:
-    """Read class names in the order of a model's outputs. Refuses a name that occurs twice.
+    """Read different class names in the order of a model's outputs.
 
     The path is a text file with one name per line, of which only the WordNet number is used if every line begins with
-    one; a JSON file, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures of all
-    classes, whose names are sorted.
+    one; JSON, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures, whose class
+    names are sorted.
     """
     file = pathlib.Path(path).expanduser()
     if not file.exists():
@@ -251,20 +246,12 @@ def read_class_list(path: str) -> list[str]:
 def class_indices(
     names: Sequence[str], labels: Sequence[str], *, class_list: Sequence[str] | None = None, own_order: bool = False
 ) -> tuple[dict[str, int], str]:
-    """Match every class of the data with an output of the model.
+    """Match every class of the data with an output of the model; return these by name, and how they were found.
 
-    The following are tried in order: the class list; the model's label names, if they include all names of the data;
-    numbers; and the data's order, if the data and the model have equally many classes and no common name contradicts
-    it. So a thousand folders named by WordNet numbers are ImageNet's classes in their usual order.
-
-    Args:
-        names: all classes of the data, in the data's order.
-        labels: the model's label names, in the order of its outputs.
-        class_list: names in the order of the model's outputs.
-        own_order: the order of `names` is that of numbered labels.
-
-    Returns:
-        The output of every name, and a short description of how it was found.
+    `class_list` has names and `labels` the model's label names, both in the order of its outputs. In order, the
+    following are tried: the class list; the label names, if they include all `names`; numbers, unless `own_order` says
+    that the names are numbered labels; and the order of `names`, if the data and the model have equally many classes
+    and no common name contradicts it. So a thousand folders named by WordNet numbers are ImageNet's classes in order.
     """
     advice = "give --class_list FILE with one name per line in the order of the model's labels"
     if class_list is not None:

@@ -108,11 +108,10 @@ def collate(features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def baselines(train: Dataset, evaluation: Dataset, operator_at: int | None = None) -> dict[str, float]:
-    """Accuracy on `evaluation` of one or two rules that need no model, taken from `train`.
+    """Accuracy on `evaluation` of rules that need no model, taken from `train`.
 
-    Returns:
-        "most_frequent": always the most frequent label. "first_operator", if `operator_at` is given, the index of the
-        token with the outermost operator of ListOps: the most frequent label of the expressions with the same one.
+    "most_frequent" is always the most frequent label. "first_operator", if `operator_at` is given, the index of the
+    token with the outermost operator of ListOps, is the most frequent label of the expressions with the same one.
     """
     truth = evaluation["labels"][:]
     overall, counts = Counter(train["labels"][:].tolist()), defaultdict(Counter)
@@ -163,10 +162,7 @@ def load_listops(source: str, reading: Reading) -> dict[str, Dataset]:
             what = f"unknown token {unknown!r}" if unknown is not None else "expected EXPRESSION TAB DIGIT"
             raise ValueError(f"{where}: {what}")
         if len(tokens) > reading.max_length:
-            raise ValueError(
-                f"{where}: an expression has {len(tokens)} tokens and cannot be truncated: give --max_length "
-                f"{len(tokens)} or more"
-            )
+            raise ValueError(f"{where}: {len(tokens)} tokens cannot be truncated: give --max_length {len(tokens)}")
         splits[split].append((int(value), [numbers[token] for token in tokens]))
     return {split: reading.rows(examples) for split, examples in splits.items()}
 
@@ -182,9 +178,7 @@ def load_text(source: str, reading: Reading) -> dict[str, Dataset]:
     folder = folder / "aclImdb" if (folder / "aclImdb").is_dir() else folder
     splits = {}
     for split in ("train", "test"):
-        files = [
-            (i, path) for i, end in enumerate(("neg", "pos")) for path in sorted(folder.glob(f"{split}/{end}/*.txt"))
-        ]
+        files = [(i, p) for i, end in enumerate(("neg", "pos")) for p in sorted(folder.glob(f"{split}/{end}/*.txt"))]
         if files:
             rows = [(label, read_text(path)) for label, path in reading.choose(files, split)]
         else:
@@ -202,11 +196,10 @@ def _text_rows(source: str, folder: pathlib.Path, split: str) -> list[tuple[int,
         raise ValueError(f"{source} holds neither {split}/pos and {split}/neg nor {split}.jsonl (or .jsonl.gz)")
     rows = read_json_lines(path) if path else enumerate(load_dataset(source, split=split), 1)
     examples = []
-    for number, row in rows:
+    for i, row in rows:
         if not isinstance(row.get("text"), str) or str(row.get("label")) not in known:
             raise ValueError(
-                f"{path or source}, line {number}: 'text' and 'label' (0 or neg, 1 or pos) are needed, not the label "
-                f"{row.get('label')!r} and the fields {', '.join(row)}"
+                f"{path or source}, line {i}: 'text' and 'label' (0, 1) are needed, not the label {row.get('label')}"
             )
         examples.append((known[str(row["label"])], row["text"]))
     return examples
@@ -232,15 +225,11 @@ def load_image(
     train = images.pick(splits, train_split, images.TRAIN_SPLITS, source)
     evaluation = images.pick(splits, split, ("test", *images.EVAL_SPLITS), source)
     if train is None or evaluation is None:
-        raise ValueError(
-            f"{source} has the splits {', '.join(splits)}: one to train on and one to evaluate on are needed"
-        )
+        raise ValueError(f"{source} needs a split to train on and one to evaluate on: {', '.join(splits)}")
     names = train.class_names()
     unknown = sorted(set(evaluation.classes) - set(names))
     if unknown or len(names) != TASKS["image"].labels:
-        raise ValueError(
-            f"{source} has the classes {', '.join([*names, *unknown])}, but the task has ten in each split"
-        )
+        raise ValueError(f"{source} must have ten classes in each split, not {[*names, *unknown]}")
     return {
         name: _grey_rows(pictures.select(reading.choose(range(len(pictures)), name)), names, reading)
         for name, pictures in (("train", train), ("test", evaluation))

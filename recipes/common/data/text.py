@@ -6,7 +6,6 @@ its batch or dropped.
 """
 
 import pathlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,25 +41,21 @@ def text_files(sources: Sequence[str]) -> list[pathlib.Path]:
     return list(dict.fromkeys(found))
 
 
-def documents_of(path: pathlib.Path, *, column: str = "text", separator: str | None = None) -> Iterator[str]:
+def documents_of(path: pathlib.Path, column: str = "text") -> Iterator[str]:
     """The documents of one file, without empty ones.
 
     A line of a `.jsonl` or `.jsonl.gz` file is a document, with the text in the field `column`. Any other file is plain
-    text: one document, or several with `separator` between them ("blank-line" for one or more empty lines).
+    text, and one document.
     """
     if path.name.lower().endswith(JSON_SUFFIXES):
         texts = []
         for number, row in read_json_lines(path):
             if not isinstance(row.get(column), str):
                 names = ", ".join(row) or "none"
-                raise ValueError(
-                    f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
-                )
+                raise ValueError(f"{path}, line {number}: no text in the field {column!r} (fields: {names})")
             texts.append(row[column])
-    elif separator == "blank-line":
-        texts = re.split(r"\n[ \t\r]*\n\s*", read_text(path))
     else:
-        texts = [read_text(path)] if separator is None else read_text(path).split(separator)
+        texts = [read_text(path)]
     yield from (text for text in texts if text.strip())
 
 
@@ -68,9 +63,7 @@ def documents_of_hub(name: str, subset: str | None, split: str, column: str) -> 
     """The documents of a hub data set, one per row."""
     rows = load_dataset(name, subset, split=split)
     if column not in rows.column_names:
-        raise ValueError(
-            f"{name}, split {split}: no column {column!r} (columns: {', '.join(rows.column_names)}); give --text_column"
-        )
+        raise ValueError(f"{name}, {split}: no column {column!r} ({', '.join(rows.column_names)}); give --text_column")
     yield from (text for text in rows[column] if isinstance(text, str) and text.strip())
 
 
@@ -103,10 +96,8 @@ def windows(
     """Cut documents, given by their token ids, into consecutive windows without overlap.
 
     `special` are the tokens before and after the text of every window, which count for `block_size`. With `drop_short`
-    the shorter window at the end of a document is dropped; one with fewer than two tokens always is.
-
-    Returns:
-        A Dataset with the columns `input_ids`, `length` and `row` (the number of the window).
+    the shorter window at the end of a document is dropped; one with fewer than two tokens always is. The columns are
+    `input_ids`, `length` and `row`, the number of the window.
     """
     room = block_size - sum(map(len, special))
     if room < 2:

@@ -1,0 +1,25 @@
+"""The folder of tiny data and models that the commands of tiny_recipes.py name, and the table of a command."""
+
+import pytest
+
+import recipe_commands
+import tiny_recipes
+
+
+@pytest.fixture(scope="session")
+def here(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    tiny_recipes.make(folder)
+    return folder
+
+
+@pytest.fixture
+def table(tmp_path, capsys):
+    """Runs a measuring command: the rows of its CSV file, and what it prints."""
+
+    def measured(recipe, *words, status=0):
+        path = tmp_path / "table.csv"
+        assert recipe_commands.run(recipe, *words, "--csv", path) == status
+        return recipe_commands.read_csv(path), capsys.readouterr().out
+
+    return measured
