@@ -7,11 +7,17 @@
     python recipes/translation.py --dataset wmt14 --dataset_config de-en --eval_split validation
         --source_language en --target_language de --model t5-small --source_prefix "translate English to German: " ...
     python recipes/translation.py ... --preset nmt --variant flurka_performer
+    python recipes/translation.py --restore BOOKS --model_type t5 --train_tokenizer 4096 --max_source_length 512
+        --config_overrides d_model=128 d_kv=32 d_ff=256 num_layers=4 num_decoder_layers=1 num_heads=4
+        --max_target_length 96 --max_eval_samples 16 --per_device_train_batch_size 8 --learning_rate 3e-3
+        --max_steps 800 --generation_max_length 8 --output_dir OUT
 
 The first command trains a new model on generated lists of number words, the others a pretrained one. --source and
---target are text files in which line i of one is the translation of line i of the other. Without --layers only the
-encoder is converted, as in the FLuRKA paper: most methods are for encoders, and the decoder attends to few tokens. The
-evaluation translates, and reports BLEU and chrF (sacrebleu) and the share of translations that are right to the letter.
+--target are text files in which line i of one is the translation of line i of the other. With --restore a model learns
+from any text, as T5 did: the source is a passage in which spans of words are missing, and the target is these words.
+Without --layers only the encoder is converted, as in the FLuRKA paper: most methods are for encoders, and the decoder
+attends to few tokens. The evaluation translates, and reports BLEU and chrF (sacrebleu) and the share of translations
+that are right to the letter.
 
 `python -m recipes.experiments run translation` has complete options of the first command. Duration of its 300 steps: up
 to a minute of one core. Expected: the table of recipes/README.md, a BLEU of 69 with exact attention.
@@ -65,6 +71,9 @@ class TranslationArguments:
         None,
         metavar="N",
     )
+    restore: list[str] = several(
+        "Train on pairs made of these text files or folders instead: passages without some words, and these words."
+    )
     eval_share: float = option("Share of the pairs that is held out for evaluation, at random.", 0.05)
     max_train_samples: int | None = samples("Train on")
     max_eval_samples: int | None = samples("Evaluate on")
@@ -74,10 +83,12 @@ class TranslationArguments:
     eval_only: bool = option("Evaluate the model as it is, without training.", False)
 
     def __post_init__(self) -> None:
-        sources = [bool(self.source), bool(self.dataset), bool(self.generate)]
+        sources = [bool(self.source), bool(self.dataset), bool(self.generate), bool(self.restore)]
         sides = (self.source, self.target), (self.eval_source, self.eval_target)
         if sum(sources) != 1 or any(bool(one) != bool(other) for one, other in sides):
-            raise ValueError("give the pairs with --source and --target PATH ..., --dataset ID or --generate N")
+            raise ValueError(
+                "give the pairs with --source and --target PATH ..., --dataset ID, --generate N or --restore PATH"
+            )
         if self.eval_source and not self.source:
             raise ValueError("--eval_source belongs to --source: give --eval_split for a --dataset")
         arguments.check_share("eval_share", self.eval_share)
@@ -174,6 +185,32 @@ def number_lists(count: int, held_out: int) -> tuple[Dataset, Dataset]:
     return pairs.select(range(held_out, count + held_out)), pairs.select(range(held_out))
 
 
+# Words of a passage of `passages`, of which one in `_SPAN_EVERY` begins a missing span of `_SPAN` words on average.
+_PASSAGE, _SPAN, _SPAN_EVERY = 300, 3, 20
+
+
+def passages(paths: Sequence[str]) -> Dataset:
+    """Pairs for the objective of T5 (Raffel et al., JMLR 2020, section 3.1.4): passages, and the words missing in them.
+
+    A missing span is "_" in the source, and "_" and its words in the target.
+    """
+    generator, found = random.Random(0), []
+    for path in text_files(paths):
+        words = [word for word in read_text(path).split() if "_" not in word]
+        for start in range(0, len(words) - _PASSAGE, _PASSAGE):
+            source: list[str] = []
+            target: list[str] = []
+            passage = words[start : start + _PASSAGE]
+            while passage:
+                if generator.randrange(_SPAN_EVERY) == 0:
+                    size = generator.randint(1, 2 * _SPAN - 1)
+                    source, target, passage = [*source, "_"], [*target, "_", *passage[:size]], passage[size:]
+                else:
+                    source.append(passage.pop(0))
+            found.append((" ".join(source), " ".join(target)))
+    return _pairs(found)
+
+
 def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
     """The pairs to train on and to evaluate on, with the requested numbers of examples."""
     if options.generate:
@@ -182,6 +219,8 @@ def load_pairs(options: TranslationArguments) -> tuple[Dataset, Dataset]:
         languages = options.source_language, options.target_language
         splits = (options.train_split, options.eval_split)
         pairs, other = (s and pairs_of_hub(options.dataset, options.dataset_config, s, languages) for s in splits)
+    elif options.restore:
+        pairs, other = passages(options.restore), None
     else:
         sides = (options.source, options.target), (options.eval_source, options.eval_target)
         pairs, other = (pairs_of_files(*side) if all(side) else None for side in sides)

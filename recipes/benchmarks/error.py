@@ -4,6 +4,8 @@
     python -m recipes.benchmarks.error --data DATA --tokens 4096 --causal  (concatenated windows of 512 tokens)
     python -m recipes.benchmarks.error --data DATA --model deit            (DeiT-tiny, 512 pixels: 1,025 tokens)
     python -m recipes.benchmarks.error --data DATA --tokens 8192 --defaults     (as recipes.benchmarks.attention)
+    python -m recipes.benchmarks.error --data DATA --model T5_FOLDER       (its encoder, with its bias by distance)
+    python -m recipes.benchmarks.error --data DATA --alibi                 (MiniLM with the bias of ALiBi)
     python -m recipes.benchmarks.error --half bfloat16 --check
     python -m recipes.benchmarks.error --tokens 16384 --inputs 1 --seeds 1 --budget 64,256,1024 --tradeoff tradeoff.png
 
@@ -54,7 +56,15 @@ from hf_efficient_attn.evaluation.timing import describe, paired, processor_name
 from hf_efficient_attn.io.writing import check_picture
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.inputs import Activation, deit_activations, exact_outputs, mean_error, minilm_activations
+from recipes.common.inputs import (
+    Activation,
+    alibi,
+    deit_activations,
+    exact_outputs,
+    mean_error,
+    minilm_activations,
+    t5_activations,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,6 +93,8 @@ def read(model: str, data: pathlib.Path, count: int, length: int) -> list[Activa
         return deit_activations(data, count)
     if model == "minilm":
         return minilm_activations(data, count, length=length)
+    if model != "random":
+        return t5_activations(pathlib.Path(model), data, count, length)
     draw = torch.Generator().manual_seed(0)
     return [Activation(0, *(torch.randn(1, 8, length, 64, generator=draw) for _ in "qkv"), None) for _ in range(count)]
 
@@ -105,9 +117,11 @@ def measure(
         for seed in range(seeds):
             # More seeds of a method that draws nothing would only repeat the result.
             if seed < 2 or runs[0] != runs[1]:
-                options = {"seed": seed, "is_causal": causal}
+                options: dict[str, Any] = {"seed": seed, "is_causal": causal}
                 found = [
-                    hea.analysis.attention_error(sized, *one[1:4], scale=one.scale, exact=truth, **options)
+                    hea.analysis.attention_error(
+                        sized, *one[1:4], scale=one.scale, exact=truth, distance_bias=one.bias, **options
+                    )
                     for one, truth in zip(activations, exact, strict=True)
                 ]
                 runs.append([error.operator.mean().item() for error in found])
@@ -214,7 +228,9 @@ def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --csv error.csv")
 def error(
     model: commands.option(
-        str | None, "minilm, deit (1,025 tokens) or random. [default: minilm; with --half random]", metavar="MODEL"
+        str | None,
+        "minilm, deit (1,025 tokens), random, or the folder of a T5. [default: minilm; with --half random]",
+        metavar="MODEL",
     ) = None,
     data: commands.Data = None,
     budget: commands.numbers_option("Budgets in columns", "128; deit: 256") = [],  # noqa: B006 (typer copies it)
@@ -231,6 +247,7 @@ def error(
         bool, "The hyperparameters of each method as they are, without a budget.", "--defaults"
     ) = False,
     half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
+    with_alibi: commands.option(bool, "Add the bias by distance of ALiBi to the scores.", "--alibi") = False,
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
     tradeoff: commands.option(
         pathlib.Path | None,
@@ -250,20 +267,33 @@ def error(
     dtypes, model = split_list(half), model or ("random" if half else "minilm")
     length = tokens or (1024 if half else 512)
     commands.check_known("--half", dtypes, ("bfloat16", "float16"))
-    commands.check_known("--model", [model], MODELS)
+    commands.check_known("--model", [] if pathlib.Path(model).is_dir() else [model], (*MODELS, "a folder"))
+    biased = with_alibi or model not in MODELS
+    if biased and (half or tradeoff):
+        raise UnsupportedAttentionError("--half and --tradeoff measure without a bias: leave out --alibi and a T5")
     if check and not half:
         raise UnsupportedAttentionError("--check: the goals are those of half precision; give --half bfloat16")
     # Causal forms always have a window as near field, whatever `near_field` is.
     usual = HALF_METHODS if half else [name for name in METHODS if not (causal and "near_field" in name)]
     named = parse_methods(method or usual)
-    configs = {k: v for k, v in named.items() if not causal or hea.method_info(v.method).causal}
+    configs = {
+        name: config
+        for name, config in named.items()
+        if hea.method_info(config.method).causal >= causal
+        and config.adds_distance_bias >= biased
+        and config.adds_causal_bias >= (biased and causal)
+    }
     if not configs:
-        raise UnsupportedAttentionError(f"--causal: {', '.join(named)} have no causal form; choose other methods")
+        form = f"{'causal ' if causal else ''}form{' with a bias by distance' if biased else ''}"
+        raise UnsupportedAttentionError(f"{', '.join(named)} have no {form}; choose other methods")
     budgets: list[int | None] = [None] if defaults else [*(parse_lengths(budget) or [256 if model == "deit" else 128])]
     # Refuses budgets that a method cannot have before the work.
     sized = [c if n is None else c.with_budget(n) for n, c in itertools.product(budgets, configs.values())]
     with use_threads(threads):
         activations = read(model, commands.data_folder(data), inputs or (1 if half else 3), length)
+        if with_alibi:
+            table = alibi(*activations[0].query.shape[1:3])
+            activations = [one._replace(bias=table) for one in activations]
         if tradeoff:
             # The first heads of all layers and inputs, as the heads of one call.
             heads = (torch.cat([one[i][:, :1] for one in activations], 1) for i in (1, 2, 3))
@@ -277,8 +307,8 @@ def error(
             mean = mean_error(activations, exact_outputs(activations, causal), causal)
     (_, num_heads, length, head_dim), layers = activations[0].query.shape, len({one.layer for one in activations})
     title = (
-        f"{model}: {length} tokens{', causal' if causal else ''}, {layers} layers, {num_heads} heads of {head_dim}, "
-        f"{len(activations) // layers} inputs"
+        f"{model}{' with ALiBi' if with_alibi else ''}: {length} tokens{', causal' if causal else ''}, "
+        f"{layers} layers, {num_heads} heads of {head_dim}, {len(activations) // layers} inputs"
     )
     if half:
         note = f"{title}; budget {budgets[0]}. Relative Frobenius norm."

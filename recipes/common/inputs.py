@@ -11,7 +11,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer, BertModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    BertModel,
+    PreTrainedTokenizerBase,
+    T5EncoderModel,
+)
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
@@ -20,6 +27,7 @@ from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.reading import special_tokens
 from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.ops.exact import biased_exact
 from recipes.common.commands import existing
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
 from recipes.common.data.images import Pictures, load
@@ -41,13 +49,18 @@ Load = Callable[[int], Iterator[Mapping[str, Any]]]
 
 
 class Activation(NamedTuple):
-    """Inputs of one attention layer: query, key (B, H, N, D), value (B, H, N, Dv), and the factor of the scores."""
+    """Inputs of one attention layer.
+
+    They are query, key (B, H, N, D), value (B, H, N, Dv), the factor of the scores, and the bias of the scores by
+    distance (H, 2R + 1), or None.
+    """
 
     layer: int
     query: Tensor
     key: Tensor
     value: Tensor
     scale: float | None
+    bias: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -55,7 +68,10 @@ def capture(model: nn.Module, inputs: Mapping[str, Any]) -> list[Activation]:
     """The inputs of every attention layer while a model runs once with exact attention."""
     found: list[Activation] = []
     with capture_attention(
-        model, lambda call: found.append(Activation(len(found), call.query, call.key, call.value, call.scale))
+        model,
+        lambda call: found.append(
+            Activation(len(found), call.query, call.key, call.value, call.scale, call.distance_bias)
+        ),
     ):
         forward(model, inputs)
     return found
@@ -91,6 +107,21 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKE
             tensors = (torch.cat([window[i] for window in layers], 2) for i in (1, 2, 3))
             found.append(Activation(layers[0].layer, *tensors, layers[0].scale))
     return found
+
+
+def t5_activations(folder: pathlib.Path, data: pathlib.Path, count: int, length: int) -> list[Activation]:
+    """Activations of the encoder of a T5 on `length` tokens from each of `count` books."""
+    with no_progress_bar():
+        model, tokenizer = T5EncoderModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    texts = [read_text(book)[FRONT_MATTER : FRONT_MATTER + 40 * length] for book in book_paths(data, count)]
+    ids = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"] for text in texts]
+    return [one for tokens in ids for one in capture(model, {"input_ids": tokens})]
+
+
+def alibi(num_heads: int, largest: int) -> Tensor:
+    """The bias of ALiBi (Press et al., ICLR 2022) in its bidirectional form: (H, 2R + 1) for R = `largest`."""
+    slopes = 2.0 ** (-8.0 * torch.arange(1, num_heads + 1) / num_heads)
+    return -slopes[:, None] * torch.arange(-largest, largest + 1).abs()
 
 
 def deit(data: pathlib.Path) -> pathlib.Path:
@@ -183,7 +214,14 @@ def text_model(name: str, data: pathlib.Path) -> tuple[Any, Any]:
 
 def exact_outputs(activations: Sequence[Activation], causal: bool = False) -> list[Tensor]:
     """Outputs of exact attention in float64, (B, H, N, Dv) each."""
-    return [hea.analysis.exact_output(*one[1:4], scale=one.scale, is_causal=causal) for one in activations]
+    return [
+        hea.analysis.exact_output(*one[1:4], scale=one.scale, is_causal=causal)
+        if one.bias is None
+        else biased_exact(
+            *(x.double() for x in one[1:4]), one.bias, is_causal=causal, scale=one.scale or one.query.shape[3] ** -0.5
+        )
+        for one in activations
+    ]
 
 
 def mean_error(activations: Sequence[Activation], exact: Sequence[Tensor], causal: bool = False) -> float:
