@@ -1,7 +1,7 @@
 """Measure error, speed and memory of every method in real models: a page, a picture, and JSON for a leaderboard.
 
     python -m recipes.benchmarks.leaderboard --data DATA -o OUT
-    python -m recipes.benchmarks.leaderboard --data DATA --model t5=FOLDER --lengths 2048,8192 -o OUT
+    python -m recipes.benchmarks.leaderboard --data DATA --model t5=FOLDER --lengths 512,2048 -o OUT
 
 The models are MiniLM (a BERT encoder of sentences), DeiT-tiny (a ViT), gpt2-books (a small causal GPT-2), and each
 `--model NAME=FOLDER`. Every method that a model can use has its default hyperparameters and no further training, so
@@ -49,7 +49,7 @@ from recipes.common.inputs import deit
 app = commands.new_app()
 
 FILES = ("leaderboard.json", "leaderboard.md", "leaderboard.png")
-TEXT_LENGTHS, PIXEL_LENGTHS = [512, 2048, 8192], [577, 1025, 2305]
+TEXT_LENGTHS, PIXEL_LENGTHS = [512, 2048, 4096], [577, 1025]
 _KEPT = (
     "output_error", "agreement", "speed_up", "speed_up_min", "speed_up_max", "seconds", "batch", "peak_memory_mib",
 )  # fmt: skip
@@ -139,8 +139,9 @@ def leaderboard(
     model: commands.option(
         list[str], "minilm, deit, gpt2-books or NAME=FOLDER, repeatable. [default: the three models]"
     ) = [],  # noqa: B006 (typer copies it)
-    lengths: commands.numbers_option("Tokens", "512, 2048, 8192; of pictures 577, 1025, 2305", "--lengths") = [],  # noqa: B006
+    lengths: commands.numbers_option("Tokens", "512, 2048, 4096; of pictures 577, 1025", "--lengths") = [],  # noqa: B006
     method: commands.methods_option("all") = [],  # noqa: B006
+    rows: commands.option(int, "Inputs on which the agreement is measured.", min=1) = 4,
     rounds: commands.Rounds = 3,
     threads: commands.Threads = None,
     device: Device = None,
@@ -148,7 +149,7 @@ def leaderboard(
 ) -> None:
     """Measure error, speed and memory of every method in real models."""
     check_folder(output, FILES, force=force)
-    folder, rows = commands.data_folder(data), list[dict[str, Any]]()
+    folder, found = commands.data_folder(data), list[dict[str, Any]]()
     configs = parse_methods(method or hea.available_methods())
     known = {"minilm": minilm_folder, "deit": lambda: deit(folder), "gpt2-books": lambda: folder / "models/gpt2-books"}
     chosen = dict(one.partition("=")[::2] for one in model or known)
@@ -161,11 +162,11 @@ def leaderboard(
             own, is_image = usable(source, configs), takes_pictures(load_model(open_checkpoint(source)))
             sizes = parse_lengths(lengths) or (PIXEL_LENGTHS if is_image else TEXT_LENGTHS)
             book = pictures if is_image else sorted(text.glob("*.gz"))[0]
-            procedure = Procedure(rounds=rounds, device=parse_device(device), new_tokens=0)
+            procedure = Procedure(rounds=rounds, rows=rows, device=parse_device(device), new_tokens=0)
             result = benchmark_checkpoint(source, own, sizes, data=book, procedure=procedure)
-            rows += rows_of(name, result)
-            write(rows, output)
-    typer.echo(page(rows))
+            found += rows_of(name, result)
+            write(found, output)
+    typer.echo(page(found))
 
 
 if __name__ == "__main__":
