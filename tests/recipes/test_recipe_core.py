@@ -61,7 +61,7 @@ def test_stages_and_presets_become_a_callback():
     assert schedule.ends(schedule.total_steps) == [64, 100]
     assert schedule.stages[1].settings.entries[0].config.projection_dim == 8
     (stage,) = EncoderAttentionArguments(stages=["linear:1.0"]).schedule().stages
-    assert stage.settings.entries[0].layers == ["encoder"], "in the recipe of translation"
+    assert list(stage.settings.entries[0].layers) == ["encoder"], "in the recipe of translation"
 
 
 def test_parse(tmp_path):
