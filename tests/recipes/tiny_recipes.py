@@ -260,7 +260,7 @@ def train(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, model: s
     """Run a recipe in this process: the contents of metrics.json."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    # Most of the time of a tiny run: collecting garbage, and drawing the learning curve, which test_recipe_core.py tests.
+    # Most of a tiny run is collecting garbage, and drawing the learning curve, which test_recipe_core.py tests.
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reporting, "learning_curve", lambda *_: Figure(figsize=(1, 1)))
