@@ -33,9 +33,8 @@ CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 
 
 def parse(tmp_path, *options: str, **named):
-    return arguments.parse(
-        AttentionArguments, description="x", argv=["--output_dir", str(tmp_path / "out"), *options], **named
-    )
+    argv = ["--output_dir", str(tmp_path / "out"), *options]
+    return arguments.parse(AttentionArguments, description="x", argv=argv, **named)
 
 
 def test_prepare_attention_converts_the_model():

@@ -113,9 +113,8 @@ def data_set(labels, names=("dog", "cat"), image="image", label="label"):
     """A data set of the library. Picture i has a width of i + 1 pixels."""
     pictures = [Image.new("RGB", (i + 1, 4)) for i in range(len(labels))]
     kind = datasets.ClassLabel(names=list(names)) if names else datasets.Value("string")
-    return datasets.Dataset.from_dict(
-        {image: pictures, label: list(labels)}, datasets.Features({image: datasets.Image(), label: kind})
-    )
+    features = datasets.Features({image: datasets.Image(), label: kind})
+    return datasets.Dataset.from_dict({image: pictures, label: list(labels)}, features)
 
 
 def test_data_sets_of_the_library(tmp_path, monkeypatch):
@@ -387,11 +386,8 @@ def test_as_a_process(here, tmp_path):
 def tables_of(folder) -> dict:
     """Number of tokens of the learned tables, by layer."""
     model = AutoModelForImageClassification.from_pretrained(folder)
-    return {
-        module.attention_layer: module.learned_parameters.sizes["max_length"]
-        for module in model.modules()
-        if hasattr(module, "learned_parameters")
-    }
+    modules = [module for module in model.modules() if hasattr(module, "learned_parameters")]
+    return {module.attention_layer: module.learned_parameters.sizes["max_length"] for module in modules}
 
 
 @pytest.mark.parametrize(
@@ -485,10 +481,8 @@ def test_classify_compares_methods_on_other_pictures(here, colors, tmp_path, tab
 
 
 def test_classes_of_the_real_pictures(data):
-    sample, nette = (
-        images.load(str(data / "images" / name))[""]
-        for name in ("imagenet1k-sample-256px.zip", "imagenette160-val-1000.zip")
-    )
+    names = "imagenet1k-sample-256px.zip", "imagenette160-val-1000.zip"
+    sample, nette = (images.load(str(data / "images" / name))[""] for name in names)
     model = json.loads((data / "models" / "deit-tiny-imagenet" / "config.json").read_text())["id2label"]
     labels = [model[str(i)] for i in range(1000)]
     indices, _ = class_indices(sample.class_names(), labels)

@@ -1,6 +1,5 @@
 """Every recipe with tiny data and models, for the tests of what all of them promise and of each one's parts."""
 
-import gc
 import gzip
 import io
 import itertools
@@ -260,8 +259,7 @@ def train(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, model: s
     """Run a recipe in this process: the contents of metrics.json."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    # Most of a tiny run is collecting garbage, and drawing the learning curve, which test_recipe_core.py tests.
-    gc.freeze()
+    # Drawing takes longer than a tiny training, and test_recipe_core.py tests it.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reporting, "learning_curve", lambda *_: Figure(figsize=(1, 1)))
         return COMMANDS[name][0].run(options_of(name, here, out, *more, model=model))
