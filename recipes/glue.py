@@ -79,10 +79,7 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
     model = transformers.AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
     limit = max_positions(model)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
-        raise ValueError(
-            f"--max_length {length}: the model has positions for {limit} tokens; give at most {limit}, or extend the "
-            "model with hea.extend_positions"
-        )
+        raise ValueError(f"--max_length {length}: the model has positions for {limit} tokens (hea.extend_positions)")
     return model, tokenizer
 
 

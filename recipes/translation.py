@@ -134,8 +134,7 @@ def pairs_of_files(source: Sequence[str], target: Sequence[str]) -> Dataset:
     ]
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
-            f"{', '.join(source)} has {len(sides[0])} lines and {', '.join(target)} has {len(sides[1])}: line i of one "
-            "must be the translation of line i of the other"
+            f"{', '.join(source)} has {len(sides[0])} lines and {', '.join(target)} has {len(sides[1])}, not as many"
         )
     return _pairs(zip(*sides, strict=True))
 

@@ -237,8 +237,7 @@ def parse(*dataclasses_: type, description: str, argv: Sequence[str] | None = No
         steps, strategy = getattr(args, f"{name}_steps"), getattr(args, f"{name}_strategy").value
         if strategy != "steps":
             raise ValueError(
-                f"--{name}_steps {steps:g} has no effect with --{name}_strategy {strategy}: leave one of them out, or "
-                f"give --{name}_strategy steps"
+                f"--{name}_steps {steps:g} has no effect with --{name}_strategy {strategy}: leave one of them out"
             )
     # Trainer seeds only on construction, which comes after the model is made.
     (transformers.enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)

@@ -21,16 +21,8 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.evaluation.data import max_positions
 from hf_efficient_attn.io.reading import special_tokens
-from recipes.common import training
-from recipes.common.arguments import (
-    AttentionArguments,
-    RecipeArguments,
-    check_counts,
-    check_share,
-    key_values,
-    option,
-    several,
-)
+from recipes.common import arguments, training
+from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, several
 from recipes.common.data import text
 
 Metrics = Callable[[EvalPrediction], dict[str, float]]
@@ -133,7 +125,7 @@ def load_model(which: ModelArguments, tokenizer: transformers.PreTrainedTokenize
     The tokenizer's `model_max_length` is set to the new number of positions. Refused are unknown types and config
     entries, models of the wrong kind, and a tokenizer with more tokens than the model.
     """
-    changes = key_values("--config_overrides", which.config_overrides)
+    changes = arguments.key_values("--config_overrides", which.config_overrides)
     if which.model:
         config = AutoConfig.from_pretrained(which.model)
     elif which.model_type in transformers.CONFIG_MAPPING:
@@ -194,7 +186,7 @@ class TextArguments:
     def __post_init__(self) -> None:
         if bool(self.text) == bool(self.dataset):
             raise ValueError("give the text with --text PATH ... or --dataset ID" + (", not both" if self.text else ""))
-        check_share("eval_share", self.eval_share)
+        arguments.check_share("eval_share", self.eval_share)
         check_counts(self, "max_train_windows", "max_eval_windows")
 
     def documents(self, *, evaluation: bool) -> list[str] | None:

@@ -39,13 +39,8 @@ def about_run(attention: Any, model: nn.Module, processes: int, device: torch.de
         "threads": torch.get_num_threads(),
         "device": name,
         "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
-            "hf_efficient_attn": hea.__version__,
-        },
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate, hea)}
+        | {"python": platform.python_version()},
     }
 
 

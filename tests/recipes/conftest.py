@@ -1,5 +1,7 @@
 """The folder of tiny data and models that the commands of tiny_recipes.py name, and the table of a command."""
 
+import gc
+
 import pytest
 
 import recipe_commands
@@ -11,6 +13,12 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
     tiny_recipes.make(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def without_old_garbage():
+    """Accelerate collects garbage after a training, which takes longer than a tiny one if all modules are looked at."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import hf_efficient_attn as hea
 from recipe_commands import losses
@@ -43,14 +43,20 @@ def test_a_run_is_reported_and_its_model_is_saved(name, method, metric, here, tm
     assert written["versions"]["hf_efficient_attn"] == hea.__version__ and written["switches"] == []
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "config.json").read_text())["efficient_attention"]["method"] == method
+    if name in ("glue", "loop"):
+        assert AutoConfig.from_pretrained(out).id2label == {0: "not_equivalent", 1: "equivalent"}
+        assert AutoTokenizer.from_pretrained(out).pad_token == "[PAD]"
+    if name == "translation":
+        assert written["rows"] == {"train": 60, "eval": 6}
+        assert set(written["baselines"]) == {"copy_bleu", "copy_chrf", "copy_exact_match"}
     layers = ["encoder"] if name == "translation" else None
     assert written["efficient_attention"].get("layers") == layers, "only the encoder is converted by default"
     if name != "loop":
         assert len(losses(out)) == 6 and written["peak_memory_mib"] > 100 and written["global_batch_size"] == 4
     if name in ("imagenet", "mlm", "clm", "translation"):
-        # The saved model has the same metrics, for any batch size.
+        # The saved model, which the option takes by both names, has the same metrics for any batch size.
         more = "--eval_only", "--per_device_eval_batch_size", 2
-        again = train(name, here, tmp_path / "again", *more, model=f"--model {out}")
+        again = train(name, here, tmp_path / "again", *more, model=f"--model_name_or_path {out}")
         assert again["steps"] == 0 and not (tmp_path / "again" / "model.safetensors").exists()
         for key in ("eval_loss", f"eval_{metric}"):
             assert again["metrics"][key] == pytest.approx(report["metrics"][key], rel=1e-4)

@@ -143,45 +143,30 @@ def test_every_method_has_something_to_learn():
     assert [c.to_dict().get("feature_map") for c in configs.values()] == ["hedgehog", "t2r", None, None]
 
 
-def setup_of(labels) -> arms.Setup:
-    """A tiny BERT with a classifier; its figure is the first logit."""
-    batches = [{**tiny_batch("bert", seed=seed), "labels": torch.tensor(labels)} for seed in range(3)]
+def trained(arm: str, labels=(0, 1)) -> dict[str, torch.Tensor]:
+    """The parameters of a tiny BERT with a classifier after an arm, by name."""
+    batches, found = [{**tiny_batch("bert", seed=seed), "labels": torch.tensor(labels)} for seed in range(3)], {}
 
     def evaluate(model) -> dict[str, float]:
-        evaluate.model = model
-        return {"logit": output(model, tiny_batch("bert", seed=9)).flatten()[0].item()}
+        found.update((name, p.detach()) for name, p in model.named_parameters())
+        return {}
 
     torch.manual_seed(0)
-    model = BertForSequenceClassification(tiny_config("bert")).eval()
-    return arms.Setup(model, batches, evaluate, 1e-3)
+    setup = arms.Setup(BertForSequenceClassification(tiny_config("bert")).eval(), batches, evaluate, 1e-3)
+    arms.run_arm(arm, setup, dict.fromkeys(("task", "map", "distillation", "fine-tuning"), 4), 0)
+    return found
 
 
-def trained(arm: str, labels=(0, 1)) -> dict[str, torch.Tensor]:
-    """The parameters after an arm."""
-    setup, steps = setup_of(labels), dict.fromkeys(("task", "map", "distillation", "fine-tuning"), 4)
-    arms.run_arm(arm, setup, steps, 0)
-    return {name: p.detach() for name, p in setup.evaluate.model.named_parameters()}
-
-
-def test_what_each_arm_trains():
+def test_what_each_arm_trains_and_whether_it_uses_labels():
     before = trained("nothing")
     learned = {name for name in before if "learned_parameters" in name}
     assert len(learned) == len(learned_parameters(hea.convert(tiny_model("bert"), arms.METHOD)))
-
-    def changed(arm: str) -> set[str]:
-        return {name for name, p in trained(arm).items() if not torch.equal(p, before[name])}
-
-    assert changed("map by the task") == learned
-    for arm in ("task", "both"):
-        assert learned < changed(arm) and any("classifier" in name for name in changed(arm))
-    found = changed("distillation")
-    assert learned < found and not any("classifier" in name for name in found)
-
-
-@pytest.mark.parametrize("arm", [arm for arm in arms.ARMS if arm != "nothing"])
-def test_labels_are_used_by_the_arms_that_train_on_the_task(arm):
-    first, other = trained(arm, (0, 1)), trained(arm, (1, 0))
-    assert all(torch.equal(p, other[name]) for name, p in first.items()) == (arm == "distillation")
+    for arm in set(arms.ARMS) - {"nothing"}:
+        after, other = trained(arm), trained(arm, (1, 0))
+        changed = {name for name, p in after.items() if not torch.equal(p, before[name])}
+        assert all(torch.equal(p, other[name]) for name, p in after.items()) == (arm == "distillation")
+        assert changed == learned if arm == "map by the task" else learned < changed, arm
+        assert any("classifier" in name for name in changed) == (arm in ("task", "both")), arm
 
 
 def test_table_of_arms(tmp_path, capsys):

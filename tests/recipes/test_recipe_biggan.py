@@ -234,7 +234,7 @@ def test_a_classifier_learns_and_is_saved(made, tmp_path, capsys):
 # --- training ---
 
 
-def test_losses_of_the_training():
+def test_parts_of_the_training():
     real, fake = torch.tensor([2.0, 0.5]), torch.tensor([-3.0, 1.0])
     assert hinge_loss(real, fake).item() == pytest.approx(0.25 + 1.0)
     # Sameness is large if the noise is ignored. Pictures 0 and 2 have the same class, and so have 1 and 3.
@@ -242,9 +242,7 @@ def test_losses_of_the_training():
     images = torch.tensor([0.0, 1.0, 0.5, 1.5]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
     assert sameness(images, noise).item() == pytest.approx(1.0 / (0.5 + 1e-3))
     assert sameness(images * 0, noise) > sameness(images, noise) > sameness(images * 2, noise)
-
-
-def test_discriminator_depends_on_the_class():
+    # The discriminator depends on the class.
     torch.manual_seed(0)
     model, images = Discriminator(3, (4, 8)).eval(), torch.rand(2, 3, 16, 16)
     with torch.no_grad():
@@ -252,6 +250,12 @@ def test_discriminator_depends_on_the_class():
     assert scores[0].shape == (2,) and not torch.allclose(scores[0], scores[1])
     for module in (model.score, model.blocks[0].enter):
         assert torch.linalg.matrix_norm(module.weight.detach().flatten(1), 2) < 1.5
+    # The average follows the weights.
+    average = torch.zeros(3)
+    for step in range(1, 40):
+        average = biggan_train._average(average, torch.ones(3), step)
+    assert 0.9 < average.min() < 1
+    assert biggan_train._average(torch.zeros(1), torch.ones(1), 10**6).item() == pytest.approx(0.001, rel=1e-3)
 
 
 def test_training_is_saved(made, tmp_path, capsys, monkeypatch):
@@ -277,14 +281,6 @@ def test_training_is_saved(made, tmp_path, capsys, monkeypatch):
     assert norms and all(not module.running_vars.eq(1).all() for module in norms)
     images = next(pictures(model, Draw.of(model.config, [], 4, 0.5, 0), 4))
     assert images.shape == (4, 3, 8, 8) and images.isfinite().all()
-
-
-def test_average_follows_the_weights():
-    average = torch.zeros(3)
-    for step in range(1, 40):
-        average = biggan_train._average(average, torch.ones(3), step)
-    assert 0.9 < average.min() < 1
-    assert biggan_train._average(torch.zeros(1), torch.ones(1), 10**6).item() == pytest.approx(0.001, rel=1e-3)
 
 
 # --- pictures and digits ---
@@ -332,7 +328,7 @@ def test_digits_are_centred_on_black():
 # --- scores ---
 
 
-def test_frechet_distance_against_scipy():
+def test_frechet_distance():
     linalg = pytest.importorskip("scipy.linalg", reason="needs scipy")
     first, second = (normal(40, 6, seed=i) @ normal(6, 6, seed=i + 5) for i in (0, 1))
     one, two = (torch.cov(x.t()) for x in (first, second))
@@ -343,10 +339,7 @@ def test_frechet_distance_against_scipy():
     assert frechet_distance(first, first) == pytest.approx(0, abs=1e-6)
     # A shift adds its square, far from zero too.
     assert frechet_distance(first, first + 1e4) == pytest.approx(6 * 1e8, rel=1e-6)
-
-
-def test_frechet_distance_with_singular_covariances():
-    """Two covariances of rank one, a a^T and b b^T: the trace of the root is |a b|."""
+    # Two covariances of rank one, a a^T and b b^T: the trace of the root is |a b|.
     a, b = normal(6, seed=7), normal(6, seed=8)
     first, second = (torch.stack((x, -x)) / 2**0.5 for x in (a, b))
     expected = a.dot(a) + b.dot(b) - 2 * a.dot(b).abs()

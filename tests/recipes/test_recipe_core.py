@@ -21,10 +21,10 @@ from torch import nn
 import hf_efficient_attn as hea
 import recipes
 from recipes import imagenet
-from recipes.common import arguments, language, reporting, training
+from recipes.common import arguments, reporting, training
 from recipes.common.arguments import AttentionArguments
-from recipes.glue import GlueArguments
 from recipes.mlm import MaskingArguments
+from recipes.translation import EncoderAttentionArguments
 from tiny_models import tiny_model
 from tiny_recipes import refuses
 
@@ -33,9 +33,8 @@ CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 
 
 def parse(tmp_path, *options: str, **named):
-    return arguments.parse(
-        AttentionArguments, description="x", argv=["--output_dir", str(tmp_path / "out"), *options], **named
-    )
+    argv = ["--output_dir", str(tmp_path / "out"), *options]
+    return arguments.parse(AttentionArguments, description="x", argv=argv, **named)
 
 
 def test_prepare_attention_converts_the_model():
@@ -60,6 +59,8 @@ def test_stages_and_presets_become_a_callback():
     assert [stage.attention for stage in schedule.stages] == ["linear", "flurka_linear"]
     assert schedule.ends(schedule.total_steps) == [64, 100]
     assert schedule.stages[1].settings.entries[0].config.projection_dim == 8
+    (stage,) = EncoderAttentionArguments(stages=["linear:1.0"]).schedule().stages
+    assert list(stage.settings.entries[0].layers) == ["encoder"], "in the recipe of translation"
 
 
 def test_parse(tmp_path):
@@ -286,11 +287,3 @@ def test_accelerate_loads_the_configs():
         assert configs[path.stem].num_processes == 1 or configs[path.stem].distributed_type in ("MULTI_GPU", "FSDP")
         for key in yaml.safe_load(path.read_text()).get("fsdp_config", {}):
             assert hasattr(launched, key), key
-
-
-def test_every_recipe_takes_the_model_by_both_names(tmp_path):
-    for kind in (GlueArguments, imagenet.ModelArguments, language.ModelArguments):
-        for option in ("--model", "--model_name_or_path"):
-            needed = ["--task", "mrpc", "--data", "x"] if kind is GlueArguments else []
-            (given,) = arguments.parse_only(kind, description="", argv=[*needed, option, "somewhere"])
-            assert "somewhere" in vars(given).values()

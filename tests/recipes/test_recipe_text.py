@@ -111,7 +111,7 @@ def masked_rows(**options):
     return text.MaskingCollator(tokenizer, **options), text.windows(documents, 64, (prefix, suffix))
 
 
-def test_mask_depends_on_seed_epoch_and_window_only():
+def test_masks_depend_on_seed_epoch_and_window_only():
     collator, rows = masked_rows()
     state = torch.get_rng_state()
     first = collator([rows[0], rows[3]])
@@ -124,9 +124,7 @@ def test_mask_depends_on_seed_epoch_and_window_only():
     assert not torch.equal(first["labels"], collator([rows[0], rows[3]])["labels"])
     assert torch.equal(first["labels"], collator([once[0], once[3]])["labels"]), "fixed masks do not change"
     assert not torch.equal(first["labels"], masked_rows(seed=1)[0]([rows[0], rows[3]])["labels"])
-
-
-def test_share_of_masked_tokens():
+    # The share of masked tokens.
     collator, rows = masked_rows(probability=0.3)
     batch = collator(list(rows))
     masked = batch["labels"] != text.IGNORED

@@ -16,11 +16,13 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
 
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipes import accelerate_loop, clm, glue, imagenet, lra, mlm, translation
+from recipes.common import reporting
 from recipes.common.data import glue as glue_data
 from recipes.common.data import lra as lra_data
 from tiny_models import tiny_model
@@ -257,7 +259,10 @@ def train(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, model: s
     """Run a recipe in this process: the contents of metrics.json."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return COMMANDS[name][0].run(options_of(name, here, out, *more, model=model))
+    # Drawing takes longer than a tiny training, and test_recipe_core.py tests it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reporting, "learning_curve", lambda *_: Figure(figsize=(1, 1)))
+        return COMMANDS[name][0].run(options_of(name, here, out, *more, model=model))
 
 
 def refuses(message: str, call: Callable[..., Any], *given: Any, **named: Any) -> None:

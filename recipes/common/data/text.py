@@ -52,7 +52,9 @@ def documents_of(path: pathlib.Path, column: str = "text") -> Iterator[str]:
         for number, row in read_json_lines(path):
             if not isinstance(row.get(column), str):
                 names = ", ".join(row) or "none"
-                raise ValueError(f"{path}, line {number}: no text in the field {column!r} (fields: {names})")
+                raise ValueError(
+                    f"{path}, line {number}: no text in the field {column!r} (fields: {names}); give --text_column"
+                )
             texts.append(row[column])
     else:
         texts = [read_text(path)]
