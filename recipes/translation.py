@@ -36,7 +36,7 @@ from datasets import Dataset, load_dataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_efficient_attn.evaluation.data import max_positions
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_text
 from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, samples, several
 from recipes.common.data.text import text_files

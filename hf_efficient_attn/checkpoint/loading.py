@@ -14,8 +14,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.files import refusing
-from hf_efficient_attn.checkpoint.source import CheckedSource
-from hf_efficient_attn.checkpoint.weights import find_weights
+from hf_efficient_attn.checkpoint.source import CheckedSource, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import get_method

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 from huggingface_hub import metadata_load
@@ -22,25 +21,19 @@ _PINNED = re.compile(rf"{_NAME} ?== ?[0-9][0-9A-Za-z.+!-]{{0,49}}")
 _URL = re.compile(rf"({_NAME} ?@ ?)?(git\+)?https://[A-Za-z0-9.:-]+/[A-Za-z0-9._~:/?#@!+,=%&-]{{1,400}}")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 500 and value.isprintable()
+# The keys of the file, by the form of their values: lists of texts, numbers above 0, texts.
+_LISTS, _COUNTS = ("tags", "language"), ("max_length", TRAINED)
+_KEYS = ("base_model", "license", "pipeline_tag", INSTALL, VERSION, *_LISTS, *_COUNTS)
+_FROM_CARD = ("license", "pipeline_tag", *_LISTS)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-# The keys of the file, with what their values must be; None is allowed too.
-_FORMS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("base_model", "license", "pipeline_tag", INSTALL, VERSION), _is_text),
-    **dict.fromkeys(("tags", "language"), _are_texts),
-    **dict.fromkeys(("max_length", TRAINED), _is_count),
-}
-_FROM_CARD = ("license", "pipeline_tag", "tags", "language")
+def _is_fit(key: str, value: Any) -> bool:
+    """Whether a value has the form that a key requires."""
+    if key in _COUNTS:
+        return type(value) is int and value > 0
+    texts = value if isinstance(value, list) and key in _LISTS else [value]
+    are_texts = all(isinstance(x, str) and 0 < len(x) <= 500 and x.isprintable() for x in texts)
+    return are_texts and isinstance(value, list) == (key in _LISTS)
 
 
 def provenance(checked: CheckedSource) -> dict[str, Any]:
@@ -63,7 +56,7 @@ def provenance(checked: CheckedSource) -> dict[str, Any]:
                 card = metadata_load(path) or {}
         language = card.get("language")
         card["language"] = [language] if isinstance(language, str) else language
-        origin |= {key: card[key] for key in _FROM_CARD if _FORMS[key](card.get(key))}
+        origin |= {key: card[key] for key in _FROM_CARD if _is_fit(key, card.get(key))}
         origin["base_model"] = checked.hub_id
     return {**origin, VERSION: __version__}
 
@@ -75,9 +68,9 @@ def read_origin(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
         UnsupportedAttentionError: The file leads out of the folder `inside`, or a value is not of the right form.
     """
     values = read_object(path, inside) if os.path.lexists(path) else {}
-    origin: dict[str, Any] = {key: values.get(key) for key in _FORMS}
+    origin: dict[str, Any] = {key: values.get(key) for key in _KEYS}
     for key, value in origin.items():
-        if value is not None and not _FORMS[key](value):
+        if value is not None and not _is_fit(key, value):
             raise UnsupportedAttentionError(
                 f"{FILE}: {key} cannot be {shown(value)}: correct it, or delete it from the file"
             )

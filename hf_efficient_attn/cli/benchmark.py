@@ -78,13 +78,13 @@ def benchmark(
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
     from hf_efficient_attn.evaluation.timing import use_threads
-    from hf_efficient_attn.hub.card import read_facts, write_card
+    from hf_efficient_attn.hub.card import Facts, write_card
     from hf_efficient_attn.io.writing import check_folder, write_results
 
     chosen = common.parse_methods(methods, setting)
     if card and output is not None:
         raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
-    output = read_facts(source).folder if card else output
+    output = Facts(source).folder if card else output
     if output is not None:
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
     if new_tokens == 1:

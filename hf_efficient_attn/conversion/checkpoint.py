@@ -24,7 +24,7 @@ from hf_efficient_attn.conversion.convert import choice_of, convert
 from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.hub.card import Facts, read_facts, write_card
+from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.attention import method_at
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -201,7 +201,7 @@ class Conversion:
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
-            load = loading_lines(read_facts(draft, may_be_exact=True), self._output)
+            load = loading_lines(Facts(draft, may_be_exact=True), self._output)
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
         groups = exact_lengths(model)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.checkpoint.weights import INDEX, PICKLED, SINGLE, Weights
+from hf_efficient_attn.checkpoint.source import INDEX, PICKLED, SINGLE, Weights
 from hf_efficient_attn.io.json import write_json
 
 _LEARNED = "learned_parameters"

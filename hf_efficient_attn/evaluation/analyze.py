@@ -41,7 +41,6 @@ from hf_efficient_attn.evaluation.capture import (
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import make_candidates
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
-from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
@@ -233,7 +232,7 @@ def analyze_checkpoint(
     tokens, the number that they have.
 
     Returns:
-        the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
+        the result of `analyze`, with "source" (`CheckedSource.title`), "data" {"name", "rows"}, "pixels" (height and
         width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
         "machine".
     """
@@ -265,7 +264,7 @@ def analyze_checkpoint(
         larger = f"errors at {DEFAULT_LENGTH} tokens are larger"
         notes.append(f"{limit} only {batch.tokens} tokens, where methods save little: {larger}.")
     about = {
-        "source": name_of(checked),
+        "source": checked.title,
         "data": {"name": inputs.name, "rows": inputs.rows},
         "pixels": batch.pixels,
         "max_length": wanted if is_extended else None,

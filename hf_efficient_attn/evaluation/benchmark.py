@@ -38,7 +38,6 @@ from hf_efficient_attn.evaluation.data import (
 )
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
-from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, UNSTEADY, Timing, machine, use_device
 from hf_efficient_attn.integration.configs import method_of, settings_of
@@ -86,7 +85,7 @@ def benchmark_checkpoint(
         allow_pickle: see `source`.
 
     Returns:
-        a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
+        a dictionary for JSON: "format", "source" (`CheckedSource.title`), "task", "machine", "data", "agreement" (which
         measure), "labels" (of the methods), "chunk" (the tokens of a piece where longer texts are also embedded as the
         mean of their pieces, or None), "notes" (sentences), what `conclude` returns, "complete" (whether
         everything was measured), "left_out" (names of the measurements that are missing), and "measurements", one for
@@ -151,7 +150,7 @@ def benchmark_checkpoint(
             missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
             return {
                 "format": FORMAT,
-                "source": name_of(checked),
+                "source": checked.title,
                 "task": task,
                 "machine": machine(model),
                 "data": {"name": inputs.name, "rows": inputs.rows},

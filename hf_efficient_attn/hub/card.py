@@ -12,7 +12,7 @@ import re
 import shlex
 import unicodedata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jinja2
@@ -65,9 +65,10 @@ class OwnFile(NamedTuple):
         return f"import {self.name.removesuffix('.py').replace('/', '.')}  # registers {self.method}"
 
 
-@dataclass(frozen=True)
 class Facts:
-    """Everything that a card is made of.
+    """Everything that a card is made of, read from the files of a converted checkpoint.
+
+    With `may_be_exact` the checkpoint can also be one that was converted back to exact attention.
 
     Attributes:
         folder: The folder of the checkpoint.
@@ -81,18 +82,35 @@ class Facts:
             there is no such code.
         benchmark: The contents of `benchmark.json`, or None.
         distillation: The contents of `distillation.json`, or None.
+
+    Raises:
+        UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.
+            The message names the file.
     """
 
-    folder: pathlib.Path
-    architecture: str | None
-    layers: int | None
-    windowed: tuple[int, ...]
-    choices: tuple[tuple[str, EfficientAttentionConfig], ...]
-    origin: dict[str, Any]
-    kernel: str | None
-    code: str | None
-    benchmark: dict[str, Any] | None
-    distillation: dict[str, Any] | None
+    def __init__(self, folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> None:
+        self.folder = folder = pathlib.Path(folder)
+        config, self.origin = read_json_object(folder / "config.json"), read_origin(folder / FILE, folder)
+        self.choices = tuple(_choices(config))
+        if not self.choices and not (may_be_exact and self.has(FILE)):
+            raise UnsupportedAttentionError(
+                f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint "
+                "of it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, "
+                "method)"
+            )
+        with refusing(f"{folder / 'config.json'} cannot be understood"):
+            name = (config.get("architectures") or [None])[0]
+            is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
+            self.architecture: str | None = name if is_name else None
+            count = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None)
+            self.layers: int | None = count if type(count) is int and count > 0 else None
+            self.windowed = [i for i, kind in enumerate(config.get("layer_types") or ()) if "sliding" in kind]
+            implementation, autos = config.get("attn_implementation"), config.get("auto_map") or {}
+            self.kernel = implementation if isinstance(implementation, str) and "/" in implementation else None
+            codes = [auto for auto in autos if auto.isidentifier() and autos[auto] == f"{MODULE}.{name}"]
+            self.code: str | None = codes[-1] if codes else None
+        results = (folder / f"{name}.json" for name in ("benchmark", "distillation"))
+        self.benchmark, self.distillation = (read_json_object(x) if x.exists() else None for x in results)
 
     @property
     def configs(self) -> list[MethodConfig]:
@@ -130,42 +148,6 @@ class Facts:
         return (self.folder / name).is_file()
 
 
-def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> Facts:
-    """Read and check the files of a converted checkpoint, with `may_be_exact` also of one that was converted back.
-
-    Raises:
-        UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.
-            The message names the file.
-    """
-    folder = pathlib.Path(folder)
-    config, origin = read_json_object(folder / "config.json"), read_origin(folder / FILE, folder)
-    choices, implementation = tuple(_choices(config)), config.get("attn_implementation")
-    if not choices and not (may_be_exact and (folder / FILE).exists()):
-        raise UnsupportedAttentionError(
-            f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
-            "it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
-        )
-    with refusing(f"{folder / 'config.json'} cannot be understood"):
-        name = (config.get("architectures") or [None])[0]
-        is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
-        count = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None)
-        autos = config.get("auto_map") or {}
-        codes = [auto for auto in autos if auto.isidentifier() and autos[auto] == f"{MODULE}.{name}"]
-        windowed = tuple(i for i, kind in enumerate(config.get("layer_types") or ()) if "sliding" in kind)
-    return Facts(
-        folder=folder,
-        architecture=name if is_name else None,
-        layers=count if type(count) is int and count > 0 else None,
-        windowed=windowed,
-        choices=choices,
-        origin=origin,
-        kernel=implementation if isinstance(implementation, str) and "/" in implementation else None,
-        code=codes[-1] if codes else None,
-        benchmark=_read(folder / "benchmark.json"),
-        distillation=_read(folder / "distillation.json"),
-    )
-
-
 def clean(text: str, limit: int = 200) -> str:
     """Bring text to one line of at most `limit` characters, without control characters and lone surrogates."""
     plain = "".join(" " if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text[: 4 * limit])
@@ -193,10 +175,6 @@ def _choices(
                 yield from _choices(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    return read_json_object(path) if path.exists() else None
-
-
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
     """Write README.md of a converted checkpoint, from its config.json and the result files of commands in its folder.
 
@@ -218,7 +196,7 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
         UnsupportedAttentionError: The folder does not contain a converted checkpoint, or one of the files is damaged.
             Nothing has been written.
     """
-    facts = read_facts(folder, may_be_exact=True)
+    facts = Facts(folder, may_be_exact=True)
     path = facts.folder / NAME
     text = update_card(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "", facts, name)
     with replacing(path) as draft:

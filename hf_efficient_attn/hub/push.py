@@ -1,6 +1,5 @@
 """Uploading a converted checkpoint to the Hugging Face Hub, in one commit."""
 
-import dataclasses
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -12,18 +11,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import regular_file, short_name
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, check_hub_id, check_install
-from hf_efficient_attn.checkpoint.weights import PICKLES
+from hf_efficient_attn.checkpoint.source import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import (
-    NAME,
-    OWN_PART,
-    Facts,
-    card_problems,
-    clean,
-    for_repository,
-    read_facts,
-    update_card,
-)
+from hf_efficient_attn.hub.card import NAME, OWN_PART, Facts, card_problems, clean, for_repository, update_card
 from hf_efficient_attn.io.json import encode_json, read_json_object
 from hf_efficient_attn.io.writing import replacing
 
@@ -93,7 +83,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
         raise UnsupportedAttentionError(f"{folder} is not a folder; push takes a checkpoint that 'convert' wrote")
     sizes = _publishable_files(folder)  # refuses links that lead out of the folder, before any file is read
     open_checkpoint(folder)
-    facts = read_facts(folder)
+    facts = Facts(folder)
     if NAME not in sizes:
         raise UnsupportedAttentionError(
             f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card({str(folder)!r}) writes the card"
@@ -105,8 +95,9 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
     if install != facts.origin[INSTALL] and install is not None:
         stored = read_json_object(folder / FILE) if FILE in sizes else {}
         changes[FILE] = encode_json({**stored, INSTALL: install})
+        facts.origin[INSTALL] = install
     if install is not None and f"pip install {shlex.quote(install)}\n" not in text:
-        text = update_card(text, dataclasses.replace(facts, origin={**facts.origin, INSTALL: install}))
+        text = update_card(text, facts)
         changes[NAME] = text.encode()
     is_standalone = facts.kernel is not None or facts.code is not None
     refusals = (_NO_INSTALL,) if is_own and install is None and not is_standalone else ()
@@ -191,7 +182,7 @@ def push(
         commit = api.create_commit(
             repo_id,
             [*additions, *(CommitOperationDelete(name) for name in old if name not in sent)],
-            commit_message=message or f"{' and '.join(read_facts(folder).methods)} by hf_efficient_attn",
+            commit_message=message or f"{' and '.join(Facts(folder).methods)} by hf_efficient_attn",
         )
     # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
     except (OSError, _HTTPError, RuntimeError, ValueError) as error:

@@ -22,7 +22,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.analyze import Source
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.memory import memory_errors
-from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.evaluation.timing import machine, use_device
 from hf_efficient_attn.integration.layers import Layer
@@ -169,7 +168,7 @@ class _CheckpointRun:
         inputs = {"rows": plan.batch_size * len(data.train), "held_out": plan.batch_size * len(data.held_out)}
         self._about = {
             "format": FORMAT,
-            "source": name_of(checked),
+            "source": checked.title,
             "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
             "machine": machine(model),
             "data": {"name": data.name, **inputs},

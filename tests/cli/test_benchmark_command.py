@@ -29,7 +29,6 @@ from hf_efficient_attn.evaluation import (
 )
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.data import ModelData, task_of
-from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
@@ -653,8 +652,8 @@ def test_fewer_pictures_come_from_the_whole_folder(made, tmp_path):
 
 def test_names_of_checkpoints(made):
     checked = open_checkpoint(made("bert"))
-    assert name_of(checked) == "/".join(made("bert").parts[-2:])
-    assert name_of(dataclasses.replace(checked, hub_id="org/name")) == "org/name"
+    assert checked.title == "/".join(made("bert").parts[-2:])
+    assert dataclasses.replace(checked, hub_id="org/name").title == "org/name"
 
 
 def test_number_of_passes(made, text, monkeypatch):
