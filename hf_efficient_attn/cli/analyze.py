@@ -64,7 +64,7 @@ def analyze(
             "give --calibrate for a method and budget per layer, or --max-error for one method and budget"
         )
     chosen = list(common.parse_methods(methods, setting).values())
-    from hf_efficient_attn.evaluation.analyze import Source, analyze_checkpoint
+    from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
     from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
     from hf_efficient_attn.evaluation.timing import describe, use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
@@ -88,8 +88,10 @@ def analyze(
     execution = common.execution(minutes, as_json, begin, add)
     work = functools.partial(
         analyze_checkpoint,
-        Source(source, allow_pickle, common.parse_device(device)),
+        source,
         data,
+        device=common.parse_device(device),
+        allow_pickle=allow_pickle,
         length=length,
         rows=rows,
         execution=execution,

@@ -68,7 +68,6 @@ def distill(
     Ctrl-C, or the end of --minutes, ends the training after the present step and saves its state in OUTPUT.partial.
     The same command continues from there. The exit status is 130, because OUTPUT is not written yet.
     """
-    from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.integration.layers import parse_layers
     from hf_efficient_attn.training.distill_checkpoint import Plan, distill_checkpoint
@@ -92,16 +91,16 @@ def distill(
         )
     finetuning = FinetuningOptions(steps=finetune_steps, **second) if finetune_steps else None
     plan = Plan(
-        output=output, method=str(chosen), hyperparameters=hyperparameters, max_length=max_length, steps=steps,
+        source=source, data=data, output=output, method=str(chosen), hyperparameters=hyperparameters, steps=steps,
         layers=None if layers is None else parse_layers(layers), base_model=base_model, loss=loss, length=length,
         options=DistillationOptions(learning_rate=learning_rate, seed=seed, finetuning=finetuning),
         batch_size=batch_size, save_steps=save_steps, force=force, restart=restart, write_now=write_now,
+        max_length=max_length, allow_pickle=allow_pickle, device=common.parse_device(device),
     )  # fmt: skip
-    checkpoint = Checkpoint(source, allow_pickle, common.parse_device(device))
     rows = Rows()
     execution = common.execution(minutes, as_json, rows.begin, rows.add)
     with use_threads(threads):
-        done, status = common.until_interrupted(lambda: distill_checkpoint(checkpoint, data, plan, execution))
+        done, status = common.until_interrupted(lambda: distill_checkpoint(plan, execution))
     if status:
         why = ", at the end of --minutes" if done["is_over"] else ""
         typer.echo(

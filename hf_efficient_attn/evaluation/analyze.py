@@ -12,7 +12,7 @@ import pathlib
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -214,18 +214,20 @@ def _matrix_properties(call: Call) -> dict[str, Tensor]:
     return {name: torch.cat(values).cpu() for name, values in properties.items()}
 
 
-class Source(NamedTuple):
-    """A checkpoint to analyze. A converted one is analyzed with exact attention."""
-
-    name: "str | pathlib.Path"  # folder or hub id
-    allow_pickle: bool = False  # whether weights in a .bin file may be read
-    device: torch.device | None = None  # where PyTorch computes; None for the CPU
-
-
 def analyze_checkpoint(
-    source: Source, data: "str | pathlib.Path", *, length: int | None = None, rows: int = TEXT_ROWS, **options: Any
+    source: "str | pathlib.Path",
+    data: "str | pathlib.Path",
+    *,
+    length: int | None = None,
+    rows: int = TEXT_ROWS,
+    device: torch.device | None = None,
+    allow_pickle: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """`analyze` the model of a checkpoint on `rows` inputs of a file as in `data.ModelData`, with options of `analyze`.
+
+    `source` is a folder or hub id, and `device` where PyTorch computes, by default the CPU. With `allow_pickle` weights
+    in a .bin file may be read. A converted checkpoint is analyzed with exact attention.
 
     Pictures are resized to `length` tokens, and the position table of a text model is extended. Without a length it is
     2,048 tokens or that of the whole text; for models of pictures of a fixed size, or whose own pictures have more
@@ -236,8 +238,8 @@ def analyze_checkpoint(
         width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
         "machine".
     """
-    checked = open_checkpoint(source.name, allow_pickle=source.allow_pickle)
-    model = load_model(checked).eval()
+    checked = open_checkpoint(source, allow_pickle=allow_pickle)
+    model = load_model(checked)
     if own_settings(model) is not None:
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
@@ -248,8 +250,7 @@ def analyze_checkpoint(
         wanted = max(wanted if inputs.resizes else 0, inputs.native_tokens)
     inputs.check_length(wanted)
     positions = max_positions(model)
-    device = source.device or model.device
-    model.to(device)
+    model.to(device or model.device)
     check_memory(model, inputs.tokens_for(wanted), inputs.rows)
     notes = [None if inputs.is_image else allow_length(model, wanted)]
     is_extended = not inputs.is_image and positions is not None and max_positions(model) != positions
@@ -271,6 +272,6 @@ def analyze_checkpoint(
         "notes": [note for note in notes if note],
         "machine": machine(model),
     }
-    with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
+    with memory_errors("give a smaller --length or fewer --rows"), use_device(model.device):
         # The head of a language model would compute a large matrix that is not needed.
         return analyze(model.base_model, batch.values, about=about, **options)

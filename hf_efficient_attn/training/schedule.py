@@ -53,9 +53,16 @@ class UptrainingSchedule:
     """
 
     def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
-        given = stages.stages if isinstance(stages, UptrainingSchedule) else stages
-        self.stages: tuple[Stage, ...] = _make_stages(given)
-        self.total_steps = total_steps
+        made: list[Stage] = []
+        for entry in stages.stages if isinstance(stages, UptrainingSchedule) else stages:
+            made.append(_make_stage(entry, made[-1] if made else None))
+        _check_ends([stage.end for stage in made])
+        if made[0].distill:
+            raise UnsupportedAttentionError(
+                f"the first stage has distill={made[0].distill}: distill the model before the training instead, with "
+                "hea.distill or 'hf-efficient-attn distill'"
+            )
+        self.stages, self.total_steps = tuple(made), total_steps
         if total_steps is not None:
             self.ends(total_steps)
 
@@ -148,20 +155,6 @@ class UptrainingSchedule:
         if is_in_stage(model, stage):
             return None
         return switch_stage(model, optimizer, stage, step, batches, options)
-
-
-def _make_stages(given: Iterable[Any]) -> tuple[Stage, ...]:
-    """Stages from any of the forms that `UptrainingSchedule` accepts, with its refusals."""
-    stages: list[Stage] = []
-    for entry in given:
-        stages.append(_make_stage(entry, stages[-1] if stages else None))
-    _check_ends([stage.end for stage in stages])
-    if stages[0].distill:
-        raise UnsupportedAttentionError(
-            f"the first stage has distill={stages[0].distill}: distill the model before the training instead, with "
-            "hea.distill or 'hf-efficient-attn distill'"
-        )
-    return tuple(stages)
 
 
 def _make_stage(given: Any, before: Stage | None) -> Stage:
