@@ -9,7 +9,7 @@ import inspect
 import threading
 import zlib
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -27,26 +27,15 @@ _FURTHER_KEYS = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn")
 _MASKED = -1e4
 
 
-class _Forward(NamedTuple):
-    """A module in its forward pass.
+class _Running(threading.local):
+    """The modules of this thread that are in their forward pass, the innermost one last.
 
-    Attributes:
-        replacement: the `SDPAReplacement` that prepared it.
-        name: its name in the model.
-        seed: of its draws in eval mode; None in training, in which they come from the global generator, so that
-            gradient checkpointing draws the same again.
+    Of each: the `SDPAReplacement` that prepared it, its name in the model, and the seed of its draws in eval mode; None
+    in training, in which they come from the global generator, so that gradient checkpointing draws the same again.
     """
 
-    replacement: "SDPAReplacement"
-    name: str
-    seed: int | None
-
-
-class _Running(threading.local):
-    """The modules of this thread that are in their forward pass, the innermost one last."""
-
     def __init__(self) -> None:
-        self.modules: list[_Forward] = []
+        self.modules: list[tuple[SDPAReplacement, str, int | None]] = []
 
 
 _running = _Running()
@@ -131,16 +120,16 @@ class _Hooks:
         self.seed = zlib.crc32(name.encode()) // 2
 
     def enter(self, module: nn.Module, *_: object) -> None:
-        if not any(x.replacement is self.replacement for x in _running.modules):
+        if not any(replacement is self.replacement for replacement, *_ in _running.modules):
             self.replacement.mode.__enter__()
-        _running.modules.append(_Forward(self.replacement, self.name, None if module.training else self.seed))
+        _running.modules.append((self.replacement, self.name, None if module.training else self.seed))
 
     def leave(self, *_: object) -> None:
         # PyTorch calls this after every failure, also if another hook has failed before `enter`.
         if not _running.modules or _running.modules[-1][:2] != (self.replacement, self.name):
             return
         _running.modules.pop()
-        if not any(x.replacement is self.replacement for x in _running.modules):
+        if not any(replacement is self.replacement for replacement, *_ in _running.modules):
             self.replacement.mode.__exit__(None, None, None)
 
 
@@ -154,7 +143,7 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # If several replacements are active, the innermost one decides, and the others do not see what it calls.
-        if _running.modules[-1].replacement is not self.replacement:
+        if _running.modules[-1][0] is not self.replacement:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attend(self.replacement, *args, **kwargs)
@@ -189,7 +178,7 @@ def _attend(
         )
     return attention(
         replacement.config, query, key, value, attention_mask=key_mask, is_causal=is_causal, scale=scale,
-        dropout_p=dropout_p, seed=_running.modules[-1].seed,
+        dropout_p=dropout_p, seed=_running.modules[-1][2],
     )  # fmt: skip
 
 
@@ -224,7 +213,7 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
     )
     out = attention(
         replacement.config, query, key, value, attention_mask=key_mask, is_causal=is_causal,
-        dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1].seed,
+        dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1][2],
     )  # fmt: skip
     out = out.permute(2, 0, 1, 3).flatten(2)  # (Nq, B, E)
     return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
@@ -288,4 +277,4 @@ def _only_masks(mask: Tensor, valid: Tensor) -> bool:
 @tracing.replaced_in_graphs(tracing.nothing)
 def _count(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}"
-    replacement.counts[_running.modules[-1].name, shapes, f"exact, because {reason}" if reason else "replaced"] += 1
+    replacement.counts[_running.modules[-1][1], shapes, f"exact, because {reason}" if reason else "replaced"] += 1

@@ -239,7 +239,7 @@ def analyze_checkpoint(
         "machine".
     """
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
-    model = load_model(checked)
+    model = load_model(checked).eval()
     if own_settings(model) is not None:
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH

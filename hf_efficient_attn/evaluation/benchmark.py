@@ -114,7 +114,7 @@ def benchmark_checkpoint(
         execution = dataclasses.replace(execution, minutes=_DEFAULT_MINUTES)
     with memory_errors("give shorter lengths or a smaller batch"):
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
-        model = load_model(checked)
+        model = load_model(checked).eval()
         task, own = task_of(model), own_settings(model)
         is_pair, is_image = is_encoder_decoder(model), takes_pictures(model)
         settings = _settings(methods, own, model)

@@ -54,7 +54,8 @@ class UptrainingSchedule:
 
     def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
         made: list[Stage] = []
-        for entry in stages.stages if isinstance(stages, UptrainingSchedule) else stages:
+        given: Iterable[Any] = stages.stages if isinstance(stages, UptrainingSchedule) else stages
+        for entry in given:
             made.append(_make_stage(entry, made[-1] if made else None))
         _check_ends([stage.end for stage in made])
         if made[0].distill:
@@ -62,7 +63,8 @@ class UptrainingSchedule:
                 f"the first stage has distill={made[0].distill}: distill the model before the training instead, with "
                 "hea.distill or 'hf-efficient-attn distill'"
             )
-        self.stages, self.total_steps = tuple(made), total_steps
+        self.stages: tuple[Stage, ...] = tuple(made)
+        self.total_steps = total_steps
         if total_steps is not None:
             self.ends(total_steps)
 

@@ -2,7 +2,7 @@
 
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
 from hf_efficient_attn.models.biggan.layers import truncated_noise
-from hf_efficient_attn.models.biggan.modeling_biggan import BigGANModel, BigGANOutput, convert_state_dict
+from hf_efficient_attn.models.biggan.modeling_biggan import BigGANModel, BigGANOutput
 from hf_efficient_attn.models.imagenet import class_index, class_indices, class_names
 
 __all__ = [
@@ -12,6 +12,5 @@ __all__ = [
     "class_index",
     "class_indices",
     "class_names",
-    "convert_state_dict",
     "truncated_noise",
 ]
