@@ -49,9 +49,7 @@ def regular_file(path: pathlib.Path, inside: pathlib.Path, max_bytes: int | None
         target = path.resolve(strict=True)
         status = target.stat()
     if not target.is_relative_to(inside.resolve()):
-        raise UnsupportedAttentionError(
-            f"{name} is a symbolic link that leads out of its folder: put the file itself there"
-        )
+        raise UnsupportedAttentionError(f"{name} is a symbolic link that leads out of its folder: put the file there")
     if not stat.S_ISREG(status.st_mode):
         raise UnsupportedAttentionError(f"{name} is not a regular file")
     if max_bytes is not None and status.st_size > max_bytes:

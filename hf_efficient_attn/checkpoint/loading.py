@@ -108,9 +108,7 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     # Models saved without a pooler get a random one every time they are loaded, which is harmless.
     lacking = [key for key in missing if "pooler" not in key.split(".")]
     if lacking:
-        raise UnsupportedAttentionError(
-            f"{name}: the checkpoint lacks tensor {shown(lacking[0])}, which a {cls.__name__} needs"
-        )
+        raise UnsupportedAttentionError(f"{name} lacks tensor {shown(lacking[0])}, which a {cls.__name__} needs")
     if missing:
         notes.append(
             f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"

@@ -71,9 +71,7 @@ def read_origin(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
     origin: dict[str, Any] = {key: values.get(key) for key in _KEYS}
     for key, value in origin.items():
         if value is not None and not _is_fit(key, value):
-            raise UnsupportedAttentionError(
-                f"{FILE}: {key} cannot be {shown(value)}: correct it, or delete it from the file"
-            )
+            raise UnsupportedAttentionError(f"{FILE}: {key} cannot be {shown(value)}: correct or delete it")
     if origin["base_model"] is not None:
         check_hub_id(origin["base_model"], f"{FILE}: base_model")
     if origin[INSTALL] is not None:

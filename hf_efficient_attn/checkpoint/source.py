@@ -214,9 +214,7 @@ def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> 
     if not is_part and not (isinstance(value.get("model_type"), str) and value["model_type"]):
         raise UnsupportedAttentionError("config.json has no model_type, so the type of the model is unknown")
     if value.get("quantization_config") is not None:
-        raise UnsupportedAttentionError(
-            "the checkpoint is quantised: convert the checkpoint that it was made from instead"
-        )
+        raise UnsupportedAttentionError("the checkpoint is quantised: convert the one that it was made from")
     if value.get("use_pretrained_backbone"):
         raise UnsupportedAttentionError(
             "config.json asks for the weights of another model (use_pretrained_backbone), which are not downloaded"

@@ -86,9 +86,7 @@ def distill(
     given = {"target": finetune_target, "lora_rank": lora_rank, "learning_rate": finetune_learning_rate}
     second: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if second and not finetune_steps:
-        raise UnsupportedAttentionError(
-            "--finetune-target, --lora-rank and --finetune-learning-rate need --finetune-steps N"
-        )
+        raise UnsupportedAttentionError("--finetune-target, -learning-rate and --lora-rank need --finetune-steps N")
     finetuning = FinetuningOptions(steps=finetune_steps, **second) if finetune_steps else None
     plan = Plan(
         source=source, data=data, output=output, method=str(chosen), hyperparameters=hyperparameters, steps=steps,

@@ -75,9 +75,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
         check_install(install)
     check_hub_id(repo_id, "the repository")
     if "/" not in repo_id:
-        raise UnsupportedAttentionError(
-            f"the repository must be given as ORG/NAME, with your name for ORG: not {repo_id!r}"
-        )
+        raise UnsupportedAttentionError(f"give the repository as ORG/NAME, with your name for ORG: not {repo_id!r}")
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} is not a folder; push takes a checkpoint that 'convert' wrote")
@@ -85,9 +83,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
     open_checkpoint(folder)
     facts = Facts(folder)
     if NAME not in sizes:
-        raise UnsupportedAttentionError(
-            f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card({str(folder)!r}) writes the card"
-        )
+        raise UnsupportedAttentionError(f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card writes it")
     text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
     problems = (*card_problems(text), *_problems(facts, sizes))
     is_own, changes = OWN_PART.search(text) is not None, dict[str, bytes]()

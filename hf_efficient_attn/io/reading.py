@@ -86,7 +86,7 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...
         if complete[start : start + len(without)] == without:
             return tuple(complete[:start]), tuple(complete[start + len(without) :])
     raise UnsupportedAttentionError(
-        f"{type(tokenizer).__name__} changes a text when it adds special tokens; use another tokenizer"
+        f"{type(tokenizer).__name__} changes texts to which it adds tokens: use another one"
     )
 
 

@@ -188,9 +188,7 @@ class _CheckpointRun:
             self._remove_state()
         if not self._state.is_file():
             if self._plan.write_now:
-                raise UnsupportedAttentionError(
-                    f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
-                )
+                raise UnsupportedAttentionError(f"--write-now: no state is saved in {self._folder}: train first")
             return {"stages": [], "record": {"layers": {}, "outputs": {}, "history": [], "recent": []}}
         again = "--restart discards it and starts again"
         with refusing(f"the state in {self._folder} cannot be read: {again}"):

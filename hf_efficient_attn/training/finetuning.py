@@ -165,7 +165,5 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]
     outputs = forward(model, {**batch, "output_hidden_states": True})
     states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
     if not states:
-        raise UnsupportedAttentionError(
-            f"{type(model).__name__} returns no hidden states: use target='logits', or no fine-tuning"
-        )
+        raise UnsupportedAttentionError(f"{type(model).__name__} returns no hidden states: use target='logits'")
     return {f"the hidden states after layer {number}": x for number, x in enumerate(states)}

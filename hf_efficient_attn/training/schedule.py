@@ -164,9 +164,7 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
     if isinstance(given, Stage):
         return given
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
-        raise UnsupportedAttentionError(
-            f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
-        )
+        raise UnsupportedAttentionError(f"{shown(given)} is not a stage: use (attention, end[, hyperparameters])")
     attention, end, *rest = given
     values = as_dict((rest and rest[0]) or {}, "the hyperparameters of a stage")
     distill, layers = values.pop("distill", 0), values.pop("layers", None)

@@ -87,9 +87,7 @@ def config_of(official: Mapping[str, Tensor]) -> T2TViTConfig:
 
     def shape(name: str, ndim: int) -> tuple[int, ...]:
         if len(shapes.get(name, ())) != ndim:
-            raise ValueError(
-                f"the architecture cannot be inferred: {name} is missing or has a wrong shape; give the model's name"
-            )
+            raise ValueError(f"cannot be inferred: {name} is missing or has a wrong shape; give the model's name")
         return shapes[name]
 
     stage = "tokens_to_token.attention1"
