@@ -10,6 +10,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
     from hf_efficient_attn.evaluation.comparison import Procedure
+    from hf_efficient_attn.evaluation.progress import Execution
 
 # How outputs are compared, for each task.
 _AGREEMENT = {
@@ -49,10 +50,7 @@ Data = Annotated[pathlib.Path, typer.Option("--data", metavar="FILE", help=_data
 )
 def benchmark(
     source: common.Source,
-    methods: Annotated[
-        list[str],
-        typer.Option(metavar="NAME", show_default=False, help=_methods, autocompletion=common.complete_methods),
-    ] = [],  # noqa: B006 (typer copies it)
+    methods: Annotated[list[str], common.names_option(_methods)] = [],  # noqa: B006 (typer copies it)
     lengths: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_lengths)] = [],  # noqa: B006
     setting: common.Settings = [],  # noqa: B006
     data: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=_data)] = None,
@@ -99,7 +97,7 @@ def benchmark(
                 common.parse_lengths(lengths) or None,
                 data=data,
                 procedure=report.procedure,
-                execution=common.execution(minutes, as_json, report.begin, report.add),
+                execution=report.execution(minutes),
                 allow_pickle=allow_pickle,
             )
         )
@@ -124,6 +122,12 @@ class Report:
         self.procedure, self._is_silent = procedure, is_silent
         self._table: common.LiveTable | None = None
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
+
+    def execution(self, minutes: float | None) -> "Execution":
+        """A benchmark with a limit of time that prints its rows."""
+        from hf_efficient_attn.evaluation.progress import Execution
+
+        return Execution(minutes) if self._is_silent else Execution(minutes, self.add, self.begin)
 
     def begin(self, result: dict[str, Any]) -> None:
         """Say what is compared, from what is known before the measurements."""

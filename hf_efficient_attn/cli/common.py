@@ -23,7 +23,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-    from hf_efficient_attn.evaluation.progress import Execution
     from hf_efficient_attn.methods import MethodConfig
 
 ResultT = TypeVar("ResultT")
@@ -130,6 +129,11 @@ def complete_methods(incomplete: str) -> list[str]:
     return [full for name in names if (full := f"{chosen},{name}" if chosen else name).startswith(incomplete)]
 
 
+def names_option(text: str) -> Any:
+    """An option that takes names of methods, which a shell can complete."""
+    return typer.Option(metavar="NAME", show_default=False, help=text, autocompletion=complete_methods)
+
+
 # What the help texts say about --methods.
 DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-attn methods` marks them"
 
@@ -203,15 +207,6 @@ def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding does not have
     sys.exit(run(application, arguments, name))
-
-
-def execution(
-    minutes: float | None, is_silent: bool, on_begin: Callable[[Any], None], on_row: Callable[[Any], None]
-) -> "Execution":
-    """The time limit of a measurement, with the functions that print its beginning and rows unless it is silent."""
-    from hf_efficient_attn.evaluation.progress import Execution
-
-    return Execution(minutes) if is_silent else Execution(minutes, on_row, on_begin)
 
 
 def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
@@ -308,11 +303,6 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     texts = [["" if cell is None else str(cell) for cell in line] for line in lines]
     columns = [("<", max(map(len, cells))) for cells in zip(*texts, strict=True)]
     return "\n".join([_row(headers, columns), _rule(columns), *(_row(line, columns) for line in lines[1:])])
-
-
-def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table whose columns are aligned to the left."""
-    typer.echo(table(headers, rows))
 
 
 def split_list(values: Iterable[str]) -> list[str]:
