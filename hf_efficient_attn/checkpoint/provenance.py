@@ -40,12 +40,9 @@ def provenance(checked: CheckedSource) -> dict[str, Any]:
     """Where a checkpoint comes from: the contents of `efficient_attention.json` for its conversion.
 
     The base model is the one that was converted first; licence, tags, task and languages are those of its card. Values
-    of the card that are not plain text are left out. `max_length` is the number of tokens that a conversion was told to
-    take, `trained_positions` those that the model took before it, `install` what pip takes to install this package, and
-    `hf_efficient_attn` the version of this package.
-
-    Raises:
-        UnsupportedAttentionError: The source's card or `efficient_attention.json` cannot be read.
+    of the card that are not plain text are left out, and a card that cannot be read is refused. `max_length` is the
+    number of tokens that a conversion was told to take, `trained_positions` those that the model took before it,
+    `install` what pip takes to install this package, and `hf_efficient_attn` the version of this package.
     """
     origin = read_origin(checked.folder / FILE, checked.inside)
     if not os.path.lexists(checked.folder / FILE):
@@ -64,8 +61,7 @@ def provenance(checked: CheckedSource) -> dict[str, Any]:
 def read_origin(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
     """The contents of an `efficient_attention.json`, with None for keys that it does not have, also without the file.
 
-    Raises:
-        UnsupportedAttentionError: The file leads out of the folder `inside`, or a value is not of the right form.
+    A file that leads out of the folder `inside`, or has a value of another form, is refused.
     """
     values = read_object(path, inside) if os.path.lexists(path) else {}
     origin: dict[str, Any] = {key: values.get(key) for key in _KEYS}
@@ -91,11 +87,8 @@ def check_install(text: str, where: str = "--install") -> None:
     """Check what a card is to tell its readers to install; the message begins with `where`.
 
     That is a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
-    hf_efficient_attn==0.2.0.
-
-    Raises:
-        UnsupportedAttentionError: It is a path on this machine, a name without a version, a URL with a password or
-            token, or something else.
+    hf_efficient_attn==0.2.0. Refused are a path on this machine, a name without a version, and a URL with a password or
+    token.
     """
     if not _URL.fullmatch(text) and not _PINNED.fullmatch(text):
         raise UnsupportedAttentionError(

@@ -50,12 +50,10 @@ _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 
 
 class Weights(NamedTuple):
-    """The weight files of a checkpoint.
+    """The weight files of a checkpoint: `is_sharded` if there is an index, otherwise one file.
 
-    Attributes:
-        files: {path: {tensor name: tensor}}, in order. Tensors of safetensors are views of the file, on the CPU.
-        metadata: {path: metadata of the file}.
-        is_sharded: Whether there is an index. Otherwise there is one file.
+    `files` is {path: {tensor name: tensor}}, in order, and `metadata` {path: metadata of the file}. Tensors of
+    safetensors are views of the file, on the CPU.
     """
 
     files: Mapping[pathlib.Path, Mapping[str, Tensor]]
@@ -201,11 +199,8 @@ def _check_paths(path: pathlib.Path, inside: pathlib.Path) -> None:
 def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> Any:
     """Copy a config, or a part of it, without what refers to code or files elsewhere, at any depth.
 
-    The names of the keys that are left out go into `removed`.
-
-    Raises:
-        UnsupportedAttentionError: There is no model type, an attention implementation is unknown, or the checkpoint is
-            of a kind that cannot be converted: it is quantised, or uses the weights of another checkpoint.
+    The names of the keys that are left out go into `removed`. Refused are a config without a model type or with an
+    unknown attention implementation, and checkpoints that are quantised or use the weights of another one.
     """
     if isinstance(value, list):
         return [_checked_config(part, removed, is_part=True) for part in value]
@@ -240,13 +235,10 @@ def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> 
 
 
 def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bool) -> Weights:
-    """Find the weight files of a checkpoint, and open them.
+    """Find the weight files of a checkpoint, and open them. Links inside the folder `inside` are followed.
 
-    Links inside the folder `inside` are followed. `allow_pickle` allows `pytorch_model.bin` without safetensors.
-
-    Raises:
-        UnsupportedAttentionError: There are no weights, only pickles while `allow_pickle` is False, or a file is
-            damaged; or an index names files in other folders.
+    `allow_pickle` allows `pytorch_model.bin` without safetensors. Refused are a folder without weights or with pickles
+    that are not allowed, damaged files, and an index that names files in other folders.
     """
     is_sharded, paths = False, [folder / SINGLE]
     if not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / INDEX):

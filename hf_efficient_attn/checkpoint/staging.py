@@ -20,11 +20,9 @@ Contents: TypeAlias = frozenset[tuple[str | int, ...]]
 class Output(NamedTuple):
     """A folder that can be written.
 
-    Attributes:
-        path: Its absolute path.
-        draft: The folder beside it, or beside the first of its parents that must be made, that becomes the output.
-        present: What the output contains at the beginning.
-        force: Whether that may be replaced.
+    `path` is absolute. `draft` is the folder beside it, or beside the first of its parents that must be made, that
+    becomes the output. `present` is what the output contains at the beginning, which may be replaced if `force` is
+    True.
     """
 
     path: pathlib.Path
@@ -34,18 +32,10 @@ class Output(NamedTuple):
 
 
 def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, force: bool) -> Output:
-    """Check that an output folder can be written without damage to the source or to other files.
+    """Check that an output folder can be written without damage to `source`, the folder that is read, or to others.
 
-    Args:
-        output: The folder that will be written.
-        source: The folder that is read.
-        force: Whether an existing folder may be replaced.
-
-    Returns:
-        The output, with what it contains at this moment. `staged` replaces nothing else.
-
-    Raises:
-        UnsupportedAttentionError: The folder cannot be written, or would replace what must stay.
+    `force` allows to replace an existing folder. The result has what the output contains at this moment: `staged`
+    replaces nothing else. A folder that cannot be written, or would replace what must stay, is refused.
     """
     text = os.fspath(output)
     what = f"the output {shown(text)}"
@@ -76,19 +66,11 @@ def check_output(output: "str | os.PathLike[str]", source: pathlib.Path, *, forc
 
 @contextlib.contextmanager
 def staged(output: Output) -> Iterator[pathlib.Path]:
-    """Write a folder as a whole, or not at all.
+    """Write an output of `check_output` as a whole, or not at all.
 
-    Args:
-        output: The folder to write, as `check_output` returned it when the work began.
-
-    Yields:
-        A new, empty folder near it. When the `with` block ends it is renamed to the output; after an error it is
-        deleted. A process that is killed leaves at most this folder, `.NAME.converting`.
-
-    Raises:
-        UnsupportedAttentionError: The same output is being written already; or something has appeared or changed in its
-            place during the work, which is left as it is.
-        OSError: The folder cannot be written.
+    Yields a new, empty folder near it. When the `with` block ends it is renamed to the output; after an error it is
+    deleted. A process that is killed leaves at most this folder, `.NAME.converting`. Refused is an output that is being
+    written already. Something that has appeared or changed in its place during the work is left as it is.
     """
     path, draft = output.path, output.draft
     try:

@@ -213,10 +213,8 @@ def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
     `work` raises `evaluation.progress.Interrupted` with the partial result. The command shows the result and ends with
-    `typer.Exit(status)`. If nothing is complete, it ends with an error that says so.
-
-    Returns:
-        The result or the partial result, and the exit status: 0 or 130.
+    `typer.Exit(status)`. If nothing is complete, it ends with an error that says so. Returns the result or the partial
+    result, and the exit status: 0 or 130.
     """
     from hf_efficient_attn.evaluation.progress import Interrupted
 
@@ -335,10 +333,8 @@ def parse_pair(text: str) -> tuple[str, Any]:
 def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict[str, MethodConfig]":
     """Parse methods, NAME or NAME:key=value:key=value, repeated or separated by commas: label -> config.
 
-    A setting is method.key=value for one method, or key=value for all methods that have the hyperparameter.
-
-    Raises:
-        UnsupportedAttentionError: an unknown method or hyperparameter, or a setting that applies to no method.
+    A setting is method.key=value for one method, or key=value for all methods that have the hyperparameter. An unknown
+    method or hyperparameter, and a setting that applies to no method, are refused.
     """
     from hf_efficient_attn.evaluation.defaults import method_label
     from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS

@@ -133,10 +133,8 @@ class Conversion:
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer.
 
-        `switch` does this, too. The attention must have no learned tables of the present length.
-
-        Raises:
-            UnsupportedAttentionError: The model has no position table, or a longer one; or the new one is too large.
+        `switch` does this, too. Refused are a model without a position table or with a longer one, a new table that is
+        too large, and attention with learned tables of the present length.
         """
         model, length = self.model, self._max_length
         positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
@@ -171,11 +169,8 @@ class Conversion:
     def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
 
-        Args:
-            add_files: Adds files to the folder that it is given, before the model card is made from them.
-
-        Returns:
-            The report of `convert_checkpoint`.
+        `add_files` adds files to the folder that it is given, before the model card is made from them. Returns the
+        report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
         with staged(self.place) as draft:
@@ -253,9 +248,8 @@ def num_positions(model: PreTrainedModel) -> int | None:
 def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:
     """The methods of a converted model, in the order of the layers.
 
-    Returns:
-        For each method "layers", "method", "settings" (the hyperparameters that differ from the defaults) and "tokens":
-        the number of tokens up to which these layers compute exact attention, 0 if they never do.
+    For each method "layers", "method", "settings" (the hyperparameters that differ from the defaults) and "tokens": the
+    number of tokens up to which these layers compute exact attention, 0 if they never do.
     """
     methods: dict[Layer, MethodConfig] = {}
     for module in attention_modules(model):

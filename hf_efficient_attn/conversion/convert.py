@@ -64,8 +64,7 @@ def choice_of(
 ) -> EfficientAttentionConfig | None:
     """The choice that the arguments of `convert` describe; None for one of Transformers' own implementations.
 
-    Raises:
-        UnsupportedAttentionError: there is no such choice, whatever the model is.
+    What is no choice, whatever the model is, is refused.
     """
     if isinstance(method_or_config, str) and method_or_config not in available_methods():
         if method_or_config not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):

@@ -93,8 +93,7 @@ def _extend(table: Tensor, length: int, method: str) -> Tensor:
 def position_tables(root: PreTrainedModel) -> list[tuple[nn.Module, nn.Embedding, PreTrainedConfig]]:
     """Every learned table over token positions in a model: its module, the table itself, and the outermost config.
 
-    Raises:
-        UnsupportedAttentionError: there is none. The message says which positions the model has instead.
+    A model without one is refused. The message says which positions it has instead.
     """
     found: dict[int, tuple[nn.Module, nn.Embedding, PreTrainedConfig]] = {}
     for part in models_in(root):

@@ -247,12 +247,11 @@ def timing_of(row: Mapping[str, Any]) -> Timing:
 def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
     """Conclude from rows of "measurements" which of the methods with these labels pay off.
 
-    Returns:
-        "pays_from": label -> the smallest length from which on the method is a gain (`Timing.is_gain`), or None.
-        "summary": sentences that say so. "recommended": the label of the method to use at the greatest length at which
-        several were compared, "sdpa", or None if errors were not measured or there is nothing to compare;
-        "recommendation": a sentence that says why, or None. Of the methods that are a gain it is the fastest that keeps
-        an error of .1, averaged over layers and heads, or else the one with the smallest error.
+    "pays_from" has label -> the smallest length from which on the method is a gain (`Timing.is_gain`), or None, and
+    "summary" sentences that say so. "recommended" is the label of the method to use at the greatest length at which
+    several were compared, "sdpa", or None if errors were not measured or there is nothing to compare; "recommendation"
+    a sentence that says why, or None. Of the methods that are a gain it is the fastest that keeps an error of .1,
+    averaged over layers and heads, or else the one with the smallest error.
     """
     pays_from: dict[str, int | None] = {}
     rows_of = {label: [row for row in measurements if row["attention"] == label] for label in labels}

@@ -285,9 +285,8 @@ def _size(batch: Batch) -> int:
 class Study:
     """Errors of methods in the layers of a model, which are collected call by call.
 
-    Attributes:
-        table: the errors; of several calls in a layer, such as self and cross attention, the largest.
-        tokens: the number of tokens of the longest sequence in each layer.
+    `table` has the errors; of several calls in a layer, such as self and cross attention, the largest. `tokens` has the
+    number of tokens of the longest sequence in each layer.
     """
 
     def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:

@@ -55,13 +55,10 @@ class Inputs(NamedTuple):
 
 
 def task_of(model: PreTrainedModel) -> str:
-    """The task of a model according to its class.
+    """The task of a model according to its class; a model of another kind (speech, several inputs) is refused.
 
     It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder that predicts tokens) or
     "image-classification".
-
-    Raises:
-        UnsupportedAttentionError: a model of another kind (speech, several inputs).
     """
     name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
@@ -94,13 +91,9 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def allow_length(model: PreTrainedModel, length: int) -> str | None:
-    """Extend the positions of a text model to `length` tokens, in place.
+    """Extend the positions of a text model to `length` tokens, in place; refuse a model that cannot be extended.
 
-    Returns:
-        a sentence that describes the extension; None if the model takes `length` tokens already.
-
-    Raises:
-        UnsupportedAttentionError: the positions cannot be extended.
+    Returns a sentence that describes the extension; None if the model takes `length` tokens already.
     """
     positions = max_positions(model)
     if positions is None or length <= positions:
@@ -240,17 +233,11 @@ class ModelData:
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
 
     def inputs(self, length: int, start: int, count: int, chunk: int | None = None) -> Inputs:
-        """The inputs with the indices start, ..., start + count - 1, as far as they exist.
+        """The inputs with the indices start, ..., start + count - 1, as far as they exist, of a length that is checked.
 
-        Args:
-            length: number of tokens; pictures have the nearest possible number.
-            start: index of the first input.
-            count: largest size of the batch.
-            chunk: the pieces of this many tokens of each text, one after another, take the place of the text. They
-                have their special tokens, and the last two overlap, so that all have the same length.
-
-        Raises:
-            UnsupportedAttentionError: see `check_length`.
+        Pictures have the nearest possible number of tokens. With `chunk`, the pieces of this many tokens of each text,
+        one after another, take the place of the text. They have their special tokens, and the last two overlap, so that
+        all have the same length.
         """
         self.check_length(length)
         indices = range(start, min(start + count, self.rows))

@@ -15,13 +15,10 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "calcul
 
 
 def check_memory(model: PreTrainedModel, length: int, batch: int = 1) -> None:
-    """Refuse inputs whose activations certainly do not fit in the memory of the model's device.
+    """Refuse a batch of inputs whose activations certainly do not fit in the memory of the model's device.
 
     The estimate is low: the hidden states, queries, keys and values of one layer, and the logits of a language model
     without an encoder; beside an encoder, the decoder's inputs are short. The model is on the device that computes.
-
-    Raises:
-        UnsupportedAttentionError: a batch of `batch` inputs of `length` tokens does not fit.
     """
     width = 5 * (getattr(model.config, "hidden_size", None) or 1)
     head = model.get_output_embeddings()

@@ -92,8 +92,7 @@ def paired(
 ) -> tuple[Timing, dict[str, Timing]]:
     """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
-    Returns:
-        the timing of the reference, and label -> timing of the call. The bar is updated once per round and call.
+    Returns the timing of the reference, and label -> timing of the call. The bar is updated once per round and call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
@@ -139,9 +138,8 @@ def time_generation(
 ) -> tuple[float, float]:
     """Measure greedy generation of at least 2 tokens after prompts (B, N), with the cache that the model makes itself.
 
-    Returns:
-        medians over rounds: the seconds to the first token, and the tokens per second after it, all inputs of the batch
-        together.
+    Returns medians over rounds: the seconds to the first token, and the tokens per second after it, all inputs of the
+    batch together.
     """
     options = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
     first, later = [], []

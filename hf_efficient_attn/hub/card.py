@@ -248,11 +248,7 @@ def front_matter(facts: Facts) -> ModelCardData:
 
 
 def read_card(text: str) -> ModelCard:
-    """A card as huggingface_hub reads it.
-
-    Raises:
-        UnsupportedAttentionError: Its front matter cannot be read.
-    """
+    """A card as huggingface_hub reads it. One with a front matter that cannot be read is refused."""
     text = text.replace("\r\n", "\n")
     with refusing(f"the front matter of {NAME} cannot be read"):  # errors of the YAML library among others
         return ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}")

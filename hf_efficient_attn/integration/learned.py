@@ -80,8 +80,7 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
     """The learned parameters with which a module computes a method; empty if the method learns none.
 
-    Raises:
-        UnsupportedAttentionError: the module lacks them, because its config was changed without switching the model.
+    A module that lacks them, because its config was changed without switching the model, is refused.
     """
     learned = learned_of(module)
     if learned is not None and learned.method == method:
@@ -99,8 +98,7 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
 def attach(found: AttentionModule, method: MethodConfig | None) -> None:
     """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
-    Raises:
-        UnsupportedAttentionError: the sizes cannot be determined, or the module's parameters are offloaded.
+    A module whose sizes cannot be determined, or whose parameters are offloaded, is refused.
     """
     current, needs = learned_of(found.module), method is not None and learns(method)
     if current is not None and not needs:

@@ -21,10 +21,9 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".t
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Read UTF-8 text, gzipped if the name of the file ends in .gz. Line ends become line feeds.
+    """Read UTF-8 text, gzipped if the name of the file ends in .gz; refuse other text, and damaged gzip.
 
-    Raises:
-        UnsupportedAttentionError: The file is not UTF-8 text, or is damaged gzip.
+    Line ends become line feeds.
     """
     try:
         with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
@@ -53,9 +52,8 @@ def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def text_of(path: pathlib.Path) -> str:
     """The text of a file: .txt, or .jsonl, whose fields "text" are joined with an empty line between them; also .gz.
 
-    Raises:
-        UnsupportedAttentionError: The file does not exist, is a folder, is not UTF-8 text or is damaged, a line of
-            JSON has no string "text", or there is no text at all.
+    Refused are a file that does not exist, is a folder, is damaged or not UTF-8 text, a line of JSON without a string
+    "text", and a file without text.
     """
     if not path.is_file():
         raise UnsupportedAttentionError(f"{path}: not a file; texts are .txt, .txt.gz, .jsonl or .jsonl.gz files")
@@ -77,8 +75,7 @@ def text_of(path: pathlib.Path) -> str:
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids of the tokens that a tokenizer adds before and after a text, such as [CLS] and [SEP] of BERT.
 
-    Raises:
-        UnsupportedAttentionError: The tokenizer changes the tokens of the text itself when it adds special tokens.
+    A tokenizer that changes the tokens of the text itself when it adds special tokens is refused.
     """
     without = tokenizer("a", add_special_tokens=False)["input_ids"]
     complete = tokenizer("a")["input_ids"]
@@ -91,13 +88,9 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...
 
 
 def pictures_of(path: pathlib.Path) -> list[tuple[str, Callable[[], bytes]]]:
-    """The images in a folder and its subfolders, or in a zip file, sorted by name.
+    """The images in a folder and its subfolders, or in a zip file, sorted by name; refuse what contains none.
 
-    Returns:
-        (name, function that returns the bytes of the image file) of every image.
-
-    Raises:
-        UnsupportedAttentionError: The path is neither a folder nor a zip file, or contains no images.
+    Returns (name, function that returns the bytes of the image file) of every image.
     """
     found: list[tuple[str, Callable[[], bytes]]]
     if path.is_dir():

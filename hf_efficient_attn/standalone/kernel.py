@@ -114,8 +114,7 @@ def export_kernel(
 def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
     """The `attn_implementation` that names the method of a model's config in a kernel repository.
 
-    Raises:
-        UnsupportedAttentionError: A kernel repository cannot compute the attention of this model.
+    A model whose attention a kernel repository cannot compute is refused.
     """
     check_hub_id(repo_id, "--kernel")
     stored = config.efficient_attention
@@ -156,12 +155,9 @@ def method_module(method: str) -> str:
 def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -> dict[str, str]:
     """The texts of modules, of the packages that contain them, and of all modules of this package that they import.
 
-    Args:
-        names: Modules relative to this package, such as "methods.nearfar". The package itself is left out.
-        without_imports: Packages of which only the docstring is kept.
-
-    Returns:
-        The texts by their paths relative to the package, in alphabetical order.
+    `names` are relative to this package, such as "methods.nearfar"; the package itself is left out. Of the packages
+    `without_imports` only the docstring is kept. Returns the texts by their paths in the package, in alphabetical
+    order.
     """
     root, texts, waiting = importlib.resources.files(_PACKAGE), dict[str, str](), [*names]
     while waiting:

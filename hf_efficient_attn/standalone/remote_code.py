@@ -25,8 +25,7 @@ MODULE = "modeling_efficient_attention"
 def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
     """The text of the file for a model's config, and the `auto_map` that refers to it.
 
-    Raises:
-        UnsupportedAttentionError: Transformers has no auto class for the model, or a method is not of this package.
+    A model for which Transformers has no auto class, and methods that are not of this package, are refused.
     """
     stored, classes = config.efficient_attention, {name: cls.__name__ for name, cls in auto_classes(config).items()}
     methods = sorted({entry.config.method for entry in as_settings(stored).entries}) if stored else []

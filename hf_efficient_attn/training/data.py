@@ -24,21 +24,14 @@ _HELD_OUT_INTERVAL, _MOST_HELD_OUT = 20, 8
 class TrainingData:
     """At most `num_batches` batches of windows of a text, or of pictures, for the model of a checkpoint folder.
 
-    Args:
-        model: the model.
-        folder: its checkpoint, with a tokenizer or an image processor.
-        file: the text, or the folder or zip file of pictures.
-        length: number of tokens of an input, for pictures the nearest possible one. None for as many as the model
-            takes, at most 2,048, or those of pictures of the size that the model was trained with.
-        batch_size, num_batches: number of inputs of a batch, and of batches to learn from.
+    `file`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
+    takes, at most 2,048, or those of pictures of the size that the model was trained with. Refused are a file that
+    cannot be read or has too few batches, a length that the model cannot have, and a model without a tokenizer or image
+    processor.
 
     Attributes:
-        name, tokens: of the data, and the number of tokens of an input.
+        name, tokens: of the data, and the number of tokens of an input, for pictures the nearest possible one.
         train, held_out: the numbers of the batches to learn from, and of the others.
-
-    Raises:
-        UnsupportedAttentionError: a file that cannot be read or has too few batches, a length that the model cannot
-            have, or a model without a tokenizer or image processor.
     """
 
     def __init__(

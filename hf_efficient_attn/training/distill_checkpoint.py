@@ -181,8 +181,7 @@ class _CheckpointRun:
     def _load(self) -> dict[str, Any]:
         """The saved state of every stage that has begun, and what is saved beside them, the "record".
 
-        Raises:
-            UnsupportedAttentionError: it cannot be read or belongs to another request, or `write_now` needs one.
+        A state that cannot be read or belongs to another request is refused, and `write_now` without one.
         """
         if self._plan.restart:
             self._remove_state()

@@ -75,8 +75,7 @@ class Training(abc.ABC):
     def step(self, batch: Batch) -> list[LayerLoss]:
         """Train on one batch. Returns the losses before the step; none if the batch trained nothing.
 
-        Raises:
-            DivergedError: a loss is not finite. The parameters are then the best ones so far.
+        If a loss is not finite, `DivergedError` is raised, and the parameters are the best ones so far.
         """
         self._optimizer.zero_grad()
         losses = self._backward(batch)
@@ -108,11 +107,8 @@ class Training(abc.ABC):
     def run(self, stream: Iterator[Batch], on_step: OnStep | None = None, *, show_progress: bool = True) -> list[float]:
         """Take the steps that remain, with a progress bar. The model then has the parameters, however this ends.
 
-        Returns the mean of the losses in each of the steps that trained something.
-
-        Raises:
-            UnsupportedAttentionError: the first batches train nothing, or there are too few.
-            DivergedError: see `step`.
+        Returns the mean of the losses in each of the steps that trained something. First batches that train nothing,
+        and too few batches, are refused.
         """
         means: list[float] = []
         first, is_hidden = self.step_number, None if show_progress and process_rank() == 0 else True

@@ -225,8 +225,7 @@ class BigGANBatchNorm(nn.Module):
 def rows_to_fill(truncations: Sequence[float] | None, n_stats: int) -> dict[float, list[int]]:
     """Map each truncation to the rows of a table of `n_stats` rows that its statistics go into; None: all rows.
 
-    Raises:
-        ValueError: a truncation is outside (0, 1], or two truncations use the same row.
+    A truncation outside (0, 1], and two truncations that use the same row, raise ValueError.
     """
     if truncations is None:
         return {row / (n_stats - 1): [row] for row in range(n_stats)}
