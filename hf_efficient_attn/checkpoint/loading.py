@@ -64,11 +64,8 @@ def load_model(checked: CheckedSource) -> PreTrainedModel:
 
     The class is the one that `config.architectures` names, with its head, or that of AutoModel if the config names
     none. The dtype is that of most values in the checkpoint. The parameters are views of the files, private to this
-    process, until they are changed.
-
-    Raises:
-        UnsupportedAttentionError: Transformers does not have the class, or the checkpoint's tensors are missing or do
-            not have the shapes that the config describes.
+    process, until they are changed. A class that Transformers does not have, and tensors that are missing or do not
+    have the shapes that the config describes, are refused.
     """
     return load_with_report(checked).model
 

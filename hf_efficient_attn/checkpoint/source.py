@@ -71,14 +71,11 @@ class CheckedSource:
     """A checkpoint with files that have been checked. None of its code has run.
 
     Attributes:
-        folder: The folder with its files.
-        inside: The folder that no link in `folder` leads out of.
+        folder, inside: The folder with its files, and the folder that no link in it leads out of.
         hub_id: The hub id if the checkpoint comes from the hub, else None.
-        config: `config.json` without keys that refer to code or files elsewhere.
-        dropped_keys: The names of these keys.
+        config, dropped_keys: `config.json` without keys that refer to code or files elsewhere, and their names.
         weights: The weight files.
-        companions: The files of tokenizer, processor, sentence-transformers and licence, as paths relative to the
-            folder.
+        companions: The files of tokenizer, processor, sentence-transformers and licence, by their paths in the folder.
         left_out: The names of the other files, which are not read.
     """
 
@@ -98,15 +95,11 @@ class CheckedSource:
 
 
 def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = False) -> CheckedSource:
-    """Find a checkpoint, and check every file of it that will be used.
+    """Find a checkpoint, and check every file of it that will be used. `load_model` builds the model from the result.
 
-    Args:
-        source: A folder; or the id of a model on the Hugging Face hub. Its safetensors, JSON and tokenizer files are
-            downloaded unless they are in the cache.
-        allow_pickle: Whether to read `pytorch_model.bin`, with weights_only=True, if there are no safetensors.
-
-    Returns:
-        The checkpoint. `load_model` builds the model from it.
+    `source` is a folder, or the id of a model on the Hugging Face hub, whose safetensors, JSON and tokenizer files are
+    downloaded unless they are in the cache. With `allow_pickle`, `pytorch_model.bin` is read, with weights_only=True,
+    if there are no safetensors.
 
     Raises:
         UnsupportedAttentionError: There is no such checkpoint, one of its files is missing or damaged, a link or a
@@ -242,7 +235,13 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
     """
     is_sharded, paths = False, [folder / SINGLE]
     if not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / INDEX):
-        is_sharded, paths = True, _files_of(read_object(folder / INDEX, inside), folder)
+        weight_map = read_object(folder / INDEX, inside).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UnsupportedAttentionError(f"{INDEX} has no weight_map, which says which file holds which tensor")
+        names = sorted({plain_name(name, f"{INDEX}: weight_map") for name in weight_map.values()})
+        for name in (name for name in names if not name.endswith(".safetensors")):
+            raise UnsupportedAttentionError(f"{INDEX}: weight_map names {shown(name)}, which is no safetensors file")
+        is_sharded, paths = True, [folder / name for name in names]
     elif allow_pickle and not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / PICKLED):
         paths = [folder / PICKLED]
     if os.path.lexists(paths[0]) or is_sharded:
@@ -259,18 +258,6 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
         f"{shown(str(folder))} holds its weights as {shown(pickles[0])}, not as safetensors; such a file can run any "
         f"code when it is loaded. If you trust its origin: {hint}"
     )
-
-
-def _files_of(listed: Mapping[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """The weight files that an index names, in order."""
-    weight_map = listed.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UnsupportedAttentionError(f"{INDEX} has no weight_map, which says which file holds which tensor")
-    names = {plain_name(name, f"{INDEX}: weight_map") for name in weight_map.values()}
-    for name in names:
-        if not name.endswith(".safetensors"):
-            raise UnsupportedAttentionError(f"{INDEX}: weight_map names {shown(name)}, which is no safetensors file")
-    return [folder / name for name in sorted(names)]
 
 
 def _read(path: pathlib.Path, inside: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -84,9 +84,10 @@ class Conversion:
     """The conversion of one checkpoint, of which `convert_checkpoint` carries out all parts.
 
     Between `switch` and `write` the learned parameters of the model can be trained, and its own parameters too.
+    Attributes are `checked`, the source, `place`, the output folder, and `model`, the source's model in eval mode.
 
     Args:
-        source: A folder or hub id, as for `open_checkpoint`.
+        source: A folder or hub id, as for `open_checkpoint`, like `allow_pickle`.
         output: The folder to write. It must not exist, or be empty, unless `force` is given.
         max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
             (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
@@ -96,12 +97,6 @@ class Conversion:
         has_code: Write a file with the code of the attention, with which the result loads without this package by
             `trust_remote_code=True`. Methods with learned parameters are possible, too.
         force: Replace an existing output folder when everything is written.
-        allow_pickle: As for `open_checkpoint`.
-
-    Attributes:
-        checked: The source.
-        place: The output folder.
-        model: The source's model, in eval mode.
     """
 
     def __init__(

@@ -40,7 +40,13 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
         raise UnsupportedAttentionError(unknown_name("method of extend_positions", method, ["tile", "interpolate"]))
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise UnsupportedAttentionError(f"max_length must be a positive integer, not {shown(max_length)}")
-    _refuse_learned_tables(model)
+    for module in model.modules():
+        if isinstance(module, LearnedParameters) and getattr(module.method, "max_length", None) == 0:
+            name = module.method.method
+            raise UnsupportedAttentionError(
+                f"the model has learned tables of {name} for {module.sizes['max_length']} tokens: convert it to "
+                f"{EXACT!r}, extend its positions, and convert it to {name!r} again"
+            )
     tables = [table for root in roots for table in position_tables(root)]
     for _, embedding, _ in tables:
         present = embedding.num_embeddings - position_offset(embedding)
@@ -68,17 +74,6 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
         if hasattr(config, "n_ctx"):  # in files of early versions
             config.n_ctx = config.max_position_embeddings
     return model
-
-
-def _refuse_learned_tables(model: nn.Module) -> None:
-    """Refuse models whose attention method has learned tables as long as the position table."""
-    for module in model.modules():
-        if isinstance(module, LearnedParameters) and getattr(module.method, "max_length", None) == 0:
-            name = module.method.method
-            raise UnsupportedAttentionError(
-                f"the model has learned tables of {name} for {module.sizes['max_length']} tokens: convert it to "
-                f"{EXACT!r}, extend its positions, and convert it to {name!r} again"
-            )
 
 
 def _extend(table: Tensor, length: int, method: str) -> Tensor:

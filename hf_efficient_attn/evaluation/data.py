@@ -107,11 +107,10 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
 
 
 class ModelData:
-    """Inputs for a model.
+    """Inputs for a model: texts or pictures of a file, Python's documentation, or random pixels.
 
     Args:
-        model: in eval mode, as loaded from `folder`.
-        folder: the checkpoint, with its tokenizer or the configuration of its image processor.
+        model, folder: in eval mode, and the checkpoint that it was loaded from, with its tokenizer or image processor.
         file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
             or for random pixels.
         longest: largest number of tokens that will be requested; the model must have as many positions.
@@ -119,14 +118,11 @@ class ModelData:
         shorter: whether to reduce `longest` to the length of a text that is too short, instead of refusing the text.
 
     Attributes:
-        task: see `task_of`.
-        name: of the data; "generated" for random pixels.
+        task, name: see `task_of`, and the name of the data; "generated" for random pixels.
         rows: number of inputs of each length.
         native, native_tokens: height and width of the pictures that the model was trained with, and their tokens.
 
-    Raises:
-        UnsupportedAttentionError: a file that cannot be read or is too short, or a model without a tokenizer or image
-            processor.
+    A file that cannot be read or is too short, and a model without tokenizer or image processor, are refused.
     """
 
     def __init__(

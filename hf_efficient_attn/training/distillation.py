@@ -147,15 +147,11 @@ def distill(
 
 
 class Distillation(Training):
-    """Trains the learned parameters of a converted model's layers, one batch at a time.
+    """Trains the learned parameters of a converted model's layers, one batch at a time; its other parameters stay.
 
-    The parameters are trained as copies in float32 or float64. A model without any is refused.
-
-    Args:
-        model: a converted model, whose other parameters stay as they are.
-        num_steps, loss, options: as in `distill`.
-        teacher: computes the output to imitate, for the inputs of a call.
-        fixed: learned parameters that stay as they are.
+    The parameters are trained as copies in float32 or float64. A model without any is refused. `num_steps`, `loss` and
+    `options` are those of `distill`. `teacher` computes the output to imitate, for the inputs of a call, and `fixed`
+    are learned parameters that stay as they are.
     """
 
     title, key = "distillation", "layers"

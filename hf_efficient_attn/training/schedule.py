@@ -78,7 +78,7 @@ class UptrainingSchedule:
         return cls([_parse_stage(text) for text in texts], total_steps)
 
     def ends(self, total_steps: int) -> list[int]:
-        """The number of completed steps at which each stage ends, the last being `total_steps`. Each must have a step."""
+        """The number of completed steps at which each stage ends, up to `total_steps`. Each stage must have a step."""
         # The inner rounding removes floating-point noise: 0.29 * 100 is 28.999999999999996.
         known = [stage.end or 0 for stage in self.stages[:-1]]
         ends = [*(end if isinstance(end, int) else round(round(end * total_steps, 6)) for end in known), total_steps]
