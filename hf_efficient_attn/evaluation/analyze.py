@@ -31,13 +31,7 @@ from hf_efficient_attn.evaluation.calibration import (
     measure_output_error,
     measure_speed,
 )
-from hf_efficient_attn.evaluation.capture import (
-    Batch,
-    Call,
-    capture_attention,
-    forward,
-    summarize_attention,
-)
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import make_candidates
 from hf_efficient_attn.evaluation.memory import check_memory, memory_errors

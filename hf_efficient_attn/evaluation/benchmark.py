@@ -21,13 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.evaluation.capture import takes_pictures
-from hf_efficient_attn.evaluation.comparison import (
-    AGREEMENT,
-    LengthComparison,
-    Procedure,
-    chunk_label,
-    make_variants,
-)
+from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
 from hf_efficient_attn.evaluation.data import (
     DOCUMENTATION,
     ModelData,
