@@ -88,7 +88,7 @@ def export_kernel(
 
     Exit status: 0 done, 1 an error of writing, 2 refused, 130 interrupted: then the output folder does not appear.
     """
-    from hf_efficient_attn.standalone.kernel import export_kernel
+    from hf_efficient_attn.standalone.export import export_kernel
 
     done = export_kernel(method, output, repo_id=repo, force=force)
     if as_json:

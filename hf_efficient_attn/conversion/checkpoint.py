@@ -34,8 +34,7 @@ from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConf
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
-from hf_efficient_attn.standalone.kernel import kernel_implementation
-from hf_efficient_attn.standalone.remote_code import MODULE, remote_code
+from hf_efficient_attn.standalone.export import MODULE, kernel_implementation, remote_code
 
 
 def convert_checkpoint(

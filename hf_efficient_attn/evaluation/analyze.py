@@ -34,9 +34,8 @@ from hf_efficient_attn.evaluation.calibration import (
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
 from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
 from hf_efficient_attn.evaluation.defaults import make_candidates
-from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.timing import machine, use_device
+from hf_efficient_attn.evaluation.timing import check_memory, machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig

@@ -31,9 +31,16 @@ from hf_efficient_attn.evaluation.data import (
     task_of,
 )
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
-from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, UNSTEADY, Timing, machine, use_device
+from hf_efficient_attn.evaluation.timing import (
+    MIN_SPEED_UP,
+    UNSTEADY,
+    Timing,
+    check_memory,
+    machine,
+    memory_errors,
+    use_device,
+)
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges

@@ -30,7 +30,7 @@ from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info
 from hf_efficient_attn.models import auto_class, model_type
-from hf_efficient_attn.standalone.remote_code import MODULE
+from hf_efficient_attn.standalone.export import MODULE
 
 NAME = "README.md"
 START, END = "<!-- hf_efficient_attn -->", "<!-- /hf_efficient_attn -->"

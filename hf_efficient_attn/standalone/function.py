@@ -1,6 +1,6 @@
 """The attention function of a kernel repository, which Transformers calls where this package is not installed.
 
-`standalone.kernel` copies this module, and all others that it imports, into the repository. None of them imports
+`standalone.export` copies this module, and all others that it imports, into the repository. None of them imports
 Transformers. The function reads the hyperparameters from `module.config`, and it knows no more of the model than the
 attention module that calls it. What depends on the rest of the model is therefore refused, although the package itself
 can do it.

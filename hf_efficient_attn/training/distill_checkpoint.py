@@ -20,9 +20,8 @@ from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
-from hf_efficient_attn.evaluation.memory import memory_errors
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
-from hf_efficient_attn.evaluation.timing import machine, use_device
+from hf_efficient_attn.evaluation.timing import machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
 from hf_efficient_attn.methods import make_config

@@ -23,7 +23,6 @@ from hf_efficient_attn.evaluation import (
     calibration,
     capture,
     comparison,
-    memory,
     pictures,
     timing,
 )
@@ -693,7 +692,7 @@ def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
     advice = "the memory is not enough for this measurement: give shorter lengths or a smaller batch"
     assert capsys.readouterr().err == f"error: {advice}\n"
     for error, given in ((MemoryError, torch.OutOfMemoryError("CUDA")), (RuntimeError, RuntimeError("shapes"))):
-        with pytest.raises(error, match=r"give less|shapes"), memory.memory_errors("give less"):
+        with pytest.raises(error, match=r"give less|shapes"), timing.memory_errors("give less"):
             raise given
 
 
