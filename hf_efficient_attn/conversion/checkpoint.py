@@ -160,7 +160,7 @@ class Conversion:
         if self._kernel is not None:
             kernel_implementation(model.config, self._kernel)  # refuse it before the work
 
-    def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
+    def write(self, *, add_files: Callable[[pathlib.Path], object] | None = None) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
 
         `add_files` adds files to the folder that it is given, before the model card is made from them. Returns the

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -307,12 +308,10 @@ class _CheckpointRun:
             "history": self._record["history"],
         }
 
-        def add_files(folder: pathlib.Path) -> None:
-            write_results(result, folder, "distillation", _draw)
-
         report: dict[str, Any] = {"distillation": result}
         if steps.process_rank() == 0:
             nn.Module.to(self.model, "cpu")
+            add_files = partial(write_results, result, name="distillation", draw=_draw)
             report |= self._conversion.write(add_files=add_files)
         if result["complete"]:
             self._remove_state()
