@@ -19,7 +19,7 @@ from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
-from hf_efficient_attn.checkpoint.staging import check_output, staged
+from hf_efficient_attn.checkpoint.staging import Output
 from hf_efficient_attn.conversion.convert import choice_of, convert
 from hf_efficient_attn.conversion.positions import extend_positions
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
@@ -112,7 +112,7 @@ class Conversion:
     ) -> None:
         self._source, self._output, self._max_length = os.fspath(source), os.fspath(output), max_length
         self.checked = open_checkpoint(source, allow_pickle=allow_pickle)
-        self.place = check_output(output, self.checked.folder, force=force)
+        self.place = Output(output, self.checked.folder, force=force)
         loaded = self._loaded = load_with_report(self.checked)
         self.model = loaded.model
         self._origin = origin = provenance(self.checked)
@@ -167,7 +167,7 @@ class Conversion:
         report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
-        with staged(self.place) as draft:
+        with self.place.staged() as draft:
             changes = find_changes(model, checked.weights, self._loaded.missing, draft)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
             with quiet(), refusing("config.json of the result", OSError):

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.checkpoint.provenance import check_hub_id
-from hf_efficient_attn.checkpoint.staging import check_output, staged
+from hf_efficient_attn.checkpoint.staging import Output
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json
@@ -94,13 +94,13 @@ def export_kernel(
             f"{method}: a kernel repository takes methods of this package without learned parameters: "
             f"{', '.join(kernel_methods())}. Models with another method need this package"
         )
-    place = check_output(output, pathlib.Path(__file__).parents[1], force=force)
+    place = Output(output, pathlib.Path(__file__).parents[1], force=force)
     repo_id = repo_id or f"ORG/{place.path.name}"
     check_hub_id(repo_id, "the kernel repository")
     name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
     files, module = kernel_files(method), name.replace("-", "_")
     values = {"info": info, "name": name, "repo_id": repo_id, "version": __version__, "backends": json.dumps(BACKENDS)}
-    with staged(place) as draft:
+    with place.staged() as draft:
         _write(draft / "torch-ext" / module, files)
         for backend in BACKENDS:
             folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": _COMPATIBLE}
