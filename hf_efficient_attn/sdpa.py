@@ -5,6 +5,7 @@ call of `scaled_dot_product_attention` or of `torch.nn.MultiheadAttention`. Whil
 prepared runs, a `torch.overrides.TorchFunctionMode` of its thread sees these calls. Nothing is patched.
 """
 
+import functools
 import inspect
 import threading
 import zlib
@@ -61,10 +62,25 @@ class SDPAReplacement:
         for name, module in model.named_modules():
             # A layer without further layers, such as Linear, calls no attention; the model itself may do so.
             if module is model or next(module.children(), None) is not None:
-                hooks = _Hooks(self, name or type(model).__name__)
-                self._handles.append(module.register_forward_pre_hook(hooks.enter))
+                name = name or type(model).__name__
+                seed = zlib.crc32(name.encode()) // 2
+                self._handles.append(module.register_forward_pre_hook(functools.partial(self._enter, name, seed)))
+                leave = functools.partial(self._leave, name)
                 # Of several replacements the last one to enter is the first to leave.
-                self._handles.append(module.register_forward_hook(hooks.leave, prepend=True, always_call=True))
+                self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+
+    def _enter(self, name: str, seed: int, module: nn.Module, *_: object) -> None:
+        if not any(replacement is self for replacement, *_ in _running.modules):
+            self.mode.__enter__()
+        _running.modules.append((self, name, None if module.training else seed))
+
+    def _leave(self, name: str, *_: object) -> None:
+        # PyTorch calls this after every failure, also if another hook has failed before `_enter`.
+        if not _running.modules or _running.modules[-1][:2] != (self, name):
+            return
+        _running.modules.pop()
+        if not any(replacement is self for replacement, *_ in _running.modules):
+            self.mode.__exit__(None, None, None)
 
     def report(self) -> str:
         """One line for each module, shape and outcome, with the number of calls."""
@@ -110,27 +126,6 @@ def replace_sdpa(
             "without them, such as nearfar, or convert and distill a model of Transformers"
         )
     return SDPAReplacement(model, config, min_length)
-
-
-class _Hooks:
-    """The hooks of one module."""
-
-    def __init__(self, replacement: SDPAReplacement, name: str) -> None:
-        self.replacement, self.name = replacement, name
-        self.seed = zlib.crc32(name.encode()) // 2
-
-    def enter(self, module: nn.Module, *_: object) -> None:
-        if not any(replacement is self.replacement for replacement, *_ in _running.modules):
-            self.replacement.mode.__enter__()
-        _running.modules.append((self.replacement, self.name, None if module.training else self.seed))
-
-    def leave(self, *_: object) -> None:
-        # PyTorch calls this after every failure, also if another hook has failed before `enter`.
-        if not _running.modules or _running.modules[-1][:2] != (self.replacement, self.name):
-            return
-        _running.modules.pop()
-        if not any(replacement is self.replacement for replacement, *_ in _running.modules):
-            self.replacement.mode.__exit__(None, None, None)
 
 
 class _Mode(TorchFunctionMode):
