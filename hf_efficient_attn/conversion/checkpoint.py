@@ -20,16 +20,12 @@ from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import Output
-from hf_efficient_attn.conversion.convert import choice_of, convert
-from hf_efficient_attn.conversion.positions import extend_positions
+from hf_efficient_attn.conversion.convert import choice_of, convert, extend_positions, num_positions
 from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import Facts, write_card
-from hf_efficient_attn.integration.attention import method_at
-from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
-from hf_efficient_attn.integration.positions import find_tables
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, changed_hyperparameters
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.methods import MethodConfig
@@ -233,29 +229,19 @@ def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) 
             raise UnsupportedAttentionError(f"the model does not find {shown(lost[0]) if lost else 'all tensors'}")
 
 
-def num_positions(model: PreTrainedModel) -> int | None:
-    """The number of tokens that a text model takes, as its position table or its config says; None if neither does."""
-    tables = [table.num_positions for table in find_tables(model, model.config)]
-    return min(tables) if tables else getattr(model.config, "max_position_embeddings", None)
-
-
 def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:
     """The methods of a converted model, in the order of the layers.
 
     For each method "layers", "method", "settings" (the hyperparameters that differ from the defaults) and "tokens": the
     number of tokens up to which these layers compute exact attention, 0 if they never do.
     """
-    methods: dict[Layer, MethodConfig] = {}
-    for module in attention_modules(model):
-        method = method_at(module.config, method_of(module.config), module.location)
-        if method is not None and module.location.label is not None:
-            methods.setdefault(module.location.label, method)
     layers: dict[MethodConfig, list[Layer]] = {}
-    for layer in in_order(methods):
-        layers.setdefault(methods[layer], []).append(layer)
+    for found in attention_modules(model):
+        if found.chosen is not None and found.location.label is not None:
+            layers.setdefault(found.chosen, []).append(found.location.label)
     return [
         {
-            "layers": labels,
+            "layers": in_order(labels),
             "method": method.method,
             "settings": changed_hyperparameters(method),
             "tokens": method.exact_length,

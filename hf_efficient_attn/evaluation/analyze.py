@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.analysis import head_to_tail, softmax_matrix, stable_rank
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.calibration import (
     Choice,
@@ -32,7 +33,7 @@ from hf_efficient_attn.evaluation.calibration import (
     measure_speed,
 )
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
-from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
+from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.timing import check_memory, machine, memory_errors, use_device
@@ -240,11 +241,11 @@ def analyze_checkpoint(
     elif length is None:
         wanted = max(wanted if inputs.resizes else 0, inputs.native_tokens)
     inputs.check_length(wanted)
-    positions = max_positions(model)
+    positions = num_positions(model)
     model.to(device or model.device)
     check_memory(model, inputs.tokens_for(wanted), inputs.rows)
     notes = [None if inputs.is_image else allow_length(model, wanted)]
-    is_extended = not inputs.is_image and positions is not None and max_positions(model) != positions
+    is_extended = not inputs.is_image and positions is not None and num_positions(model) != positions
     batch = inputs.inputs(wanted, 0, inputs.rows)
     if batch.pixels is not None and batch.pixels != inputs.native:
         notes.append(

@@ -20,16 +20,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
-from hf_efficient_attn.evaluation.data import (
-    DOCUMENTATION,
-    ModelData,
-    allow_length,
-    is_encoder_decoder,
-    max_positions,
-    task_of,
-)
+from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.timing import (
@@ -120,7 +114,7 @@ def benchmark_checkpoint(
         is_pair, is_image = is_encoder_decoder(model), takes_pictures(model)
         settings = _settings(methods, own, model)
         # The model's own number, before its positions are extended.
-        native = max_positions(model)
+        native = num_positions(model)
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
         model.to(procedure.device, procedure.dtype)
         if lengths:

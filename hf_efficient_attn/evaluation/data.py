@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_efficient_attn.conversion import extend_positions
-from hf_efficient_attn.conversion.positions import position_offset, position_tables
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
@@ -81,21 +81,12 @@ def is_encoder_decoder(model: PreTrainedModel) -> bool:
     return both and bool(getattr(model.config, "is_encoder_decoder", False))
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """The number of tokens that a text model has positions for; None if it is not limited or not known."""
-    try:
-        return min(table.num_embeddings - position_offset(table) for _, table, _ in position_tables(model))
-    except UnsupportedAttentionError:
-        # There is no table: rotary positions are computed, but the model was trained for a limited number of them.
-        return getattr(model.config, "max_position_embeddings", None)
-
-
 def allow_length(model: PreTrainedModel, length: int) -> str | None:
     """Extend the positions of a text model to `length` tokens, in place; refuse a model that cannot be extended.
 
     Returns a sentence that describes the extension; None if the model takes `length` tokens already.
     """
-    positions = max_positions(model)
+    positions = num_positions(model)
     if positions is None or length <= positions:
         return None
     if getattr(model.config, "rope_parameters", None) is not None:

@@ -35,9 +35,6 @@ def partial_result(result: Callable[[], Any]) -> Iterator[None]:
         raise Interrupted(known) from None
 
 
-def _ignore(value: Any) -> None: ...
-
-
 @dataclass(frozen=True)
 class Execution:
     """How a measurement is carried out and followed. The time limit counts from the creation of the object.
@@ -49,8 +46,8 @@ class Execution:
     """
 
     minutes: float | None = None
-    on_row: Callable[[Any], None] = _ignore
-    on_begin: Callable[[Any], None] = _ignore
+    on_row: Callable[[Any], None] = lambda row: None
+    on_begin: Callable[[Any], None] = lambda about: None
     _start: float = field(default_factory=time.monotonic, repr=False)
 
     def seconds_left(self) -> float:

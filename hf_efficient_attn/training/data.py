@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
-from hf_efficient_attn.evaluation.data import ModelData, max_positions
+from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.training.steps import process_rank, shuffled, world_size
 
 # The default number of tokens, if the model takes as many.
@@ -43,7 +44,7 @@ class TrainingData:
         batch_size: int,
         num_batches: int,
     ) -> None:
-        is_image, positions = takes_pictures(model), max_positions(model)
+        is_image, positions = takes_pictures(model), num_positions(model)
         longest = length or min(positions or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
         if not is_image and positions is not None and longest > positions:
             raise UnsupportedAttentionError(

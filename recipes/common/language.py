@@ -14,7 +14,7 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
-from hf_efficient_attn.evaluation.data import max_positions
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.io.reading import special_tokens
 from recipes.common import training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, check_share, option, several
@@ -78,7 +78,7 @@ class TextArguments:
 
     def size_for(self, model: PreTrainedModel) -> int:
         """The number of tokens of a window. Refuses more than the model has positions for."""
-        positions = max_positions(model)
+        positions = num_positions(model)
         if self.block_size is None:
             return min(DEFAULT_BLOCK, positions or DEFAULT_BLOCK)
         if positions is not None and self.block_size > positions:

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import unknown_name
-from hf_efficient_attn.evaluation.data import max_positions
 from recipes.common.arguments import RecipeArguments, key_values, option, several
 
 
@@ -155,5 +155,5 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, ki
     if arguments.extend_positions:
         hea.extend_positions(model, arguments.extend_positions)
     if arguments.extend_positions or arguments.model_type:
-        tokenizer.model_max_length = max_positions(model) or tokenizer.model_max_length
+        tokenizer.model_max_length = num_positions(model) or tokenizer.model_max_length
     return model
