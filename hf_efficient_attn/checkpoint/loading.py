@@ -87,14 +87,9 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
         with _limited_size(tensors):
             # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
             load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
-            model, report = load(
-                None,
-                config=config,
-                state_dict=tensors,
-                dtype=counts.most_common(1)[0][0] if counts else torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            dtype = counts.most_common(1)[0][0] if counts else torch.float32
+            model, report = load(None, config=config, state_dict=tensors, dtype=dtype, **options)
         if "generation_config.json" in checked.companions and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)
     for key, present, expected in sorted(report["mismatched_keys"], key=str):

@@ -89,18 +89,11 @@ def benchmark(
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
     place, kind = common.parse_device(device), common.parse_dtype(dtype)
     report = Report(Procedure(batch, rounds, memory, rows, place, kind, new_tokens), is_silent=as_json)
+    given = (source, chosen or None, common.parse_lengths(lengths) or None)
+    options: dict[str, Any] = {"data": data, "procedure": report.procedure, "allow_pickle": allow_pickle}
+    options["execution"] = report.execution(minutes)
     with use_threads(threads):
-        result, status = common.until_interrupted(
-            lambda: benchmark_checkpoint(
-                source,
-                chosen or None,
-                common.parse_lengths(lengths) or None,
-                data=data,
-                procedure=report.procedure,
-                execution=report.execution(minutes),
-                allow_pickle=allow_pickle,
-            )
-        )
+        result, status = common.until_interrupted(lambda: benchmark_checkpoint(*given, **options))
     # A published card does not lose its measurements because of Ctrl-C.
     is_kept = card and status != 0
     written: list[pathlib.Path] = []
@@ -139,17 +132,17 @@ class Report:
         typer.echo(f"{result['source']} on {result['data']['name']}: {methods}\n{describe(result['machine'])}\n")
         chunks = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
         columns = [
-            ("tokens", 6, "length", ""),
-            ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", ""),
-            ("seconds", 7, "seconds", ".3f"),
-            ("speed-up", 8, "speed_up", ".2f"),
-            ("MiB", 6, "peak_memory_mib", ".0f"),
-            ("error", 6, "error", ".3f"),
-            ("output", 6, "output_error", ".3f"),
-            ("perplexity", 10, "perplexity", ".5g"),
-            (_title(result), 6, "agreement", ".4f"),
-            ("first tok", 9, "first_token_seconds", ".3f"),
-            ("tok/s", 6, "tokens_per_second", ".1f"),
+            ("tokens", 6, "length", "{}"),
+            ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", "{}"),
+            ("seconds", 7, "seconds", "{:.3f}"),
+            ("speed-up", 8, "speed_up", "{:.2f}x"),
+            ("MiB", 6, "peak_memory_mib", "{:.0f}"),
+            ("error", 6, "error", "{:.3f}"),
+            ("output", 6, "output_error", "{:.3f}"),
+            ("perplexity", 10, "perplexity", "{:.5g}"),
+            (_title(result), 6, "agreement", "{:.4f}"),
+            ("first tok", 9, "first_token_seconds", "{:.3f}"),
+            ("tok/s", 6, "tokens_per_second", "{:.1f}"),
         ]
         absent = set() if self.procedure.memory else {"peak_memory_mib"}
         absent |= set() if task in _PERPLEXITY else {"perplexity"}
@@ -162,12 +155,7 @@ class Report:
         if self._table is None:
             titles, widths, *_ = zip(*self._columns, strict=True)
             self._table = common.LiveTable(titles, widths, left=["attention"])
-        self._table.add(
-            [
-                None if row[key] is None else format(row[key], form) + "x" * (key == "speed_up")
-                for _, _, key, form in self._columns
-            ]
-        )
+        self._table.add([None if row[key] is None else form.format(row[key]) for *_, key, form in self._columns])
 
     def conclude(self, result: dict[str, Any], *more: str) -> None:
         """Explain the columns of the table, and say what follows from it, and some more; or print JSON."""

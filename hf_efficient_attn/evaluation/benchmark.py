@@ -119,14 +119,9 @@ def benchmark_checkpoint(
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        inputs = ModelData(
-            model,
-            checked.folder,
-            None if data is None else pathlib.Path(data),
-            longest=longest,
-            rows=max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
-            shorter=lengths is None,
-        )
+        file = None if data is None else pathlib.Path(data)
+        wanted = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
+        inputs = ModelData(model, checked.folder, file, longest=longest, rows=wanted, shorter=lengths is None)
         chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
             inputs.check_length(length)
@@ -312,22 +307,17 @@ def _settings(
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
     modules, is_pair = [module for module, *_ in attention_modules(model)], is_encoder_decoder(model)
+    kinds = map(type, modules)
     # In an encoder-decoder the conversion checks each layer.
     is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
     if methods is None:
-        configs = default_configs(
-            "compare",
-            is_causal=is_causal,
-            takes_pictures=takes_pictures(model),
-            has_distance_bias=any(has_distance_bias(type(module)) for module in modules),
-        )
+        facts = {"takes_pictures": takes_pictures(model), "has_distance_bias": any(map(has_distance_bias, kinds))}
+        configs = default_configs("compare", is_causal=is_causal, **facts)
         methods = {method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
     entries = [entry.config for one in settings.values() for entry in one.entries]
     check_methods(entries, is_causal, model=f"the {type(model).__name__}", allow_learned=True)
-    return {
-        label: EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])
-        if is_pair and len(one.entries) == 1 and one.layers is None
-        else one
-        for label, one in settings.items()
-    }
+    for label, one in settings.items():
+        if is_pair and len(one.entries) == 1 and one.layers is None:
+            settings[label] = EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])
+    return settings

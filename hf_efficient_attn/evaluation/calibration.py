@@ -293,12 +293,9 @@ class Study:
         self.table: ErrorTable = {}
         self.tokens = Counter[Layer]()
         self._batch = 0
-        causal = set(methods_with("causal"))
+        causal = [one for one in candidates if one.config.method in methods_with("causal")]
         self._candidates = {
-            call.layer: [
-                one for one in candidates if call.layer not in summary.causal_layers or one.config.method in causal
-            ]
-            for call in summary.calls
+            call.layer: list(causal if call.layer in summary.causal_layers else candidates) for call in summary.calls
         }
 
     def add(self, call: Call) -> dict[Candidate, Tensor]:
@@ -316,12 +313,9 @@ class Study:
     def end_batch(self, max_error: float) -> None:
         """Go on to the next batch, and measure no longer in a layer what exceeds a limit there in some sequence."""
         self._batch += 1
-        for layer, rest in self._candidates.items():
-            rest[:] = [
-                one
-                for one in rest
-                if layer is None or all(error <= max_error for error in self.table.get((layer, one), {}).values())
-            ]
+        for (layer, candidate), errors in self.table.items():
+            if candidate in self._candidates[layer] and not all(error <= max_error for error in errors.values()):
+                self._candidates[layer].remove(candidate)
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:

@@ -116,13 +116,8 @@ def paired(
 def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
     """Medians of pairs (seconds of a call, seconds of its reference)."""
     ratios = [reference / taken for taken, reference in pairs]
-    return Timing(
-        statistics.median(taken for taken, _ in pairs),
-        statistics.median(reference for _, reference in pairs),
-        statistics.median(ratios),
-        min(ratios),
-        max(ratios),
-    )
+    seconds, reference_seconds, ratio = map(statistics.median, (*zip(*pairs, strict=True), ratios))
+    return Timing(seconds, reference_seconds, ratio, min(ratios), max(ratios))
 
 
 class _Clock(BaseStreamer):
