@@ -5,8 +5,6 @@ markers is kept, as are the keys of the front matter that the card does not set.
 template, `card.md.jinja`.
 """
 
-import functools
-import importlib.resources
 import pathlib
 import re
 import shlex
@@ -215,8 +213,27 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
     before, after = (card.text[: part.start()], card.text[part.end() :]) if part else ("", f"\n{card.text}")
     title = name or facts.folder.resolve().name or "Model"
     with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
-        body = re.sub(r"\n{3,}", "\n\n", _template().render(_context(facts, title))).strip()
-    old, new = card.data.to_dict(), front_matter(facts).to_dict()
+        loader = jinja2.PackageLoader("hf_efficient_attn.hub", "")
+        environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined)  # Markdown: no escapes
+        environment.filters |= {"text": escape, "quote": shlex.quote}
+        body = environment.get_template("card.md.jinja").render(_context(facts, title))
+        body = re.sub(r"\n{3,}", "\n\n", body).strip()
+    origin = facts.origin
+    tags = [tag for tag in origin["tags"] or () if tag not in _OTHER_TAGS]
+    # The card's own keys of the front matter.
+    new = ModelCardData(
+        library_name="transformers",
+        base_model=origin["base_model"],
+        license=origin["license"] if _LICENSE.fullmatch(origin["license"] or "") else None,
+        language=origin["language"],
+        pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
+        tags=[
+            *(_TAGS if facts.methods else ()),
+            *facts.methods,
+            *(x for x in origin["tags"] or () if x not in _OTHER_TAGS),
+        ],
+    ).to_dict()
+    old = card.data.to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
     data = ModelCardData(**{**old, **new, "tags": [*new.get("tags", ()), *kept] or None})
     return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{body}\n{END}{after}"
@@ -231,20 +248,6 @@ def for_repository(text: str, repo_id: str) -> str:
         return titled.replace(f'"{_PLACEHOLDER}"', f'"{repo_id}"')
 
     return OWN_PART.sub(rename, text, count=1)
-
-
-def front_matter(facts: Facts) -> ModelCardData:
-    """The card's own keys of the front matter."""
-    origin = facts.origin
-    tags = [tag for tag in origin["tags"] or () if tag not in _OTHER_TAGS]
-    return ModelCardData(
-        library_name="transformers",
-        base_model=origin["base_model"],
-        license=origin["license"] if _LICENSE.fullmatch(origin["license"] or "") else None,
-        language=origin["language"],
-        pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
-        tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
-    )
 
 
 def read_card(text: str) -> ModelCard:
@@ -273,14 +276,6 @@ def pipeline_of(facts: Facts) -> str | None:
 def escape(value: object) -> str:
     """Write a value as plain text on one line of Markdown, also inside a table: the template's filter `text`."""
     return re.sub(r"[\\`*_{}\[\]<>|~$#&]", r"\\\g<0>", clean(str(value), 1000))
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    text = importlib.resources.files("hf_efficient_attn.hub").joinpath("card.md.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)  # Markdown, not HTML
-    environment.filters |= {"text": escape, "quote": shlex.quote}
-    return environment.from_string(text)
 
 
 def _context(facts: Facts, title: str) -> dict[str, Any]:

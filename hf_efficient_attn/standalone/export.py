@@ -107,16 +107,9 @@ def export_kernel(
             _write(folder, built)
             write_json(folder / "metadata.json", _metadata(name, backend, built))
         for file in ("build.toml", "README.md"):
-            template = (
-                importlib.resources.files(__package__).joinpath(f"kernel_{file}.jinja").read_text(encoding="utf-8")
-            )
-            _write(draft, {file: jinja2.Template(template, keep_trailing_newline=True).render(values)})
-    return {
-        "method": method,
-        "output": str(place.path),
-        "function": f"{repo_id}:{method}",
-        "backends": list(BACKENDS),
-    }
+            _write(draft, {file: _rendered(f"kernel_{file}.jinja", values)})
+    report = {"method": method, "output": str(place.path), "function": f"{repo_id}:{method}"}
+    return report | {"backends": list(BACKENDS)}
 
 
 def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
@@ -223,6 +216,12 @@ def _metadata(name: str, backend: str, files: Mapping[str, str]) -> dict[str, An
     }
 
 
+def _rendered(template: str, values: Mapping[str, Any]) -> str:
+    loader = jinja2.PackageLoader("hf_efficient_attn.standalone", "")
+    environment = jinja2.Environment(loader=loader, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(values)
+
+
 def _write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
@@ -253,6 +252,4 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
         "sources": {path: [repr(line) for line in text.splitlines(keepends=True)] for path, text in texts.items()},
         "classes": sorted({model: auto for auto, model in classes.items()}.items()),
     }
-    template = importlib.resources.files(__package__).joinpath("remote_code.py.jinja").read_text(encoding="utf-8")
-    text = jinja2.Template(template, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True).render(values)
-    return text, {name: f"{MODULE}.{model}" for name, model in classes.items()}
+    return _rendered("remote_code.py.jinja", values), {name: f"{MODULE}.{model}" for name, model in classes.items()}
