@@ -227,11 +227,7 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
         license=origin["license"] if _LICENSE.fullmatch(origin["license"] or "") else None,
         language=origin["language"],
         pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
-        tags=[
-            *(_TAGS if facts.methods else ()),
-            *facts.methods,
-            *(x for x in origin["tags"] or () if x not in _OTHER_TAGS),
-        ],
+        tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
     ).to_dict()
     old = card.data.to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
