@@ -150,7 +150,13 @@ def _download(name: str, allow_pickle: bool) -> pathlib.Path:
 
 def _other_files(folder: pathlib.Path, inside: pathlib.Path, skipped: set[str]) -> Iterator[tuple[str, bool]]:
     """The paths of the files that are not in `skipped`, and whether each is one that a conversion copies."""
-    subfolders = {"additional_chat_templates", *_module_folders(folder, inside)}
+    subfolders = {"additional_chat_templates"}
+    if os.path.lexists(folder / "modules.json"):  # of sentence-transformers
+        regular_file(folder / "modules.json", inside)
+        modules = read_json(folder / "modules.json", name="modules.json")
+        if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+            raise UnsupportedAttentionError("modules.json: a list of JSON objects is expected")
+        subfolders |= {plain_name(module["path"], "modules.json") for module in modules if module.get("path", "") != ""}
     parts = [folder / name for name in sorted(subfolders) if (folder / name).is_dir()]
     for path in (path for part in (folder, *parts) for path in sorted(part.iterdir())):
         name, at_root = path.name, path.parent == folder
@@ -166,18 +172,6 @@ def _other_files(folder: pathlib.Path, inside: pathlib.Path, skipped: set[str]) 
         if name in _NAMING:
             _check_paths(path, inside)
         yield path.relative_to(folder).as_posix(), True
-
-
-def _module_folders(folder: pathlib.Path, inside: pathlib.Path) -> list[str]:
-    """The subfolders that `modules.json` of sentence-transformers names."""
-    path = folder / "modules.json"
-    if not os.path.lexists(path):
-        return []
-    regular_file(path, inside)
-    modules = read_json(path, name="modules.json")
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise UnsupportedAttentionError("modules.json: a list of JSON objects is expected")
-    return [plain_name(module["path"], "modules.json") for module in modules if module.get("path", "") != ""]
 
 
 def _check_paths(path: pathlib.Path, inside: pathlib.Path) -> None:

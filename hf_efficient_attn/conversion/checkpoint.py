@@ -21,7 +21,7 @@ from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
 from hf_efficient_attn.checkpoint.staging import Output
 from hf_efficient_attn.conversion.convert import choice_of, convert, extend_positions, num_positions
-from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
+from hf_efficient_attn.conversion.tensors import find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -175,7 +175,17 @@ class Conversion:
             limits = None if self._max_length is None else set_limits(draft, self._max_length)
             notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
-            _check_result(draft, changes, self._loaded.unused)
+            problem = (
+                "the result does not load again, so this checkpoint cannot be converted file by file; convert the "
+                "model in Python instead, with hea.convert and save_pretrained"
+            )
+            with refusing(problem, OSError):  # also if the model does not use all new tensors
+                written = open_checkpoint(draft)
+                tensors, unused = written.weights.tensors, {*load_with_report(written).unused}
+                lost = sorted(unused - {*self._loaded.unused} | (changes.new.keys() - tensors.keys()))
+                if lost or len(tensors) != changes.kept + len(changes.new):
+                    what = shown(lost[0]) if lost else "all tensors"
+                    raise UnsupportedAttentionError(f"the model does not find {what}")
             config = read_json_object(draft / "config.json")
             if self._kernel is not None:
                 config["attn_implementation"] = kernel_implementation(model.config, self._kernel)
@@ -213,20 +223,6 @@ class Conversion:
             "notes": notes,
             "load": load,
         }
-
-
-def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) -> None:
-    """Open and load the result, and check that the model uses all new tensors."""
-    problem = (
-        "the result does not load again, so this checkpoint cannot be converted file by file; convert the model in "
-        "Python instead, with hea.convert and save_pretrained"
-    )
-    with refusing(problem, OSError):
-        written = open_checkpoint(draft)
-        tensors = written.weights.tensors
-        lost = sorted({*load_with_report(written).unused} - {*unused} | (changes.new.keys() - tensors.keys()))
-        if lost or len(tensors) != changes.kept + len(changes.new):
-            raise UnsupportedAttentionError(f"the model does not find {shown(lost[0]) if lost else 'all tensors'}")
 
 
 def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:
