@@ -203,26 +203,19 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
     _count(replacement, query, key, reason)
     if reason:
         return F.multi_head_attention_forward(*args, **kwargs)
-    query, key, value = (  # (N, B, E) -> (B, H, N, D)
-        x.unflatten(2, (given["num_heads"], -1)).permute(1, 2, 0, 3) for x in _projected(given)
-    )
+    weights = given["in_proj_weight"]
+    weights = [given[f"{x}_proj_weight"] for x in "qkv"] if given["use_separate_proj_weight"] else weights.chunk(3)
+    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    projected = map(F.linear, (query, key, value), weights, biases)  # (N, B, E)
+    query, key, value = (
+        x.unflatten(2, (given["num_heads"], -1)).permute(1, 2, 0, 3) for x in projected
+    )  # (B, H, N, D)
     out = attention(
         replacement.config, query, key, value, attention_mask=key_mask, is_causal=is_causal,
         dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1][2],
     )  # fmt: skip
     out = out.permute(2, 0, 1, 3).flatten(2)  # (Nq, B, E)
     return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
-
-
-def _projected(given: dict[str, Any]) -> list[Tensor]:
-    """Queries, keys and values (N, B, E) of a multi-head attention."""
-    inputs = [given["query"], given["key"], given["value"]]
-    if given["use_separate_proj_weight"]:
-        weights = [given[f"{x}_proj_weight"] for x in "qkv"]
-    else:
-        weights = given["in_proj_weight"].chunk(3)
-    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    return [F.linear(*x) for x in zip(inputs, weights, biases, strict=True)]
 
 
 def _why_exact(replacement: SDPAReplacement, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> str:

@@ -85,7 +85,13 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
     if NAME not in sizes:
         raise UnsupportedAttentionError(f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card writes it")
     text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
-    problems = (*card_problems(text), *_problems(facts, sizes))
+    problems = card_problems(text)
+    if facts.benchmark is None or not facts.benchmark.get("complete", True):
+        command = shlex.join(["hf-efficient-attn", "benchmark", str(folder), "--card"])
+        problems.append(f"no complete measurements: '{command}' adds them")
+    for file in (file for file in facts.own_files if file.name not in sizes):
+        where = f"put it into the folder, or write into {NAME} where it is"
+        problems.append(f"readers need {file.name or 'your code'}, which registers {file.method}: {where}")
     is_own, changes = OWN_PART.search(text) is not None, dict[str, bytes]()
     install = (install or facts.origin[INSTALL]) if is_own else None
     if install != facts.origin[INSTALL] and install is not None:
@@ -99,21 +105,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
     refusals = (_NO_INSTALL,) if is_own and install is None and not is_standalone else ()
     card = for_repository(text, repo_id)
     sizes |= {name: len(content) for name, content in changes.items()} | {NAME: len(card.encode())}
-    return PushPlan(tuple(sorted(sizes.items())), problems, refusals, install, card, changes)
-
-
-def _problems(facts: Facts, files: Mapping[str, int]) -> list[str]:
-    """What the card does not say about speed and error, and the files of methods that are not in the folder."""
-    problems = []
-    if facts.benchmark is None or not facts.benchmark.get("complete", True):
-        command = shlex.join(["hf-efficient-attn", "benchmark", str(facts.folder), "--card"])
-        problems.append(f"no complete measurements: '{command}' adds them")
-    return problems + [
-        f"readers need {file.name or 'your code'}, which registers {file.method}: put it into the folder, or write "
-        f"into {NAME} where it is"
-        for file in facts.own_files
-        if file.name not in files
-    ]
+    return PushPlan(tuple(sorted(sizes.items())), tuple(problems), refusals, install, card, changes)
 
 
 def push(
