@@ -138,10 +138,9 @@ def distill(
         with partial_result(lambda: model):
             for training in stages_of(model, teacher, steps, loss, options):
                 training.run(stream, options.on_step, show_progress=options.show_progress)
-    except DivergedError:
-        raise
-    except UnsupportedAttentionError:
-        before.restore()
+    except UnsupportedAttentionError as error:
+        if not isinstance(error, DivergedError):
+            before.restore()
         raise
     return model
 

@@ -152,8 +152,6 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]
 
     A model that does not return them is refused.
     """
-    if isinstance(batch, Tensor):
-        batch = {transformers_models(model)[0].main_input_name: batch}
     if target == "logits":
         logits = getattr(forward(model, batch), "logits", None)
         if logits is None:
@@ -162,7 +160,9 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]
                 "head, such as AutoModelForCausalLM"
             )
         return {"the logits": logits}
-    outputs = forward(model, {**batch, "output_hidden_states": True})
+    name = transformers_models(model)[0].main_input_name
+    inputs = {name: batch} if isinstance(batch, Tensor) else batch
+    outputs = forward(model, {**inputs, "output_hidden_states": True})
     states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
     if not states:
         raise UnsupportedAttentionError(f"{type(model).__name__} returns no hidden states: use target='logits'")
