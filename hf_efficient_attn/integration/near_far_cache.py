@@ -198,7 +198,9 @@ class NearFarCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, columns: int = 256) -> None:
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < _SMALLEST:
-            raise UnsupportedAttentionError(f"NearFarCache: columns={columns!r} must be an integer >= {_SMALLEST}")
+            raise UnsupportedAttentionError(
+                f"NearFarCache: columns={columns!r} must be {_SMALLEST} or more, an integer"
+            )
         if not isinstance(config, PreTrainedConfig):
             raise UnsupportedAttentionError(
                 f"NearFarCache takes the config of a model, not {shown(config)}: model.config"
