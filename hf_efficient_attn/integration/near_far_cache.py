@@ -198,9 +198,7 @@ class NearFarCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, columns: int = 256) -> None:
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < _SMALLEST:
-            raise UnsupportedAttentionError(
-                f"NearFarCache: columns={columns!r} must be {_SMALLEST} or more, an integer"
-            )
+            raise UnsupportedAttentionError(f"NearFarCache: {columns=} must be an integer, {_SMALLEST} or more")
         if not isinstance(config, PreTrainedConfig):
             raise UnsupportedAttentionError(
                 f"NearFarCache takes the config of a model, not {shown(config)}: model.config"
