@@ -40,10 +40,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> str:
     """A sentence about an unknown name that suggests the most similar known name and lists all known names.
 
-    Args:
-        kind: what the name stands for, for example "hyperparameter".
-        name: the unknown name.
-        known: the known names.
+    `kind` is what the name stands for, for example "hyperparameter".
     """
     names = [str(k) for k in known]
     return f"unknown {kind} {shown(name)}.{did_you_mean(name, names)} Known: {', '.join(names)}."

@@ -11,6 +11,8 @@ from hf_efficient_attn.errors import did_you_mean
 from hf_efficient_attn.methods import attention, available_methods, get_method, on_register, refuse_positional
 
 _SUFFIX = "_attention"
+# The arguments of `attention` that a functional form has, besides hyperparameters and learned parameters.
+_ARGUMENTS = ("query", "key", "value", "attention_mask", "is_causal", "scale", "dropout_p", "seed")
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
@@ -32,33 +34,11 @@ def _functional_form(name: str) -> Callable[..., Tensor]:
     """Make `functional.<name>_attention`: `attention` by one method, with its hyperparameters in the signature."""
     info = get_method(name).info
 
-    def call(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *others: object,
-        attention_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        seed: int | None = 0,
-        **hyperparameters: Any,
-    ) -> Tensor:
-        if others:
+    def call(*tensors: Tensor, **options: Any) -> Tensor:
+        if len(tensors) > 3:
             refuse_positional(name)
-        given = {k: v for k, v in hyperparameters.items() if v is not None or k not in info.learned_parameters}
-        return attention(
-            name,
-            query,
-            key,
-            value,
-            attention_mask=attention_mask,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            **given,
-        )
+        given = {k: v for k, v in options.items() if v is not None or k not in info.learned_parameters}
+        return attention(name, *tensors, **given)
 
     fields = [f for f in dataclasses.fields(info.config_class) if f.name != "seed"]
     lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in fields)
@@ -67,12 +47,11 @@ def _functional_form(name: str) -> Callable[..., Tensor]:
         f"{info.title} ({info.paper}): {info.summary}\n\nThe arguments up to `seed` are those of `attention`.\n\n"
         f"Args:\n{lines}"
     )
-    signature = inspect.signature(call)
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    common = [p for p in signature.parameters.values() if p.kind not in variable]
+    parameters = inspect.signature(attention).parameters
+    common = [parameters[x] for x in _ARGUMENTS]
     defaults = {f.name: f.default for f in fields} | dict.fromkeys(info.learned_parameters)
     own = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
-    vars(call)["__signature__"] = signature.replace(parameters=common + own)
+    vars(call)["__signature__"] = inspect.Signature(common + own, return_annotation=Tensor)
     return call
 
 

@@ -5,11 +5,12 @@ call of `scaled_dot_product_attention` or of `torch.nn.MultiheadAttention`. Whil
 prepared runs, a `torch.overrides.TorchFunctionMode` of its thread sees these calls. Nothing is patched.
 """
 
+import functools
 import inspect
 import threading
 import zlib
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -27,26 +28,15 @@ _FURTHER_KEYS = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn")
 _MASKED = -1e4
 
 
-class _Forward(NamedTuple):
-    """A module in its forward pass.
+class _Running(threading.local):
+    """The modules of this thread that are in their forward pass, the innermost one last.
 
-    Attributes:
-        replacement: the `SDPAReplacement` that prepared it.
-        name: its name in the model.
-        seed: of its draws in eval mode; None in training, in which they come from the global generator, so that
-            gradient checkpointing draws the same again.
+    Of each: the `SDPAReplacement` that prepared it, its name in the model, and the seed of its draws in eval mode; None
+    in training, in which they come from the global generator, so that gradient checkpointing draws the same again.
     """
 
-    replacement: "SDPAReplacement"
-    name: str
-    seed: int | None
-
-
-class _Running(threading.local):
-    """The modules of this thread that are in their forward pass, the innermost one last."""
-
     def __init__(self) -> None:
-        self.modules: list[_Forward] = []
+        self.modules: list[tuple[SDPAReplacement, str, int | None]] = []
 
 
 _running = _Running()
@@ -72,10 +62,25 @@ class SDPAReplacement:
         for name, module in model.named_modules():
             # A layer without further layers, such as Linear, calls no attention; the model itself may do so.
             if module is model or next(module.children(), None) is not None:
-                hooks = _Hooks(self, name or type(model).__name__)
-                self._handles.append(module.register_forward_pre_hook(hooks.enter))
+                name = name or type(model).__name__
+                seed = zlib.crc32(name.encode()) // 2
+                self._handles.append(module.register_forward_pre_hook(functools.partial(self._enter, name, seed)))
+                leave = functools.partial(self._leave, name)
                 # Of several replacements the last one to enter is the first to leave.
-                self._handles.append(module.register_forward_hook(hooks.leave, prepend=True, always_call=True))
+                self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+
+    def _enter(self, name: str, seed: int, module: nn.Module, *_: object) -> None:
+        if not any(replacement is self for replacement, *_ in _running.modules):
+            self.mode.__enter__()
+        _running.modules.append((self, name, None if module.training else seed))
+
+    def _leave(self, name: str, *_: object) -> None:
+        # PyTorch calls this after every failure, also if another hook has failed before `_enter`.
+        if not _running.modules or _running.modules[-1][:2] != (self, name):
+            return
+        _running.modules.pop()
+        if not any(replacement is self for replacement, *_ in _running.modules):
+            self.mode.__exit__(None, None, None)
 
     def report(self) -> str:
         """One line for each module, shape and outcome, with the number of calls."""
@@ -123,27 +128,6 @@ def replace_sdpa(
     return SDPAReplacement(model, config, min_length)
 
 
-class _Hooks:
-    """The hooks of one module."""
-
-    def __init__(self, replacement: SDPAReplacement, name: str) -> None:
-        self.replacement, self.name = replacement, name
-        self.seed = zlib.crc32(name.encode()) // 2
-
-    def enter(self, module: nn.Module, *_: object) -> None:
-        if not any(x.replacement is self.replacement for x in _running.modules):
-            self.replacement.mode.__enter__()
-        _running.modules.append(_Forward(self.replacement, self.name, None if module.training else self.seed))
-
-    def leave(self, *_: object) -> None:
-        # PyTorch calls this after every failure, also if another hook has failed before `enter`.
-        if not _running.modules or _running.modules[-1][:2] != (self.replacement, self.name):
-            return
-        _running.modules.pop()
-        if not any(x.replacement is self.replacement for x in _running.modules):
-            self.replacement.mode.__exit__(None, None, None)
-
-
 class _Mode(TorchFunctionMode):
     """Sees the functions of PyTorch that a model calls."""
 
@@ -154,7 +138,7 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # If several replacements are active, the innermost one decides, and the others do not see what it calls.
-        if _running.modules[-1].replacement is not self.replacement:
+        if _running.modules[-1][0] is not self.replacement:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attend(self.replacement, *args, **kwargs)
@@ -189,7 +173,7 @@ def _attend(
         )
     return attention(
         replacement.config, query, key, value, attention_mask=key_mask, is_causal=is_causal, scale=scale,
-        dropout_p=dropout_p, seed=_running.modules[-1].seed,
+        dropout_p=dropout_p, seed=_running.modules[-1][2],
     )  # fmt: skip
 
 
@@ -219,26 +203,19 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
     _count(replacement, query, key, reason)
     if reason:
         return F.multi_head_attention_forward(*args, **kwargs)
-    query, key, value = (  # (N, B, E) -> (B, H, N, D)
-        x.unflatten(2, (given["num_heads"], -1)).permute(1, 2, 0, 3) for x in _projected(given)
-    )
+    weights = given["in_proj_weight"]
+    weights = [given[f"{x}_proj_weight"] for x in "qkv"] if given["use_separate_proj_weight"] else weights.chunk(3)
+    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    projected = map(F.linear, (query, key, value), weights, biases)  # (N, B, E)
+    query, key, value = (
+        x.unflatten(2, (given["num_heads"], -1)).permute(1, 2, 0, 3) for x in projected
+    )  # (B, H, N, D)
     out = attention(
         replacement.config, query, key, value, attention_mask=key_mask, is_causal=is_causal,
-        dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1].seed,
+        dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1][2],
     )  # fmt: skip
     out = out.permute(2, 0, 1, 3).flatten(2)  # (Nq, B, E)
     return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
-
-
-def _projected(given: dict[str, Any]) -> list[Tensor]:
-    """Queries, keys and values (N, B, E) of a multi-head attention."""
-    inputs = [given["query"], given["key"], given["value"]]
-    if given["use_separate_proj_weight"]:
-        weights = [given[f"{x}_proj_weight"] for x in "qkv"]
-    else:
-        weights = given["in_proj_weight"].chunk(3)
-    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    return [F.linear(*x) for x in zip(inputs, weights, biases, strict=True)]
 
 
 def _why_exact(replacement: SDPAReplacement, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> str:
@@ -288,4 +265,4 @@ def _only_masks(mask: Tensor, valid: Tensor) -> bool:
 @tracing.replaced_in_graphs(tracing.nothing)
 def _count(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}"
-    replacement.counts[_running.modules[-1].name, shapes, f"exact, because {reason}" if reason else "replaced"] += 1
+    replacement.counts[_running.modules[-1][1], shapes, f"exact, because {reason}" if reason else "replaced"] += 1

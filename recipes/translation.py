@@ -41,8 +41,8 @@ import transformers
 from datasets import Dataset, load_dataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-from hf_efficient_attn.evaluation.data import max_positions
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.io.reading import read_text
 from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, samples, several
 from recipes.common.data.text import text_files
@@ -261,7 +261,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no padding token, which batches need: use one that has one")
     model = load_model(kind, tokenizer, TRANSLATION)
-    positions = max_positions(model)
+    positions = num_positions(model)
     for name in ("max_source_length", "max_target_length"):
         if positions is not None and getattr(options, name) > positions:
             raise ValueError(f"--{name} {getattr(options, name)} exceeds the model's {positions} positions")

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import learns
-from hf_efficient_attn.sdpa import _Hooks, _running
+from hf_efficient_attn.sdpa import _running
 from instances import relative_error
 from tiny_models import FIRST, METHODS
 
@@ -140,7 +141,7 @@ def test_every_method_gives_its_own_output(method, is_causal, x):
     replaced = config.causal or not is_causal
     assert ("replaced" in replacement.report()) == replaced
     if replaced:
-        seed = _Hooks(replacement, "Attention").seed
+        seed = zlib.crc32(b"Attention") // 2
         expected = hea.attention(config, query, key, value, is_causal=is_causal, seed=seed)
     else:
         expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)

@@ -21,9 +21,9 @@ def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
-    """Turn every error inside the `with` block into an `UnsupportedAttentionError` of one short line.
+    """Turn errors inside the `with` block into an `UnsupportedAttentionError` of one line that begins with `what`.
 
-    The message begins with `what`. Errors of the types in `passing` are not changed.
+    Errors of the types in `passing` are not changed.
     """
     try:
         yield
@@ -38,20 +38,16 @@ def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
 
 
 def regular_file(path: pathlib.Path, inside: pathlib.Path, max_bytes: int | None = None) -> os.stat_result:
-    """Check that a path is a regular file, or a link to one, inside the folder `inside`; return its status.
+    """Return the status of a regular file, or of a link to one, inside the folder `inside`.
 
-    Raises:
-        UnsupportedAttentionError: The path does not exist, is not a regular file, is larger than `max_bytes`, or is a
-            link that leads out.
+    A path that does not exist, is no such file, is larger than `max_bytes` or leads out of the folder is refused.
     """
     name = short_name(path, inside)
     with refusing(f"{name} cannot be read"):
         target = path.resolve(strict=True)
         status = target.stat()
     if not target.is_relative_to(inside.resolve()):
-        raise UnsupportedAttentionError(
-            f"{name} is a symbolic link that leads out of its folder: put the file itself there"
-        )
+        raise UnsupportedAttentionError(f"{name} is a symbolic link that leads out of its folder: put the file there")
     if not stat.S_ISREG(status.st_mode):
         raise UnsupportedAttentionError(f"{name} is not a regular file")
     if max_bytes is not None and status.st_size > max_bytes:

@@ -49,10 +49,8 @@ def set_limits(folder: pathlib.Path, max_length: int) -> list[dict[str, Any]]:
     """Let nothing truncate texts below `max_length`, the number of tokens that the model takes.
 
     Limits of the tokenizer that are larger stay. Those of sentence-transformers become smaller too, because a text of
-    more tokens than the model takes ends in an error. Limits that are not set stay so.
-
-    Returns:
-        "file", "key", "before" and "after" of each limit that was changed.
+    more tokens than the model takes ends in an error. Limits that are not set stay so. Returns "file", "key", "before"
+    and "after" of each limit that was changed.
     """
     changed = []
     for limit, values, holder in _entries(folder):

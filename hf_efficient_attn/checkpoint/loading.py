@@ -14,8 +14,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.files import refusing
-from hf_efficient_attn.checkpoint.source import CheckedSource
-from hf_efficient_attn.checkpoint.weights import find_weights
+from hf_efficient_attn.checkpoint.source import CheckedSource, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
 from hf_efficient_attn.methods import get_method
@@ -65,11 +64,8 @@ def load_model(checked: CheckedSource) -> PreTrainedModel:
 
     The class is the one that `config.architectures` names, with its head, or that of AutoModel if the config names
     none. The dtype is that of most values in the checkpoint. The parameters are views of the files, private to this
-    process, until they are changed.
-
-    Raises:
-        UnsupportedAttentionError: Transformers does not have the class, or the checkpoint's tensors are missing or do
-            not have the shapes that the config describes.
+    process, until they are changed. A class that Transformers does not have, and tensors that are missing or do not
+    have the shapes that the config describes, are refused.
     """
     return load_with_report(checked).model
 
@@ -91,14 +87,9 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
         with _limited_size(tensors):
             # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
             load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
-            model, report = load(
-                None,
-                config=config,
-                state_dict=tensors,
-                dtype=counts.most_common(1)[0][0] if counts else torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            dtype = counts.most_common(1)[0][0] if counts else torch.float32
+            model, report = load(None, config=config, state_dict=tensors, dtype=dtype, **options)
         if "generation_config.json" in checked.companions and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(checked.folder, local_files_only=True)
     for key, present, expected in sorted(report["mismatched_keys"], key=str):
@@ -109,9 +100,7 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     # Models saved without a pooler get a random one every time they are loaded, which is harmless.
     lacking = [key for key in missing if "pooler" not in key.split(".")]
     if lacking:
-        raise UnsupportedAttentionError(
-            f"{name}: the checkpoint lacks tensor {shown(lacking[0])}, which a {cls.__name__} needs"
-        )
+        raise UnsupportedAttentionError(f"{name} lacks tensor {shown(lacking[0])}, which a {cls.__name__} needs")
     if missing:
         notes.append(
             f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"

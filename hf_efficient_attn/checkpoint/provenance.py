@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 from huggingface_hub import metadata_load
@@ -22,37 +21,28 @@ _PINNED = re.compile(rf"{_NAME} ?== ?[0-9][0-9A-Za-z.+!-]{{0,49}}")
 _URL = re.compile(rf"({_NAME} ?@ ?)?(git\+)?https://[A-Za-z0-9.:-]+/[A-Za-z0-9._~:/?#@!+,=%&-]{{1,400}}")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 500 and value.isprintable()
+# The keys of the file, by the form of their values: lists of texts, numbers above 0, texts.
+_LISTS, _COUNTS = ("tags", "language"), ("max_length", TRAINED)
+_KEYS = ("base_model", "license", "pipeline_tag", INSTALL, VERSION, *_LISTS, *_COUNTS)
+_FROM_CARD = ("license", "pipeline_tag", *_LISTS)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-# The keys of the file, with what their values must be; None is allowed too.
-_FORMS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("base_model", "license", "pipeline_tag", INSTALL, VERSION), _is_text),
-    **dict.fromkeys(("tags", "language"), _are_texts),
-    **dict.fromkeys(("max_length", TRAINED), _is_count),
-}
-_FROM_CARD = ("license", "pipeline_tag", "tags", "language")
+def _is_fit(key: str, value: Any) -> bool:
+    """Whether a value has the form that a key requires."""
+    if key in _COUNTS:
+        return type(value) is int and value > 0
+    texts = value if isinstance(value, list) and key in _LISTS else [value]
+    are_texts = all(isinstance(x, str) and 0 < len(x) <= 500 and x.isprintable() for x in texts)
+    return are_texts and isinstance(value, list) == (key in _LISTS)
 
 
 def provenance(checked: CheckedSource) -> dict[str, Any]:
     """Where a checkpoint comes from: the contents of `efficient_attention.json` for its conversion.
 
     The base model is the one that was converted first; licence, tags, task and languages are those of its card. Values
-    of the card that are not plain text are left out. `max_length` is the number of tokens that a conversion was told to
-    take, `trained_positions` those that the model took before it, `install` what pip takes to install this package, and
-    `hf_efficient_attn` the version of this package.
-
-    Raises:
-        UnsupportedAttentionError: The source's card or `efficient_attention.json` cannot be read.
+    of the card that are not plain text are left out, and a card that cannot be read is refused. `max_length` is the
+    number of tokens that a conversion was told to take, `trained_positions` those that the model took before it,
+    `install` what pip takes to install this package, and `hf_efficient_attn` the version of this package.
     """
     origin = read_origin(checked.folder / FILE, checked.inside)
     if not os.path.lexists(checked.folder / FILE):
@@ -63,7 +53,7 @@ def provenance(checked: CheckedSource) -> dict[str, Any]:
                 card = metadata_load(path) or {}
         language = card.get("language")
         card["language"] = [language] if isinstance(language, str) else language
-        origin |= {key: card[key] for key in _FROM_CARD if _FORMS[key](card.get(key))}
+        origin |= {key: card[key] for key in _FROM_CARD if _is_fit(key, card.get(key))}
         origin["base_model"] = checked.hub_id
     return {**origin, VERSION: __version__}
 
@@ -71,16 +61,13 @@ def provenance(checked: CheckedSource) -> dict[str, Any]:
 def read_origin(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
     """The contents of an `efficient_attention.json`, with None for keys that it does not have, also without the file.
 
-    Raises:
-        UnsupportedAttentionError: The file leads out of the folder `inside`, or a value is not of the right form.
+    A file that leads out of the folder `inside`, or has a value of another form, is refused.
     """
     values = read_object(path, inside) if os.path.lexists(path) else {}
-    origin: dict[str, Any] = {key: values.get(key) for key in _FORMS}
+    origin: dict[str, Any] = {key: values.get(key) for key in _KEYS}
     for key, value in origin.items():
-        if value is not None and not _FORMS[key](value):
-            raise UnsupportedAttentionError(
-                f"{FILE}: {key} cannot be {shown(value)}: correct it, or delete it from the file"
-            )
+        if value is not None and not _is_fit(key, value):
+            raise UnsupportedAttentionError(f"{FILE}: {key} cannot be {shown(value)}: correct or delete it")
     if origin["base_model"] is not None:
         check_hub_id(origin["base_model"], f"{FILE}: base_model")
     if origin[INSTALL] is not None:
@@ -100,11 +87,8 @@ def check_install(text: str, where: str = "--install") -> None:
     """Check what a card is to tell its readers to install; the message begins with `where`.
 
     That is a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
-    hf_efficient_attn==0.2.0.
-
-    Raises:
-        UnsupportedAttentionError: It is a path on this machine, a name without a version, a URL with a password or
-            token, or something else.
+    hf_efficient_attn==0.2.0. Refused are a path on this machine, a name without a version, and a URL with a password or
+    token.
     """
     if not _URL.fullmatch(text) and not _PINNED.fullmatch(text):
         raise UnsupportedAttentionError(

@@ -2,20 +2,28 @@
 
 import os
 import pathlib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 from hf_efficient_attn.checkpoint.files import plain_name, read_object, refusing, regular_file, short_name
-from hf_efficient_attn.checkpoint.weights import Weights, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
 from hf_efficient_attn.io.json import read_json
 from hf_efficient_attn.methods import available_methods
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+# Files that can run code when they are loaded.
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".msgpack", ".h5")
 # Exact implementations that Transformers contains. Other names are repositories whose code it would download and run.
 _IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 # Keys that can make Transformers run code or read files from elsewhere. None of them describes the model.
@@ -41,19 +49,33 @@ _DOWNLOADED = ["*.safetensors", "LICENSE*", "LICENCE*", "NOTICE*", *(f"*{suffix}
 _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 
 
+class Weights(NamedTuple):
+    """The weight files of a checkpoint: `is_sharded` if there is an index, otherwise one file.
+
+    `files` is {path: {tensor name: tensor}}, in order, and `metadata` {path: metadata of the file}. Tensors of
+    safetensors are views of the file, on the CPU.
+    """
+
+    files: Mapping[pathlib.Path, Mapping[str, Tensor]]
+    metadata: Mapping[pathlib.Path, Mapping[str, str]]
+    is_sharded: bool
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of all files."""
+        return {name: tensor for tensors in self.files.values() for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
 class CheckedSource:
     """A checkpoint with files that have been checked. None of its code has run.
 
     Attributes:
-        folder: The folder with its files.
-        inside: The folder that no link in `folder` leads out of.
+        folder, inside: The folder with its files, and the folder that no link in it leads out of.
         hub_id: The hub id if the checkpoint comes from the hub, else None.
-        config: `config.json` without keys that refer to code or files elsewhere.
-        dropped_keys: The names of these keys.
+        config, dropped_keys: `config.json` without keys that refer to code or files elsewhere, and their names.
         weights: The weight files.
-        companions: The files of tokenizer, processor, sentence-transformers and licence, as paths relative to the
-            folder.
+        companions: The files of tokenizer, processor, sentence-transformers and licence, by their paths in the folder.
         left_out: The names of the other files, which are not read.
     """
 
@@ -66,17 +88,18 @@ class CheckedSource:
     companions: tuple[str, ...]
     left_out: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        """The hub id, or the end of the path: the name of the folder alone is often "model"."""
+        return self.hub_id or "/".join(self.folder.parts[1:][-2:])
+
 
 def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = False) -> CheckedSource:
-    """Find a checkpoint, and check every file of it that will be used.
+    """Find a checkpoint, and check every file of it that will be used. `load_model` builds the model from the result.
 
-    Args:
-        source: A folder; or the id of a model on the Hugging Face hub. Its safetensors, JSON and tokenizer files are
-            downloaded unless they are in the cache.
-        allow_pickle: Whether to read `pytorch_model.bin`, with weights_only=True, if there are no safetensors.
-
-    Returns:
-        The checkpoint. `load_model` builds the model from it.
+    `source` is a folder, or the id of a model on the Hugging Face hub, whose safetensors, JSON and tokenizer files are
+    downloaded unless they are in the cache. With `allow_pickle`, `pytorch_model.bin` is read, with weights_only=True,
+    if there are no safetensors.
 
     Raises:
         UnsupportedAttentionError: There is no such checkpoint, one of its files is missing or damaged, a link or a
@@ -127,7 +150,13 @@ def _download(name: str, allow_pickle: bool) -> pathlib.Path:
 
 def _other_files(folder: pathlib.Path, inside: pathlib.Path, skipped: set[str]) -> Iterator[tuple[str, bool]]:
     """The paths of the files that are not in `skipped`, and whether each is one that a conversion copies."""
-    subfolders = {"additional_chat_templates", *_module_folders(folder, inside)}
+    subfolders = {"additional_chat_templates"}
+    if os.path.lexists(folder / "modules.json"):  # of sentence-transformers
+        regular_file(folder / "modules.json", inside)
+        modules = read_json(folder / "modules.json", name="modules.json")
+        if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+            raise UnsupportedAttentionError("modules.json: a list of JSON objects is expected")
+        subfolders |= {plain_name(module["path"], "modules.json") for module in modules if module.get("path", "") != ""}
     parts = [folder / name for name in sorted(subfolders) if (folder / name).is_dir()]
     for path in (path for part in (folder, *parts) for path in sorted(part.iterdir())):
         name, at_root = path.name, path.parent == folder
@@ -145,18 +174,6 @@ def _other_files(folder: pathlib.Path, inside: pathlib.Path, skipped: set[str]) 
         yield path.relative_to(folder).as_posix(), True
 
 
-def _module_folders(folder: pathlib.Path, inside: pathlib.Path) -> list[str]:
-    """The subfolders that `modules.json` of sentence-transformers names."""
-    path = folder / "modules.json"
-    if not os.path.lexists(path):
-        return []
-    regular_file(path, inside)
-    modules = read_json(path, name="modules.json")
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise UnsupportedAttentionError("modules.json: a list of JSON objects is expected")
-    return [plain_name(module["path"], "modules.json") for module in modules if module.get("path", "") != ""]
-
-
 def _check_paths(path: pathlib.Path, inside: pathlib.Path) -> None:
     """Refuse a file of settings that names files in other folders."""
     for key, value in read_object(path, inside).items():
@@ -169,11 +186,8 @@ def _check_paths(path: pathlib.Path, inside: pathlib.Path) -> None:
 def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> Any:
     """Copy a config, or a part of it, without what refers to code or files elsewhere, at any depth.
 
-    The names of the keys that are left out go into `removed`.
-
-    Raises:
-        UnsupportedAttentionError: There is no model type, an attention implementation is unknown, or the checkpoint is
-            of a kind that cannot be converted: it is quantised, or uses the weights of another checkpoint.
+    The names of the keys that are left out go into `removed`. Refused are a config without a model type or with an
+    unknown attention implementation, and checkpoints that are quantised or use the weights of another one.
     """
     if isinstance(value, list):
         return [_checked_config(part, removed, is_part=True) for part in value]
@@ -182,9 +196,7 @@ def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> 
     if not is_part and not (isinstance(value.get("model_type"), str) and value["model_type"]):
         raise UnsupportedAttentionError("config.json has no model_type, so the type of the model is unknown")
     if value.get("quantization_config") is not None:
-        raise UnsupportedAttentionError(
-            "the checkpoint is quantised: convert the checkpoint that it was made from instead"
-        )
+        raise UnsupportedAttentionError("the checkpoint is quantised: convert the one that it was made from")
     if value.get("use_pretrained_backbone"):
         raise UnsupportedAttentionError(
             "config.json asks for the weights of another model (use_pretrained_backbone), which are not downloaded"
@@ -207,3 +219,63 @@ def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> 
     if methods:
         kept["attn_implementation"] = methods if isinstance(chosen, dict) else chosen
     return kept
+
+
+def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bool) -> Weights:
+    """Find the weight files of a checkpoint, and open them. Links inside the folder `inside` are followed.
+
+    `allow_pickle` allows `pytorch_model.bin` without safetensors. Refused are a folder without weights or with pickles
+    that are not allowed, damaged files, and an index that names files in other folders.
+    """
+    is_sharded, paths = False, [folder / SINGLE]
+    if not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / INDEX):
+        weight_map = read_object(folder / INDEX, inside).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UnsupportedAttentionError(f"{INDEX} has no weight_map, which says which file holds which tensor")
+        names = sorted({plain_name(name, f"{INDEX}: weight_map") for name in weight_map.values()})
+        for name in (name for name in names if not name.endswith(".safetensors")):
+            raise UnsupportedAttentionError(f"{INDEX}: weight_map names {shown(name)}, which is no safetensors file")
+        is_sharded, paths = True, [folder / name for name in names]
+    elif allow_pickle and not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / PICKLED):
+        paths = [folder / PICKLED]
+    if os.path.lexists(paths[0]) or is_sharded:
+        read = {path: _read(path, inside) for path in paths}
+        metadata = {path: about for path, (_, about) in read.items()}
+        return Weights({path: tensors for path, (tensors, _) in read.items()}, metadata, is_sharded)
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
+    if not pickles:
+        raise UnsupportedAttentionError(f"{shown(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")
+    hint = "--allow-pickle (allow_pickle=True) reads it with PyTorch's weights_only=True"
+    if PICKLED not in pickles:
+        hint = f"load it with the program that wrote it and save it as {SINGLE}"
+    raise UnsupportedAttentionError(
+        f"{shown(str(folder))} holds its weights as {shown(pickles[0])}, not as safetensors; such a file can run any "
+        f"code when it is loaded. If you trust its origin: {hint}"
+    )
+
+
+def _read(path: pathlib.Path, inside: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file. No code in it runs: of a pickle only weights are read."""
+    regular_file(path, inside)
+    name, metadata = short_name(path, inside), dict[str, str]()
+    with refusing(f"{name} is damaged"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the error says the same in one line
+        if path.suffix == ".safetensors":  # the library checks the header
+            with safe_open(path, "pt") as file:
+                metadata = dict(file.metadata() or {})
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UnsupportedAttentionError(f"{name} holds more than named tensors: save model.state_dict() alone")
+    for key, tensor in state.items():
+        is_weight = tensor.is_floating_point() and tensor.element_size() > 1 and not tensor.is_quantized
+        if tensor.layout != torch.strided or (str(key).endswith(".weight") and not is_weight):
+            raise UnsupportedAttentionError(
+                f"{name}: tensor {shown(key)} is sparse or of type {tensor.dtype}: quantised checkpoints are not read; "
+                "give the checkpoint that this one was made from"
+            )
+    if path.suffix != ".safetensors":
+        # Safetensors refuses tensors that share memory, such as tied weights, so each tensor gets its own.
+        state = {str(key): tensor.detach().clone().contiguous() for key, tensor in state.items()}
+    return state, metadata

@@ -34,10 +34,7 @@ def analyze(
     data: Data,
     length: Annotated[int | None, typer.Option(metavar="N", min=2, show_default=False, help=_length)] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Number of texts or pictures.")] = 4,
-    methods: Annotated[
-        list[str],
-        typer.Option(metavar="NAME", show_default=False, help=_methods, autocompletion=common.complete_methods),
-    ] = [],  # noqa: B006 (typer copies it)
+    methods: Annotated[list[str], common.names_option(_methods)] = [],  # noqa: B006 (typer copies it)
     setting: common.Settings = [],  # noqa: B006
     budgets: Annotated[
         list[str], typer.Option(metavar="N", show_default=False, help="Costs in columns. [default: 64,128,256,512]")
@@ -64,8 +61,9 @@ def analyze(
             "give --calibrate for a method and budget per layer, or --max-error for one method and budget"
         )
     chosen = list(common.parse_methods(methods, setting).values())
-    from hf_efficient_attn.evaluation.analyze import Source, analyze_checkpoint
+    from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
     from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
+    from hf_efficient_attn.evaluation.progress import Execution
     from hf_efficient_attn.evaluation.timing import describe, use_threads
     from hf_efficient_attn.io.writing import check_folder, write_results
 
@@ -85,11 +83,13 @@ def analyze(
         tables[0].add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
 
     # JSON is for programs: nothing else is printed then.
-    execution = common.execution(minutes, as_json, begin, add)
+    execution = Execution(minutes) if as_json else Execution(minutes, add, begin)
     work = functools.partial(
         analyze_checkpoint,
-        Source(source, allow_pickle, common.parse_device(device)),
+        source,
         data,
+        device=common.parse_device(device),
+        allow_pickle=allow_pickle,
         length=length,
         rows=rows,
         execution=execution,

@@ -10,6 +10,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
     from hf_efficient_attn.evaluation.comparison import Procedure
+    from hf_efficient_attn.evaluation.progress import Execution
 
 # How outputs are compared, for each task.
 _AGREEMENT = {
@@ -49,10 +50,7 @@ Data = Annotated[pathlib.Path, typer.Option("--data", metavar="FILE", help=_data
 )
 def benchmark(
     source: common.Source,
-    methods: Annotated[
-        list[str],
-        typer.Option(metavar="NAME", show_default=False, help=_methods, autocompletion=common.complete_methods),
-    ] = [],  # noqa: B006 (typer copies it)
+    methods: Annotated[list[str], common.names_option(_methods)] = [],  # noqa: B006 (typer copies it)
     lengths: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_lengths)] = [],  # noqa: B006
     setting: common.Settings = [],  # noqa: B006
     data: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=_data)] = None,
@@ -78,31 +76,24 @@ def benchmark(
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
     from hf_efficient_attn.evaluation.timing import use_threads
-    from hf_efficient_attn.hub.card import read_facts, write_card
+    from hf_efficient_attn.hub.card import Facts, write_card
     from hf_efficient_attn.io.writing import check_folder, write_results
 
     chosen = common.parse_methods(methods, setting)
     if card and output is not None:
         raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
-    output = read_facts(source).folder if card else output
+    output = Facts(source).folder if card else output
     if output is not None:
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
     if new_tokens == 1:
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
     place, kind = common.parse_device(device), common.parse_dtype(dtype)
     report = Report(Procedure(batch, rounds, memory, rows, place, kind, new_tokens), is_silent=as_json)
+    given = (source, chosen or None, common.parse_lengths(lengths) or None)
+    options: dict[str, Any] = {"data": data, "procedure": report.procedure, "allow_pickle": allow_pickle}
+    options["execution"] = report.execution(minutes)
     with use_threads(threads):
-        result, status = common.until_interrupted(
-            lambda: benchmark_checkpoint(
-                source,
-                chosen or None,
-                common.parse_lengths(lengths) or None,
-                data=data,
-                procedure=report.procedure,
-                execution=common.execution(minutes, as_json, report.begin, report.add),
-                allow_pickle=allow_pickle,
-            )
-        )
+        result, status = common.until_interrupted(lambda: benchmark_checkpoint(*given, **options))
     # A published card does not lose its measurements because of Ctrl-C.
     is_kept = card and status != 0
     written: list[pathlib.Path] = []
@@ -125,6 +116,12 @@ class Report:
         self._table: common.LiveTable | None = None
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
 
+    def execution(self, minutes: float | None) -> "Execution":
+        """A benchmark with a limit of time that prints its rows."""
+        from hf_efficient_attn.evaluation.progress import Execution
+
+        return Execution(minutes) if self._is_silent else Execution(minutes, self.add, self.begin)
+
     def begin(self, result: dict[str, Any]) -> None:
         """Say what is compared, from what is known before the measurements."""
         from hf_efficient_attn.evaluation.comparison import chunk_label
@@ -135,17 +132,17 @@ class Report:
         typer.echo(f"{result['source']} on {result['data']['name']}: {methods}\n{describe(result['machine'])}\n")
         chunks = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
         columns = [
-            ("tokens", 6, "length", ""),
-            ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", ""),
-            ("seconds", 7, "seconds", ".3f"),
-            ("speed-up", 8, "speed_up", ".2f"),
-            ("MiB", 6, "peak_memory_mib", ".0f"),
-            ("error", 6, "error", ".3f"),
-            ("output", 6, "output_error", ".3f"),
-            ("perplexity", 10, "perplexity", ".5g"),
-            (_title(result), 6, "agreement", ".4f"),
-            ("first tok", 9, "first_token_seconds", ".3f"),
-            ("tok/s", 6, "tokens_per_second", ".1f"),
+            ("tokens", 6, "length", "{}"),
+            ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", "{}"),
+            ("seconds", 7, "seconds", "{:.3f}"),
+            ("speed-up", 8, "speed_up", "{:.2f}x"),
+            ("MiB", 6, "peak_memory_mib", "{:.0f}"),
+            ("error", 6, "error", "{:.3f}"),
+            ("output", 6, "output_error", "{:.3f}"),
+            ("perplexity", 10, "perplexity", "{:.5g}"),
+            (_title(result), 6, "agreement", "{:.4f}"),
+            ("first tok", 9, "first_token_seconds", "{:.3f}"),
+            ("tok/s", 6, "tokens_per_second", "{:.1f}"),
         ]
         absent = set() if self.procedure.memory else {"peak_memory_mib"}
         absent |= set() if task in _PERPLEXITY else {"perplexity"}
@@ -158,12 +155,7 @@ class Report:
         if self._table is None:
             titles, widths, *_ = zip(*self._columns, strict=True)
             self._table = common.LiveTable(titles, widths, left=["attention"])
-        self._table.add(
-            [
-                None if row[key] is None else format(row[key], form) + "x" * (key == "speed_up")
-                for _, _, key, form in self._columns
-            ]
-        )
+        self._table.add([None if row[key] is None else form.format(row[key]) for *_, key, form in self._columns])
 
     def conclude(self, result: dict[str, Any], *more: str) -> None:
         """Explain the columns of the table, and say what follows from it, and some more; or print JSON."""

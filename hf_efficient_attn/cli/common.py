@@ -23,7 +23,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-    from hf_efficient_attn.evaluation.progress import Execution
     from hf_efficient_attn.methods import MethodConfig
 
 ResultT = TypeVar("ResultT")
@@ -130,6 +129,11 @@ def complete_methods(incomplete: str) -> list[str]:
     return [full for name in names if (full := f"{chosen},{name}" if chosen else name).startswith(incomplete)]
 
 
+def names_option(text: str) -> Any:
+    """An option that takes names of methods, which a shell can complete."""
+    return typer.Option(metavar="NAME", show_default=False, help=text, autocompletion=complete_methods)
+
+
 # What the help texts say about --methods.
 DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-attn methods` marks them"
 
@@ -205,23 +209,12 @@ def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None
     sys.exit(run(application, arguments, name))
 
 
-def execution(
-    minutes: float | None, is_silent: bool, on_begin: Callable[[Any], None], on_row: Callable[[Any], None]
-) -> "Execution":
-    """The time limit of a measurement, with the functions that print its beginning and rows unless it is silent."""
-    from hf_efficient_attn.evaluation.progress import Execution
-
-    return Execution(minutes) if is_silent else Execution(minutes, on_row, on_begin)
-
-
 def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
     `work` raises `evaluation.progress.Interrupted` with the partial result. The command shows the result and ends with
-    `typer.Exit(status)`. If nothing is complete, it ends with an error that says so.
-
-    Returns:
-        The result or the partial result, and the exit status: 0 or 130.
+    `typer.Exit(status)`. If nothing is complete, it ends with an error that says so. Returns the result or the partial
+    result, and the exit status: 0 or 130.
     """
     from hf_efficient_attn.evaluation.progress import Interrupted
 
@@ -310,11 +303,6 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join([_row(headers, columns), _rule(columns), *(_row(line, columns) for line in lines[1:])])
 
 
-def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table whose columns are aligned to the left."""
-    typer.echo(table(headers, rows))
-
-
 def split_list(values: Iterable[str]) -> list[str]:
     """The values of an option that can be repeated and can contain comma-separated lists."""
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
@@ -345,10 +333,8 @@ def parse_pair(text: str) -> tuple[str, Any]:
 def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict[str, MethodConfig]":
     """Parse methods, NAME or NAME:key=value:key=value, repeated or separated by commas: label -> config.
 
-    A setting is method.key=value for one method, or key=value for all methods that have the hyperparameter.
-
-    Raises:
-        UnsupportedAttentionError: an unknown method or hyperparameter, or a setting that applies to no method.
+    A setting is method.key=value for one method, or key=value for all methods that have the hyperparameter. An unknown
+    method or hyperparameter, and a setting that applies to no method, are refused.
     """
     from hf_efficient_attn.evaluation.defaults import method_label
     from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS

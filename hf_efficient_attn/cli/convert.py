@@ -33,9 +33,7 @@ _remote_code = (
 def convert(
     source: common.Source,
     output: common.Output,
-    method: Annotated[
-        str | None, typer.Option(metavar="NAME", help=_method, autocompletion=common.complete_methods)
-    ] = None,
+    method: Annotated[str | None, common.names_option(_method)] = None,
     config: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=_config)] = None,
     setting: common.MethodSettings = [],  # noqa: B006 (typer copies it)
     layers: common.Layers = None,

@@ -18,9 +18,7 @@ _method = "A method, as listed by `methods`. [default: the one that auto switche
 
 @common.command("crossover --renew", needs_models=False)
 def crossover(
-    method: Annotated[
-        str | None, typer.Option(metavar="NAME", help=_method, autocompletion=common.complete_methods)
-    ] = None,
+    method: Annotated[str | None, common.names_option(_method)] = None,
     renew: Annotated[bool, typer.Option("--renew", help="Measure again, on an otherwise idle machine.")] = False,
     threads: common.Threads = None,
     device: common.Device = None,
@@ -56,7 +54,8 @@ def crossover(
     typer.echo(f"{machine}\n")
     # Of a length that no text has it is enough to know that.
     cells = [[n if n <= _LONGEST else f">{_LONGEST}" for n in one] for one in found.values()]
-    common.print_table(["calls", "small", "large"], [[name, *both] for name, both in zip(found, cells, strict=True)])
+    lines = [[name, *both] for name, both in zip(found, cells, strict=True)]
+    typer.echo(common.table(["calls", "small", "large"], lines))
     small, large = (size // 64 for size in (lengths.SMALL_DIM, lengths.LARGE_DIM))
     typer.echo("\n" + textwrap.fill(_LEGEND.format(method=method, small=small, large=large), 100))
     source = (

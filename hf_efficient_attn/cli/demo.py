@@ -24,10 +24,7 @@ _length = "Numbers of tokens, 512 to 16384; repeated or separated by commas. [de
 
 @common.command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
 def demo(
-    method: Annotated[
-        list[str],
-        typer.Option(metavar="NAME", show_default=False, help=_method, autocompletion=common.complete_methods),
-    ] = [],  # noqa: B006 (typer copies it)
+    method: Annotated[list[str], common.names_option(_method)] = [],  # noqa: B006 (typer copies it)
     length: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_length)] = [],  # noqa: B006
     setting: common.Settings = [],  # noqa: B006
     plot: Annotated[
@@ -61,7 +58,7 @@ def demo(
         check_picture(plot)
     procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device))
     report = Report(procedure, is_silent=as_json)
-    execution, source = common.execution(minutes, as_json, report.begin, report.add), demo.minilm_folder()
+    execution, source = report.execution(minutes), demo.minilm_folder()
     with use_threads(threads):
         result, status = common.until_interrupted(
             lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution)

@@ -1,15 +1,14 @@
 """`hf-efficient-attn distill`."""
 
-import pathlib
 from typing import Annotated, Any
 
 import typer
 
 from hf_efficient_attn.cli import common
+from hf_efficient_attn.cli.benchmark import Data
 from hf_efficient_attn.cli.convert import describe_conversion, parse_method
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-_data = 'Text (.txt, .jsonl with "text", or gzipped), or a folder or zip file of pictures.'
 _method = "A method with learned parameters: `methods` marks them."
 _loss = "output: squared error of the output. weights: cross entropy of the attention weights. both: their sum."
 _length = (
@@ -31,9 +30,9 @@ _minutes = "End the training after about this time and save its state, as Ctrl-C
 )
 def distill(
     source: common.Source,
-    data: Annotated[pathlib.Path, typer.Option(metavar="FILE", help=_data)],
+    data: Data,
     output: common.Output,
-    method: Annotated[str, typer.Option(metavar="NAME", help=_method, autocompletion=common.complete_methods)],
+    method: Annotated[str, common.names_option(_method)],
     setting: common.MethodSettings = [],  # noqa: B006 (typer copies it)
     layers: common.Layers = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Number of batches to learn from.")] = 300,
@@ -68,7 +67,7 @@ def distill(
     Ctrl-C, or the end of --minutes, ends the training after the present step and saves its state in OUTPUT.partial.
     The same command continues from there. The exit status is 130, because OUTPUT is not written yet.
     """
-    from hf_efficient_attn.evaluation.analyze import Source as Checkpoint
+    from hf_efficient_attn.evaluation.progress import Execution
     from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.integration.layers import parse_layers
     from hf_efficient_attn.training.distill_checkpoint import Plan, distill_checkpoint
@@ -87,21 +86,19 @@ def distill(
     given = {"target": finetune_target, "lora_rank": lora_rank, "learning_rate": finetune_learning_rate}
     second: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if second and not finetune_steps:
-        raise UnsupportedAttentionError(
-            "--finetune-target, --lora-rank and --finetune-learning-rate need --finetune-steps N"
-        )
+        raise UnsupportedAttentionError("--finetune-target, -learning-rate and --lora-rank need --finetune-steps N")
     finetuning = FinetuningOptions(steps=finetune_steps, **second) if finetune_steps else None
     plan = Plan(
-        output=output, method=str(chosen), hyperparameters=hyperparameters, max_length=max_length, steps=steps,
+        source=source, data=data, output=output, method=str(chosen), hyperparameters=hyperparameters, steps=steps,
         layers=None if layers is None else parse_layers(layers), base_model=base_model, loss=loss, length=length,
         options=DistillationOptions(learning_rate=learning_rate, seed=seed, finetuning=finetuning),
         batch_size=batch_size, save_steps=save_steps, force=force, restart=restart, write_now=write_now,
+        max_length=max_length, allow_pickle=allow_pickle, device=common.parse_device(device),
     )  # fmt: skip
-    checkpoint = Checkpoint(source, allow_pickle, common.parse_device(device))
     rows = Rows()
-    execution = common.execution(minutes, as_json, rows.begin, rows.add)
+    execution = Execution(minutes) if as_json else Execution(minutes, rows.add, rows.begin)
     with use_threads(threads):
-        done, status = common.until_interrupted(lambda: distill_checkpoint(checkpoint, data, plan, execution))
+        done, status = common.until_interrupted(lambda: distill_checkpoint(plan, execution))
     if status:
         why = ", at the end of --minutes" if done["is_over"] else ""
         typer.echo(
@@ -150,8 +147,7 @@ class Rows:
             for x in result["layers"]
         ]
         rows.append(("mean", _number(result["error_before"]), _number(result["error_after"])))
-        typer.echo()
-        common.print_table(("layer", "error before", "error after"), rows)
+        typer.echo("\n" + common.table(("layer", "error before", "error after"), rows))
         if (outputs := result["outputs"]) is not None:
             loss = f"{_number(outputs['before'])} before and is {_number(outputs['after'])} now"
             typer.echo(f"\nFine-tuning: the loss on held-out inputs was {loss}.")

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli.common import ForceFolder, Json, Output, command, complete_methods, print_json, print_table
+from hf_efficient_attn.cli.common import ForceFolder, Json, Output, command, complete_methods, print_json, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 _repository = "Repository on the hub; it is created if it does not exist."
@@ -52,7 +52,7 @@ def push(
     if show_card:
         typer.echo(plan.card, nl=False)
         return typer.echo("".join(f"--yes would refuse: {reason}\n" for reason in plan.refusals), nl=False, err=True)
-    print_table(("file", "MB"), [(path, f"{size / 1e6:.3f}") for path, size in plan.files])
+    typer.echo(table(("file", "MB"), [(path, f"{size / 1e6:.3f}") for path, size in plan.files]))
     visibility = "private" if private else "public, if it is new"
     lines = [f"\n{len(plan.files)} files, {size / 1e6:.1f} MB for {repository} ({visibility})"]
     lines += [] if plan.install is None else [f"Card: tells its readers to 'pip install {plan.install}'"]
@@ -88,7 +88,7 @@ def export_kernel(
 
     Exit status: 0 done, 1 an error of writing, 2 refused, 130 interrupted: then the output folder does not appear.
     """
-    from hf_efficient_attn.standalone.kernel import export_kernel
+    from hf_efficient_attn.standalone.export import export_kernel
 
     done = export_kernel(method, output, repo_id=repo, force=force)
     if as_json:

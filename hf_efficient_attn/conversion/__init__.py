@@ -1,6 +1,4 @@
 """Conversion of models in memory (`convert`, `extend_positions`) and of checkpoint folders (`checkpoint`)."""
 
-from hf_efficient_attn.conversion.convert import convert
-from hf_efficient_attn.conversion.positions import extend_positions
-
-__all__ = ["convert", "extend_positions"]
+from hf_efficient_attn.conversion.convert import convert as convert
+from hf_efficient_attn.conversion.convert import extend_positions as extend_positions

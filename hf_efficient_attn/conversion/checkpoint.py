@@ -19,23 +19,18 @@ from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, check_hub_id, provenance
-from hf_efficient_attn.checkpoint.staging import check_output, staged
-from hf_efficient_attn.conversion.convert import choice_of, convert
-from hf_efficient_attn.conversion.positions import extend_positions
-from hf_efficient_attn.conversion.tensors import Changes, find_changes, write_weights
+from hf_efficient_attn.checkpoint.staging import Output
+from hf_efficient_attn.conversion.convert import choice_of, convert, extend_positions, num_positions
+from hf_efficient_attn.conversion.tensors import find_changes, write_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.hub.card import Facts, read_facts, write_card
-from hf_efficient_attn.integration.attention import method_at
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
-from hf_efficient_attn.integration.positions import find_tables
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, changed_hyperparameters
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
-from hf_efficient_attn.standalone.kernel import kernel_implementation
-from hf_efficient_attn.standalone.remote_code import MODULE, remote_code
+from hf_efficient_attn.standalone.export import MODULE, kernel_implementation, remote_code
 
 
 def convert_checkpoint(
@@ -84,9 +79,10 @@ class Conversion:
     """The conversion of one checkpoint, of which `convert_checkpoint` carries out all parts.
 
     Between `switch` and `write` the learned parameters of the model can be trained, and its own parameters too.
+    Attributes are `checked`, the source, `place`, the output folder, and `model`, the source's model in eval mode.
 
     Args:
-        source: A folder or hub id, as for `open_checkpoint`.
+        source: A folder or hub id, as for `open_checkpoint`, like `allow_pickle`.
         output: The folder to write. It must not exist, or be empty, unless `force` is given.
         max_length: Number of tokens that the result takes. A shorter position table is extended by repeating it
             (`extend_positions`), and the limits at which the tokenizer and sentence-transformers truncate are raised.
@@ -96,12 +92,6 @@ class Conversion:
         has_code: Write a file with the code of the attention, with which the result loads without this package by
             `trust_remote_code=True`. Methods with learned parameters are possible, too.
         force: Replace an existing output folder when everything is written.
-        allow_pickle: As for `open_checkpoint`.
-
-    Attributes:
-        checked: The source.
-        place: The output folder.
-        model: The source's model, in eval mode.
     """
 
     def __init__(
@@ -118,7 +108,7 @@ class Conversion:
     ) -> None:
         self._source, self._output, self._max_length = os.fspath(source), os.fspath(output), max_length
         self.checked = open_checkpoint(source, allow_pickle=allow_pickle)
-        self.place = check_output(output, self.checked.folder, force=force)
+        self.place = Output(output, self.checked.folder, force=force)
         loaded = self._loaded = load_with_report(self.checked)
         self.model = loaded.model
         self._origin = origin = provenance(self.checked)
@@ -133,10 +123,8 @@ class Conversion:
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer.
 
-        `switch` does this, too. The attention must have no learned tables of the present length.
-
-        Raises:
-            UnsupportedAttentionError: The model has no position table, or a longer one; or the new one is too large.
+        `switch` does this, too. Refused are a model without a position table or with a longer one, a new table that is
+        too large, and attention with learned tables of the present length.
         """
         model, length = self.model, self._max_length
         positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
@@ -168,17 +156,14 @@ class Conversion:
         if self._kernel is not None:
             kernel_implementation(model.config, self._kernel)  # refuse it before the work
 
-    def write(self, *, add_files: Callable[[pathlib.Path], None] | None = None) -> dict[str, Any]:
+    def write(self, *, add_files: Callable[[pathlib.Path], object] | None = None) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
 
-        Args:
-            add_files: Adds files to the folder that it is given, before the model card is made from them.
-
-        Returns:
-            The report of `convert_checkpoint`.
+        `add_files` adds files to the folder that it is given, before the model card is made from them. Returns the
+        report of `convert_checkpoint`.
         """
         checked, model, origin = self.checked, self.model, self._origin
-        with staged(self.place) as draft:
+        with self.place.staged() as draft:
             changes = find_changes(model, checked.weights, self._loaded.missing, draft)
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
             with quiet(), refusing("config.json of the result", OSError):
@@ -190,7 +175,17 @@ class Conversion:
             limits = None if self._max_length is None else set_limits(draft, self._max_length)
             notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
             write_json(draft / FILE, origin)
-            _check_result(draft, changes, self._loaded.unused)
+            problem = (
+                "the result does not load again, so this checkpoint cannot be converted file by file; convert the "
+                "model in Python instead, with hea.convert and save_pretrained"
+            )
+            with refusing(problem, OSError):  # also if the model does not use all new tensors
+                written = open_checkpoint(draft)
+                tensors, unused = written.weights.tensors, {*load_with_report(written).unused}
+                lost = sorted(unused - {*self._loaded.unused} | (changes.new.keys() - tensors.keys()))
+                if lost or len(tensors) != changes.kept + len(changes.new):
+                    what = shown(lost[0]) if lost else "all tensors"
+                    raise UnsupportedAttentionError(f"the model does not find {what}")
             config = read_json_object(draft / "config.json")
             if self._kernel is not None:
                 config["attn_implementation"] = kernel_implementation(model.config, self._kernel)
@@ -201,7 +196,7 @@ class Conversion:
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
-            load = loading_lines(read_facts(draft, may_be_exact=True), self._output)
+            load = loading_lines(Facts(draft, may_be_exact=True), self._output)
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
         groups = exact_lengths(model)
@@ -230,44 +225,19 @@ class Conversion:
         }
 
 
-def _check_result(draft: pathlib.Path, changes: Changes, unused: Sequence[str]) -> None:
-    """Open and load the result, and check that the model uses all new tensors."""
-    problem = (
-        "the result does not load again, so this checkpoint cannot be converted file by file; convert the model in "
-        "Python instead, with hea.convert and save_pretrained"
-    )
-    with refusing(problem, OSError):
-        written = open_checkpoint(draft)
-        tensors = written.weights.tensors
-        lost = sorted({*load_with_report(written).unused} - {*unused} | (changes.new.keys() - tensors.keys()))
-        if lost or len(tensors) != changes.kept + len(changes.new):
-            raise UnsupportedAttentionError(f"the model does not find {shown(lost[0]) if lost else 'all tensors'}")
-
-
-def num_positions(model: PreTrainedModel) -> int | None:
-    """The number of tokens that a text model takes, as its position table or its config says; None if neither does."""
-    tables = [table.num_positions for table in find_tables(model, model.config)]
-    return min(tables) if tables else getattr(model.config, "max_position_embeddings", None)
-
-
 def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:
     """The methods of a converted model, in the order of the layers.
 
-    Returns:
-        For each method "layers", "method", "settings" (the hyperparameters that differ from the defaults) and "tokens":
-        the number of tokens up to which these layers compute exact attention, 0 if they never do.
+    For each method "layers", "method", "settings" (the hyperparameters that differ from the defaults) and "tokens": the
+    number of tokens up to which these layers compute exact attention, 0 if they never do.
     """
-    methods: dict[Layer, MethodConfig] = {}
-    for module in attention_modules(model):
-        method = method_at(module.config, method_of(module.config), module.location)
-        if method is not None and module.location.label is not None:
-            methods.setdefault(module.location.label, method)
     layers: dict[MethodConfig, list[Layer]] = {}
-    for layer in in_order(methods):
-        layers.setdefault(methods[layer], []).append(layer)
+    for found in attention_modules(model):
+        if found.chosen is not None and found.location.label is not None:
+            layers.setdefault(found.chosen, []).append(found.location.label)
     return [
         {
-            "layers": labels,
+            "layers": in_order(labels),
             "method": method.method,
             "settings": changed_hyperparameters(method),
             "tokens": method.exact_length,

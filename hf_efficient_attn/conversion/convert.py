@@ -1,14 +1,19 @@
-"""`convert`: switch a model that is in memory to another attention method."""
+"""Models in memory: `convert` switches them to another attention method, `extend_positions` extends their positions."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+import torch
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_method
-from hf_efficient_attn.integration.models import choose, configs_of, transformers_models
-from hf_efficient_attn.integration.settings import EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method, unknown_name
+from hf_efficient_attn.integration.learned import LearnedParameters
+from hf_efficient_attn.integration.models import configs_of, models_in, transformers_models
+from hf_efficient_attn.integration.positions import PositionTable, find_tables, position_offset
+from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
 
@@ -45,13 +50,13 @@ def convert(
     roots = transformers_models(model)
 
     def change_configs() -> None:
-        if settings is not None:
-            choose(roots, settings)
-            return
         for root in roots:
-            root.set_attn_implementation(str(method_or_config))
+            if settings is None:
+                root.set_attn_implementation(str(method_or_config))
             for config in configs_of(root):
-                config.efficient_attention = None
+                if settings is not None:
+                    config._attn_implementation_internal = settings.method
+                config.efficient_attention = settings
 
     switch(roots, change_configs)
     return model
@@ -64,8 +69,7 @@ def choice_of(
 ) -> EfficientAttentionConfig | None:
     """The choice that the arguments of `convert` describe; None for one of Transformers' own implementations.
 
-    Raises:
-        UnsupportedAttentionError: there is no such choice, whatever the model is.
+    What is no choice, whatever the model is, is refused.
     """
     if isinstance(method_or_config, str) and method_or_config not in available_methods():
         if method_or_config not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
@@ -89,3 +93,112 @@ def choice_of(
         )
     changed = make_config(settings.entries[0].config, **hyperparameters)
     return EfficientAttentionConfig(changed, None, settings.layers if layers is None else layers)
+
+
+def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
+    """Extend the learned position tables of BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and similar models, in place.
+
+    The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own.
+
+    Args:
+        model: a Transformers model, or a module that contains some.
+        max_length: the number of tokens that the model shall take. The tables of RoBERTa (padding_idx + 1) and of OPT
+            and BART (2) have some entries more.
+        method: "tile" repeats the table, as Longformer does (Beltagy et al. 2020, section 5), so that neighbouring
+            positions stay neighbours. "interpolate" stretches it linearly, so that position i of n keeps its relative
+            position.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedAttentionError: before anything is changed, for a `max_length` that is no integer or smaller than the
+            present one, an unknown `method`, models without a learned table over token positions, and models whose
+            attention method has learned tables of the present length.
+    """
+    roots = transformers_models(model)
+    if method not in ("tile", "interpolate"):
+        raise UnsupportedAttentionError(unknown_name("method of extend_positions", method, ["tile", "interpolate"]))
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
+        raise UnsupportedAttentionError(f"max_length must be a positive integer, not {shown(max_length)}")
+    for module in model.modules():
+        if isinstance(module, LearnedParameters) and getattr(module.method, "max_length", None) == 0:
+            name = module.method.method
+            raise UnsupportedAttentionError(
+                f"the model has learned tables of {name} for {module.sizes['max_length']} tokens: convert it to "
+                f"{EXACT!r}, extend its positions, and convert it to {name!r} again"
+            )
+    tables = [table for root in roots for table in position_tables(root)]
+    for present in (table.num_positions for table, _ in tables):
+        if max_length < present:
+            raise UnsupportedAttentionError(
+                f"the model takes {present} tokens, so that {max_length} would shorten its position table; shorter "
+                "sequences need no change"
+            )
+    for table, config in tables:
+        module, embedding = table.module, table.embedding
+        offset, old_size = position_offset(embedding), embedding.num_embeddings
+        new_size = offset + max_length
+        if new_size == old_size:
+            continue
+        with torch.no_grad():
+            extended = torch.cat((embedding.weight[:offset], _extend(embedding.weight[offset:], max_length, method)))
+        embedding.weight = nn.Parameter(extended, requires_grad=embedding.weight.requires_grad)
+        embedding.num_embeddings = new_size
+        for name, buffer in list(module.named_buffers(recurse=False)):  # both are (1, positions)
+            if name == "position_ids" and buffer.shape[-1] == old_size:  # counts on
+                setattr(module, name, torch.arange(new_size, device=buffer.device, dtype=buffer.dtype).expand(1, -1))
+            elif name == "token_type_ids" and buffer.shape[-1] == old_size:  # 0
+                setattr(module, name, buffer.new_zeros(1, new_size))
+        # The entries before `offset` are not counted in the config.
+        config.max_position_embeddings = new_size - getattr(embedding, "offset", 0)
+        if hasattr(config, "n_ctx"):  # in files of early versions
+            config.n_ctx = config.max_position_embeddings
+    return model
+
+
+def _extend(table: Tensor, length: int, method: str) -> Tensor:
+    """Extend a table (P, D) to (length, D)."""
+    if method == "tile":
+        return table.repeat(-(-length // table.shape[0]), 1)[:length]
+    channels = table.to(torch.promote_types(table.dtype, torch.float32)).t()[None]  # (1, D, P)
+    stretched = nn.functional.interpolate(channels, size=length, mode="linear", align_corners=True)
+    return stretched[0].t().to(table.dtype).contiguous()
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """The number of tokens that a text model has positions for; None if it is not limited or not known."""
+    try:
+        return min(table.num_positions for table, _ in position_tables(model))
+    except UnsupportedAttentionError:
+        # There is no table: rotary positions are computed, but the model was trained for a limited number of them.
+        return getattr(model.config, "max_position_embeddings", None)
+
+
+def position_tables(root: PreTrainedModel) -> list[tuple[PositionTable, PreTrainedConfig]]:
+    """Every learned table over token positions in a model, with the outermost config.
+
+    A model without one is refused. The message says which positions it has instead.
+    """
+    found: dict[int, tuple[PositionTable, PreTrainedConfig]] = {}
+    for part in models_in(root):
+        for table in find_tables(part, part.config):
+            found.setdefault(id(table.embedding), (table, part.config))
+    if found:
+        return list(found.values())
+    config = root.config
+    if getattr(config, "rope_parameters", None) is not None:
+        reason = (
+            "they are rotary positions, computed without a table; raise max_position_embeddings in the model's config "
+            "instead, and change rope_parameters to stretch them"
+        )
+    elif getattr(config, "image_size", None) is not None:
+        reason = "they are those of image patches, not of tokens"
+        if "interpolate_pos_encoding" in inspect.signature(root.forward).parameters:
+            reason += "; larger pictures only need interpolate_pos_encoding=True in the call of the model"
+    else:
+        reason = (
+            "no learned table over token positions is known in it; BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and "
+            "similar models have one"
+        )
+    raise UnsupportedAttentionError(f"the positions of {type(root).__name__} cannot be extended: {reason}")

@@ -14,19 +14,17 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.checkpoint.weights import INDEX, PICKLED, SINGLE, Weights
+from hf_efficient_attn.checkpoint.source import INDEX, PICKLED, SINGLE, Weights
 from hf_efficient_attn.io.json import write_json
 
 _LEARNED = "learned_parameters"
 
 
 class Changes(NamedTuple):
-    """Which tensors of the source are copied, dropped or added. All names are those used in files.
+    """Which tensors of the source are copied, dropped or added, by their names in files.
 
-    Attributes:
-        kept: Number of tensors that are copied.
-        new: {name: tensor} of tensors that are not in the source or are changed.
-        dropped: Names of the source's tensors that are not copied.
+    `kept` is the number of tensors that are copied, `new` has tensors that are not in the source or are changed, and
+    `dropped` the names of the source's tensors that are not copied.
     """
 
     kept: int

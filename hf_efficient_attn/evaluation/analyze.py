@@ -12,7 +12,7 @@ import pathlib
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.analysis import head_to_tail, softmax_matrix, stable_rank
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.calibration import (
     Choice,
@@ -31,19 +32,11 @@ from hf_efficient_attn.evaluation.calibration import (
     measure_output_error,
     measure_speed,
 )
-from hf_efficient_attn.evaluation.capture import (
-    Batch,
-    Call,
-    capture_attention,
-    forward,
-    summarize_attention,
-)
-from hf_efficient_attn.evaluation.data import ModelData, allow_length, max_positions
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
+from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import make_candidates
-from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
-from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.timing import machine, use_device
+from hf_efficient_attn.evaluation.timing import check_memory, machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
@@ -215,29 +208,29 @@ def _matrix_properties(call: Call) -> dict[str, Tensor]:
     return {name: torch.cat(values).cpu() for name, values in properties.items()}
 
 
-class Source(NamedTuple):
-    """A checkpoint to analyze. A converted one is analyzed with exact attention."""
-
-    name: "str | pathlib.Path"  # folder or hub id
-    allow_pickle: bool = False  # whether weights in a .bin file may be read
-    device: torch.device | None = None  # where PyTorch computes; None for the CPU
-
-
 def analyze_checkpoint(
-    source: Source, data: "str | pathlib.Path", *, length: int | None = None, rows: int = TEXT_ROWS, **options: Any
+    source: "str | pathlib.Path",
+    data: "str | pathlib.Path",
+    *,
+    length: int | None = None,
+    rows: int = TEXT_ROWS,
+    device: torch.device | None = None,
+    allow_pickle: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """`analyze` the model of a checkpoint on `rows` inputs of a file as in `data.ModelData`, with options of `analyze`.
 
-    Pictures are resized to `length` tokens, and the position table of a text model is extended. Without a length it is
-    2,048 tokens or that of the whole text; for models of pictures of a fixed size, or whose own pictures have more
-    tokens, the number that they have.
+    `source` is a folder or hub id, and `device` where PyTorch computes, by default the CPU. With `allow_pickle` weights
+    in a .bin file may be read. A converted checkpoint is analyzed with exact attention. Pictures are resized to
+    `length` tokens, and the position table of a text model is extended. Without a length it is 2,048 tokens or that of
+    the whole text; for models of pictures of a fixed size, or whose own pictures have more tokens, the number that they
+    have.
 
-    Returns:
-        the result of `analyze`, with "source" (see `names.name_of`), "data" {"name", "rows"}, "pixels" (height and
-        width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
-        "machine".
+    Returns the result of `analyze`, with "source" (`CheckedSource.title`), "data" {"name", "rows"}, "pixels" (height
+    and width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
+    "machine".
     """
-    checked = open_checkpoint(source.name, allow_pickle=source.allow_pickle)
+    checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
     if own_settings(model) is not None:
         convert(model, EXACT)
@@ -248,12 +241,11 @@ def analyze_checkpoint(
     elif length is None:
         wanted = max(wanted if inputs.resizes else 0, inputs.native_tokens)
     inputs.check_length(wanted)
-    positions = max_positions(model)
-    device = source.device or model.device
-    model.to(device)
+    positions = num_positions(model)
+    model.to(device or model.device)
     check_memory(model, inputs.tokens_for(wanted), inputs.rows)
     notes = [None if inputs.is_image else allow_length(model, wanted)]
-    is_extended = not inputs.is_image and positions is not None and max_positions(model) != positions
+    is_extended = not inputs.is_image and positions is not None and num_positions(model) != positions
     batch = inputs.inputs(wanted, 0, inputs.rows)
     if batch.pixels is not None and batch.pixels != inputs.native:
         notes.append(
@@ -265,13 +257,13 @@ def analyze_checkpoint(
         larger = f"errors at {DEFAULT_LENGTH} tokens are larger"
         notes.append(f"{limit} only {batch.tokens} tokens, where methods save little: {larger}.")
     about = {
-        "source": name_of(checked),
+        "source": checked.title,
         "data": {"name": inputs.name, "rows": inputs.rows},
         "pixels": batch.pixels,
         "max_length": wanted if is_extended else None,
         "notes": [note for note in notes if note],
         "machine": machine(model),
     }
-    with memory_errors("give a smaller --length or fewer --rows"), use_device(device):
+    with memory_errors("give a smaller --length or fewer --rows"), use_device(model.device):
         # The head of a language model would compute a large matrix that is not needed.
         return analyze(model.base_model, batch.values, about=about, **options)

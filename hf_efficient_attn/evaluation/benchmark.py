@@ -20,27 +20,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.evaluation.capture import takes_pictures
-from hf_efficient_attn.evaluation.comparison import (
-    AGREEMENT,
-    LengthComparison,
-    Procedure,
-    chunk_label,
-    make_variants,
-)
-from hf_efficient_attn.evaluation.data import (
-    DOCUMENTATION,
-    ModelData,
-    allow_length,
-    is_encoder_decoder,
-    max_positions,
-    task_of,
-)
+from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
+from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
-from hf_efficient_attn.evaluation.memory import check_memory, memory_errors
-from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.timing import MIN_SPEED_UP, UNSTEADY, Timing, machine, use_device
+from hf_efficient_attn.evaluation.timing import (
+    MIN_SPEED_UP,
+    UNSTEADY,
+    Timing,
+    check_memory,
+    machine,
+    memory_errors,
+    use_device,
+)
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
@@ -86,7 +80,7 @@ def benchmark_checkpoint(
         allow_pickle: see `source`.
 
     Returns:
-        a dictionary for JSON: "format", "source" (see `names.name_of`), "task", "machine", "data", "agreement" (which
+        a dictionary for JSON: "format", "source" (`CheckedSource.title`), "task", "machine", "data", "agreement" (which
         measure), "labels" (of the methods), "chunk" (the tokens of a piece where longer texts are also embedded as the
         mean of their pieces, or None), "notes" (sentences), what `conclude` returns, "complete" (whether
         everything was measured), "left_out" (names of the measurements that are missing), and "measurements", one for
@@ -120,19 +114,14 @@ def benchmark_checkpoint(
         is_pair, is_image = is_encoder_decoder(model), takes_pictures(model)
         settings = _settings(methods, own, model)
         # The model's own number, before its positions are extended.
-        native = max_positions(model)
+        native = num_positions(model)
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
         model.to(procedure.device, procedure.dtype)
         if lengths:
             check_memory(model, longest, procedure.batch)
-        inputs = ModelData(
-            model,
-            checked.folder,
-            None if data is None else pathlib.Path(data),
-            longest=longest,
-            rows=max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch),
-            shorter=lengths is None,
-        )
+        file = None if data is None else pathlib.Path(data)
+        wanted = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
+        inputs = ModelData(model, checked.folder, file, longest=longest, rows=wanted, shorter=lengths is None)
         chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
             inputs.check_length(length)
@@ -151,7 +140,7 @@ def benchmark_checkpoint(
             missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
             return {
                 "format": FORMAT,
-                "source": name_of(checked),
+                "source": checked.title,
                 "task": task,
                 "machine": machine(model),
                 "data": {"name": inputs.name, "rows": inputs.rows},
@@ -248,12 +237,11 @@ def timing_of(row: Mapping[str, Any]) -> Timing:
 def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
     """Conclude from rows of "measurements" which of the methods with these labels pay off.
 
-    Returns:
-        "pays_from": label -> the smallest length from which on the method is a gain (`Timing.is_gain`), or None.
-        "summary": sentences that say so. "recommended": the label of the method to use at the greatest length at which
-        several were compared, "sdpa", or None if errors were not measured or there is nothing to compare;
-        "recommendation": a sentence that says why, or None. Of the methods that are a gain it is the fastest that keeps
-        an error of .1, averaged over layers and heads, or else the one with the smallest error.
+    "pays_from" has label -> the smallest length from which on the method is a gain (`Timing.is_gain`), or None, and
+    "summary" sentences that say so. "recommended" is the label of the method to use at the greatest length at which
+    several were compared, "sdpa", or None if errors were not measured or there is nothing to compare; "recommendation"
+    a sentence that says why, or None. Of the methods that are a gain it is the fastest that keeps an error of .1,
+    averaged over layers and heads, or else the one with the smallest error.
     """
     pays_from: dict[str, int | None] = {}
     rows_of = {label: [row for row in measurements if row["attention"] == label] for label in labels}
@@ -319,22 +307,17 @@ def _settings(
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
     modules, is_pair = [module for module, *_ in attention_modules(model)], is_encoder_decoder(model)
+    kinds = map(type, modules)
     # In an encoder-decoder the conversion checks each layer.
     is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
     if methods is None:
-        configs = default_configs(
-            "compare",
-            is_causal=is_causal,
-            takes_pictures=takes_pictures(model),
-            has_distance_bias=any(has_distance_bias(type(module)) for module in modules),
-        )
+        facts = {"takes_pictures": takes_pictures(model), "has_distance_bias": any(map(has_distance_bias, kinds))}
+        configs = default_configs("compare", is_causal=is_causal, **facts)
         methods = {method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
     entries = [entry.config for one in settings.values() for entry in one.entries]
     check_methods(entries, is_causal, model=f"the {type(model).__name__}", allow_learned=True)
-    return {
-        label: EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])
-        if is_pair and len(one.entries) == 1 and one.layers is None
-        else one
-        for label, one in settings.items()
-    }
+    for label, one in settings.items():
+        if is_pair and len(one.entries) == 1 and one.layers is None:
+            settings[label] = EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])
+    return settings

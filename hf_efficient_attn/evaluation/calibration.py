@@ -116,8 +116,7 @@ def calibrate(
         UnsupportedAttentionError: no batches; `max_error` not above 0; a model whose attention cannot be replaced; a
             method that does not support the model (no causal form for a decoder, or as many keys as queries needed
             where there are fewer); a method with learned parameters; a budget too small for a method; no budget below
-            the length of the longest sequence, or, without `budgets`, sequences that the chosen methods compute exactly
-            with their default hyperparameters; or no candidate that is accepted in any layer.
+            the length of the longest sequence; or no candidate that is accepted in any layer.
     """
     check_max_error(max_error)
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
@@ -140,17 +139,6 @@ def calibrate(
     if not useful:
         refuse_short(longest, sorted({one.columns for one in candidates}))
     chosen = choose_each(table, useful, max_error)
-    # A small budget saves nothing on sequences that a method computes exactly by default, and its error says nothing
-    # about longer ones.
-    methods_used = dict.fromkeys(choice.candidate.config.method for choice in chosen.values())
-    limits = {method: make_config(method).to_measure().exact_length for method in methods_used}
-    if budgets is None and limits and longest <= min(limits.values()):
-        names = " and ".join(f"{method} (up to {limit} tokens)" for method, limit in limits.items())
-        raise UnsupportedAttentionError(
-            f"the longest sequence has {longest} tokens without its padding, which {names} computes exactly with the "
-            "default hyperparameters, so that there is nothing to choose: give sequences as long as those that the "
-            "model is for, or name smaller budgets, budgets=[...]"
-        )
     # Where no budget is accepted, a method that decides in each call can still be used.
     for config in configs_of(methods):
         undecided = config.calibrated(max_error, accepted=False)
@@ -285,21 +273,17 @@ def _size(batch: Batch) -> int:
 class Study:
     """Errors of methods in the layers of a model, which are collected call by call.
 
-    Attributes:
-        table: the errors; of several calls in a layer, such as self and cross attention, the largest.
-        tokens: the number of tokens of the longest sequence in each layer.
+    `table` has the errors; of several calls in a layer, such as self and cross attention, the largest. `tokens` has the
+    number of tokens of the longest sequence in each layer.
     """
 
     def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
         self.table: ErrorTable = {}
         self.tokens = Counter[Layer]()
         self._batch = 0
-        causal = set(methods_with("causal"))
+        causal = [one for one in candidates if one.config.method in methods_with("causal")]
         self._candidates = {
-            call.layer: [
-                one for one in candidates if call.layer not in summary.causal_layers or one.config.method in causal
-            ]
-            for call in summary.calls
+            call.layer: list(causal if call.layer in summary.causal_layers else candidates) for call in summary.calls
         }
 
     def add(self, call: Call) -> dict[Candidate, Tensor]:
@@ -317,12 +301,9 @@ class Study:
     def end_batch(self, max_error: float) -> None:
         """Go on to the next batch, and measure no longer in a layer what exceeds a limit there in some sequence."""
         self._batch += 1
-        for layer, rest in self._candidates.items():
-            rest[:] = [
-                one
-                for one in rest
-                if layer is None or all(error <= max_error for error in self.table.get((layer, one), {}).values())
-            ]
+        for (layer, candidate), errors in self.table.items():
+            if candidate in self._candidates[layer] and not all(error <= max_error for error in errors.values()):
+                self._candidates[layer].remove(candidate)
 
 
 def _logs(errors: Errors, max_error: float) -> list[float]:

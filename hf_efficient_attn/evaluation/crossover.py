@@ -20,13 +20,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import Work, processor_name, use_device
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
-from hf_efficient_attn.methods import (
-    MethodConfig,
-    attention,
-    crossover,
-    learns,
-    make_config,
-)
+from hf_efficient_attn.methods import MethodConfig, attention, crossover, learns, make_config
 from hf_efficient_attn.version import __version__
 
 _HEAD_DIM = 64
@@ -48,13 +42,9 @@ _COMMAND = "hf-efficient-attn crossover --renew"
 def measure_crossover(method: str, device: torch.device) -> dict[str, crossover.Crossover]:
     """Measure the lengths of a method with its default hyperparameters, which takes some seconds.
 
-    On an otherwise idle machine two measurements of a length differ by up to a tenth.
-
-    Returns:
-        row of the table -> lengths, for float32 and bfloat16, and causal if the method has a causal form.
-
-    Raises:
-        UnsupportedAttentionError: an unknown method, one with learned parameters, or one that switches to another.
+    On an otherwise idle machine two measurements of a length differ by up to a tenth. Returns row of the table ->
+    lengths, for float32 and bfloat16, and causal if the method has a causal form. An unknown method, one with learned
+    parameters, and one that switches to another are refused.
     """
     config = make_config(method)
     if config.switches_to:
@@ -100,15 +90,11 @@ def measure_ratio(
 
 
 def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int) -> int:
-    """The largest length at which a noisy ratio that grows with the length reaches 1.
+    """The largest length at which a noisy ratio that grows with the length reaches 1, from `shortest` to `NEVER`.
 
-    The search begins at a long sequence and goes by factors of two: up until the ratio is clearly above 1, then down
-    until it is below 1. So a method that is fast at lengths that it computes exactly is not taken to be fast in
-    between.
-
-    Args:
-        measure: measure(length) returns the ratio, and the seconds of a call of the method.
-        shortest: the smallest length to try; the result is at most `NEVER`.
+    `measure(length)` returns the ratio, and the seconds of a call of the method. The search begins at a long sequence
+    and goes by factors of two: up until the ratio is clearly above 1, then down until it is below 1. So a method that
+    is fast at lengths that it computes exactly is not taken to be fast in between.
     """
     measure, length = functools.cache(measure), max(shortest, _FIRST)
     lengths = [length]
@@ -149,11 +135,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def measured_table(method: str, device: torch.device) -> crossover.Table | None:
-    """The lengths of a method on this machine, None if there are none.
-
-    Warns:
-        UserWarning: the file cannot be read, or is not of this package. Then there are none.
-    """
+    """The lengths of a method on this machine, None if there are none, or, with a warning, if the file is damaged."""
     path = cache_file()
     try:
         rows = _read(path).get(machine_name(device), {}).get(method)
@@ -185,11 +167,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def store_crossover(method: str, device: torch.device, found: Mapping[str, crossover.Crossover]) -> None:
-    """Write the lengths of a method on this machine into the user's cache folder. Those of others are kept.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the lengths of a method on this machine into the user's cache folder. Those of others are kept."""
     path, machine = cache_file(), machine_name(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_efficient_attn.conversion import extend_positions
-from hf_efficient_attn.conversion.positions import position_offset, position_tables
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
@@ -55,13 +55,10 @@ class Inputs(NamedTuple):
 
 
 def task_of(model: PreTrainedModel) -> str:
-    """The task of a model according to its class.
+    """The task of a model according to its class; a model of another kind (speech, several inputs) is refused.
 
     It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder that predicts tokens) or
     "image-classification".
-
-    Raises:
-        UnsupportedAttentionError: a model of another kind (speech, several inputs).
     """
     name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
@@ -84,25 +81,12 @@ def is_encoder_decoder(model: PreTrainedModel) -> bool:
     return both and bool(getattr(model.config, "is_encoder_decoder", False))
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """The number of tokens that a text model has positions for; None if it is not limited or not known."""
-    try:
-        return min(table.num_embeddings - position_offset(table) for _, table, _ in position_tables(model))
-    except UnsupportedAttentionError:
-        # There is no table: rotary positions are computed, but the model was trained for a limited number of them.
-        return getattr(model.config, "max_position_embeddings", None)
-
-
 def allow_length(model: PreTrainedModel, length: int) -> str | None:
-    """Extend the positions of a text model to `length` tokens, in place.
+    """Extend the positions of a text model to `length` tokens, in place; refuse a model that cannot be extended.
 
-    Returns:
-        a sentence that describes the extension; None if the model takes `length` tokens already.
-
-    Raises:
-        UnsupportedAttentionError: the positions cannot be extended.
+    Returns a sentence that describes the extension; None if the model takes `length` tokens already.
     """
-    positions = max_positions(model)
+    positions = num_positions(model)
     if positions is None or length <= positions:
         return None
     if getattr(model.config, "rope_parameters", None) is not None:
@@ -114,11 +98,10 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
 
 
 class ModelData:
-    """Inputs for a model.
+    """Inputs for a model: texts or pictures of a file, Python's documentation, or random pixels.
 
     Args:
-        model: in eval mode, as loaded from `folder`.
-        folder: the checkpoint, with its tokenizer or the configuration of its image processor.
+        model, folder: in eval mode, and the checkpoint that it was loaded from, with its tokenizer or image processor.
         file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
             or for random pixels.
         longest: largest number of tokens that will be requested; the model must have as many positions.
@@ -126,14 +109,11 @@ class ModelData:
         shorter: whether to reduce `longest` to the length of a text that is too short, instead of refusing the text.
 
     Attributes:
-        task: see `task_of`.
-        name: of the data; "generated" for random pixels.
+        task, name: see `task_of`, and the name of the data; "generated" for random pixels.
         rows: number of inputs of each length.
         native, native_tokens: height and width of the pictures that the model was trained with, and their tokens.
 
-    Raises:
-        UnsupportedAttentionError: a file that cannot be read or is too short, or a model without a tokenizer or image
-            processor.
+    A file that cannot be read or is too short, and a model without tokenizer or image processor, are refused.
     """
 
     def __init__(
@@ -240,17 +220,11 @@ class ModelData:
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
 
     def inputs(self, length: int, start: int, count: int, chunk: int | None = None) -> Inputs:
-        """The inputs with the indices start, ..., start + count - 1, as far as they exist.
+        """The inputs with the indices start, ..., start + count - 1, as far as they exist, of a length that is checked.
 
-        Args:
-            length: number of tokens; pictures have the nearest possible number.
-            start: index of the first input.
-            count: largest size of the batch.
-            chunk: the pieces of this many tokens of each text, one after another, take the place of the text. They
-                have their special tokens, and the last two overlap, so that all have the same length.
-
-        Raises:
-            UnsupportedAttentionError: see `check_length`.
+        Pictures have the nearest possible number of tokens. With `chunk`, the pieces of this many tokens of each text,
+        one after another, take the place of the text. They have their special tokens, and the last two overlap, so that
+        all have the same length.
         """
         self.check_length(length)
         indices = range(start, min(start + count, self.rows))

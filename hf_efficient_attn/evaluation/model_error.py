@@ -154,8 +154,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         return None if method is None or call.why_exact(method) is not None else method
 
     def compute(call: Call) -> Tensor:
-        method = method_in(call)
-        if method is None:
+        if (method := method_in(call)) is None:
             return exact_output(call)
         return call.compute(method, required_tensors(call.module, method, call.name))
 

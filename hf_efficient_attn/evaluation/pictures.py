@@ -38,45 +38,26 @@ def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
     title, what, exact, lowest, largest = _PANELS[key]
-    lengths = sorted({row["length"] for row in rows})
-    ends = [(lengths[-1], exact, "exact attention", "0.3")]  # x and y of the last point, text, colour
-    values: list[float] = []
+    lengths, values = sorted({row["length"] for row in rows}), [lowest]
+    axes.axhline(exact, color="0.3", linewidth=1.2, linestyle="--", zorder=2, label="exact attention")
     for number, label in enumerate(dict.fromkeys(row["attention"] for row in rows if row["method"] != EXACT)):
         points = [(row["length"], row[key]) for row in rows if row["attention"] == label and row[key] is not None]
         if points:
             color, marker = (styles[number % len(styles)] for styles in (_COLORS, _MARKERS))
-            x, y = zip(*((length, min(value, largest)) for length, value in points), strict=True)
-            axes.plot(x, y, color=color, marker=marker, markersize=5, clip_on=False, zorder=3)
-            values += [value for _, value in points]
-            ends.append((x[-1], y[-1], label if values[-1] <= largest else f"{label}: {values[-1]:.1f}", color))
-    axes.axhline(exact, color="0.3", linewidth=1.2, linestyle="--", zorder=2)
+            x, y = zip(*points, strict=True)
+            values += y
+            style = {"color": color, "marker": marker, "markersize": 5, "clip_on": False, "zorder": 3}
+            label = label if y[-1] <= largest else f"{label}: {y[-1]:.1f}"
+            axes.plot(x, [min(value, largest) for value in y], label=label, **style)
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_ylim(0, min(largest, 1.1 * max([lowest, *values])))
+    axes.set_ylim(0, min(largest, 1.1 * max(values)))
     axes.minorticks_off()
     axes.set_title(title, loc="left", fontweight="bold", fontsize="medium")
     axes.set(xlabel="tokens", ylabel=what)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    label_ends(axes, ends)
-
-
-def label_ends(axes: Any, ends: Iterable[tuple[float, float, str, str]], distance: float = 0.055) -> None:
-    """Write texts to the right of the last points of lines, moved up so that they do not overlap.
-
-    Args:
-        axes: the panel, whose limits are final.
-        ends: x and y of each point, its text and its colour.
-        distance: smallest distance between two texts, as a share of the height of the panel.
-    """
-    to_share, height = axes.transScale + axes.transLimits, -math.inf
-    for share, x, y, text, color in sorted((float(to_share.transform(end[:2])[1]), *end) for end in ends):
-        height = max(share, height + distance)
-        line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5), "color": color}
-        axes.annotate(
-            text, xy=(x, y), xytext=(1.04, height), textcoords="axes fraction", va="center", color=color,
-            fontsize="small", annotation_clip=False, arrowprops=line,
-        )  # fmt: skip
+    axes.legend(frameon=False, fontsize="small")
 
 
 def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:

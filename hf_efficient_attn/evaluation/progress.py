@@ -13,11 +13,7 @@ from tqdm import tqdm
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user interrupted a measurement after some of its rows were complete.
-
-    Attributes:
-        result: what is known so far, in the form of the complete result.
-    """
+    """The user interrupted a measurement after some rows; `result` is known so far, in the form of the complete one."""
 
     def __init__(self, result: Any) -> None:
         super().__init__("interrupted")
@@ -26,10 +22,9 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def partial_result(result: Callable[[], Any]) -> Iterator[None]:
-    """Turn a KeyboardInterrupt within the context into `Interrupted` with the partial result.
+    """Turn a KeyboardInterrupt within the context into `Interrupted` with the partial result that `result` returns.
 
-    Args:
-        result: returns the partial result, or None if there is none yet: then the KeyboardInterrupt goes on as it is.
+    If it returns None, because there is none yet, the KeyboardInterrupt goes on as it is.
     """
     try:
         yield
@@ -38,9 +33,6 @@ def partial_result(result: Callable[[], Any]) -> Iterator[None]:
         if known is None:
             raise
         raise Interrupted(known) from None
-
-
-def _ignore(value: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,8 +46,8 @@ class Execution:
     """
 
     minutes: float | None = None
-    on_row: Callable[[Any], None] = _ignore
-    on_begin: Callable[[Any], None] = _ignore
+    on_row: Callable[[Any], None] = lambda row: None
+    on_begin: Callable[[Any], None] = lambda about: None
     _start: float = field(default_factory=time.monotonic, repr=False)
 
     def seconds_left(self) -> float:

@@ -1,6 +1,7 @@
 """Time and memory of function calls, and the machine on which they are measured.
 
-Every measured call runs between two calls of a reference, so that slow changes in the load of the machine cancel.
+Inputs that do not fit in memory are refused before the work where that is certain, and one clear error otherwise. Every
+measured call runs between two calls of a reference, so that slow changes in the load of the machine cancel.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import transformers
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.version import __version__
 
 Work = Callable[[], Any]
@@ -28,6 +30,8 @@ Work = Callable[[], Any]
 LONG_SECONDS = 0.5
 # A smaller speed-up is no gain.
 MIN_SPEED_UP = 1.15
+# What the messages of PyTorch's RuntimeErrors about memory on a CPU contain.
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "calculation overflowed", "overflow when")
 # On a busy machine two rounds can differ by this factor.
 _BUSY = 1.5
 
@@ -92,8 +96,7 @@ def paired(
 ) -> tuple[Timing, dict[str, Timing]]:
     """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
-    Returns:
-        the timing of the reference, and label -> timing of the call. The bar is updated once per round and call.
+    Returns the timing of the reference, and label -> timing of the call. The bar is updated once per round and call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
@@ -113,13 +116,8 @@ def paired(
 def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
     """Medians of pairs (seconds of a call, seconds of its reference)."""
     ratios = [reference / taken for taken, reference in pairs]
-    return Timing(
-        statistics.median(taken for taken, _ in pairs),
-        statistics.median(reference for _, reference in pairs),
-        statistics.median(ratios),
-        min(ratios),
-        max(ratios),
-    )
+    seconds, reference_seconds, ratio = map(statistics.median, (*zip(*pairs, strict=True), ratios))
+    return Timing(seconds, reference_seconds, ratio, min(ratios), max(ratios))
 
 
 class _Clock(BaseStreamer):
@@ -139,9 +137,8 @@ def time_generation(
 ) -> tuple[float, float]:
     """Measure greedy generation of at least 2 tokens after prompts (B, N), with the cache that the model makes itself.
 
-    Returns:
-        medians over rounds: the seconds to the first token, and the tokens per second after it, all inputs of the batch
-        together.
+    Returns medians over rounds: the seconds to the first token, and the tokens per second after it, all inputs of the
+    batch together.
     """
     options = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
     first, later = [], []
@@ -203,6 +200,48 @@ def peak_of(work: Work, device: torch.device | None = None) -> int | None:
     changes = [] if recorded is None else [e for e in recorded.events() if e.name() == "[memory]"]
     sizes: list[int] = [e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())]
     return max(0, *itertools.accumulate(sizes)) if sizes else None
+
+
+def check_memory(model: transformers.PreTrainedModel, length: int, batch: int = 1) -> None:
+    """Refuse a batch of inputs whose activations certainly do not fit in the memory of the model's device.
+
+    The estimate is low: the hidden states, queries, keys and values of one layer, and the logits of a language model
+    without an encoder; beside an encoder, the decoder's inputs are short. The model is on the device that computes.
+    """
+    width = 5 * (getattr(model.config, "hidden_size", None) or 1)
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Linear) and not getattr(model.config, "is_encoder_decoder", False):
+        width += head.out_features
+    needed, free = batch * length * width * model.dtype.itemsize, free_memory(model.device)
+    if needed > free:
+        raise UnsupportedAttentionError(
+            f"a batch of {batch:,} inputs of {length:,} tokens needs at least {needed / 2**30:,.0f} GiB of memory, and "
+            f"{free / 2**30:,.1f} GiB are free: give fewer tokens or smaller batches"
+        )
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes of memory that are free on a device; inf if the system does not tell."""
+    known = pathlib.Path("/proc/meminfo")
+    if device.type == "cpu":
+        lines = known.read_text().splitlines() if known.exists() else []
+        return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), torch.inf)
+    try:
+        return torch.accelerator.get_memory_info(device)[0]
+    except RuntimeError:  # not recorded for this kind of device
+        return torch.inf
+
+
+@contextlib.contextmanager
+def memory_errors(advice: str) -> Iterator[None]:
+    """Turn PyTorch's errors about memory into a MemoryError with advice, such as "give shorter lengths"."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_known and not any(sign in str(error).lower() for sign in _SIGNS):
+            raise
+        raise MemoryError(f"the memory is not enough for this measurement: {advice}") from error
 
 
 @functools.cache

@@ -5,14 +5,12 @@ markers is kept, as are the keys of the front matter that the card does not set.
 template, `card.md.jinja`.
 """
 
-import functools
-import importlib.resources
 import pathlib
 import re
 import shlex
 import unicodedata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jinja2
@@ -30,7 +28,7 @@ from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info
 from hf_efficient_attn.models import auto_class, model_type
-from hf_efficient_attn.standalone.remote_code import MODULE
+from hf_efficient_attn.standalone.export import MODULE
 
 NAME = "README.md"
 START, END = "<!-- hf_efficient_attn -->", "<!-- /hf_efficient_attn -->"
@@ -65,9 +63,10 @@ class OwnFile(NamedTuple):
         return f"import {self.name.removesuffix('.py').replace('/', '.')}  # registers {self.method}"
 
 
-@dataclass(frozen=True)
 class Facts:
-    """Everything that a card is made of.
+    """Everything that a card is made of, read from the files of a converted checkpoint.
+
+    With `may_be_exact` the checkpoint can also be one that was converted back to exact attention.
 
     Attributes:
         folder: The folder of the checkpoint.
@@ -81,18 +80,35 @@ class Facts:
             there is no such code.
         benchmark: The contents of `benchmark.json`, or None.
         distillation: The contents of `distillation.json`, or None.
+
+    Raises:
+        UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.
+            The message names the file.
     """
 
-    folder: pathlib.Path
-    architecture: str | None
-    layers: int | None
-    windowed: tuple[int, ...]
-    choices: tuple[tuple[str, EfficientAttentionConfig], ...]
-    origin: dict[str, Any]
-    kernel: str | None
-    code: str | None
-    benchmark: dict[str, Any] | None
-    distillation: dict[str, Any] | None
+    def __init__(self, folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> None:
+        self.folder = folder = pathlib.Path(folder)
+        config, self.origin = read_json_object(folder / "config.json"), read_origin(folder / FILE, folder)
+        self.choices = tuple(_choices(config))
+        if not self.choices and not (may_be_exact and self.has(FILE)):
+            raise UnsupportedAttentionError(
+                f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint "
+                "of it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, "
+                "method)"
+            )
+        with refusing(f"{folder / 'config.json'} cannot be understood"):
+            name = (config.get("architectures") or [None])[0]
+            is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
+            self.architecture: str | None = name if is_name else None
+            count = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None)
+            self.layers: int | None = count if type(count) is int and count > 0 else None
+            self.windowed = [i for i, kind in enumerate(config.get("layer_types") or ()) if "sliding" in kind]
+            implementation, autos = config.get("attn_implementation"), config.get("auto_map") or {}
+            self.kernel = implementation if isinstance(implementation, str) and "/" in implementation else None
+            codes = [auto for auto in autos if auto.isidentifier() and autos[auto] == f"{MODULE}.{name}"]
+            self.code: str | None = codes[-1] if codes else None
+        results = (folder / f"{name}.json" for name in ("benchmark", "distillation"))
+        self.benchmark, self.distillation = (read_json_object(x) if x.exists() else None for x in results)
 
     @property
     def configs(self) -> list[MethodConfig]:
@@ -130,42 +146,6 @@ class Facts:
         return (self.folder / name).is_file()
 
 
-def read_facts(folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> Facts:
-    """Read and check the files of a converted checkpoint, with `may_be_exact` also of one that was converted back.
-
-    Raises:
-        UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.
-            The message names the file.
-    """
-    folder = pathlib.Path(folder)
-    config, origin = read_json_object(folder / "config.json"), read_origin(folder / FILE, folder)
-    choices, implementation = tuple(_choices(config)), config.get("attn_implementation")
-    if not choices and not (may_be_exact and (folder / FILE).exists()):
-        raise UnsupportedAttentionError(
-            f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint of "
-            "it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, method)"
-        )
-    with refusing(f"{folder / 'config.json'} cannot be understood"):
-        name = (config.get("architectures") or [None])[0]
-        is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
-        count = next((config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config), None)
-        autos = config.get("auto_map") or {}
-        codes = [auto for auto in autos if auto.isidentifier() and autos[auto] == f"{MODULE}.{name}"]
-        windowed = tuple(i for i, kind in enumerate(config.get("layer_types") or ()) if "sliding" in kind)
-    return Facts(
-        folder=folder,
-        architecture=name if is_name else None,
-        layers=count if type(count) is int and count > 0 else None,
-        windowed=windowed,
-        choices=choices,
-        origin=origin,
-        kernel=implementation if isinstance(implementation, str) and "/" in implementation else None,
-        code=codes[-1] if codes else None,
-        benchmark=_read(folder / "benchmark.json"),
-        distillation=_read(folder / "distillation.json"),
-    )
-
-
 def clean(text: str, limit: int = 200) -> str:
     """Bring text to one line of at most `limit` characters, without control characters and lone surrogates."""
     plain = "".join(" " if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text[: 4 * limit])
@@ -193,10 +173,6 @@ def _choices(
                 yield from _choices(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    return read_json_object(path) if path.exists() else None
-
-
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
     """Write README.md of a converted checkpoint, from its config.json and the result files of commands in its folder.
 
@@ -218,7 +194,7 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
         UnsupportedAttentionError: The folder does not contain a converted checkpoint, or one of the files is damaged.
             Nothing has been written.
     """
-    facts = read_facts(folder, may_be_exact=True)
+    facts = Facts(folder, may_be_exact=True)
     path = facts.folder / NAME
     text = update_card(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "", facts, name)
     with replacing(path) as draft:
@@ -237,8 +213,23 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
     before, after = (card.text[: part.start()], card.text[part.end() :]) if part else ("", f"\n{card.text}")
     title = name or facts.folder.resolve().name or "Model"
     with refusing(f"no card can be made of benchmark.json and distillation.json in {facts.folder}"):
-        body = re.sub(r"\n{3,}", "\n\n", _template().render(_context(facts, title))).strip()
-    old, new = card.data.to_dict(), front_matter(facts).to_dict()
+        loader = jinja2.PackageLoader("hf_efficient_attn.hub", "")
+        environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined)  # Markdown: no escapes
+        environment.filters |= {"text": escape, "quote": shlex.quote}
+        body = environment.get_template("card.md.jinja").render(_context(facts, title))
+        body = re.sub(r"\n{3,}", "\n\n", body).strip()
+    origin = facts.origin
+    tags = [tag for tag in origin["tags"] or () if tag not in _OTHER_TAGS]
+    # The card's own keys of the front matter.
+    new = ModelCardData(
+        library_name="transformers",
+        base_model=origin["base_model"],
+        license=origin["license"] if _LICENSE.fullmatch(origin["license"] or "") else None,
+        language=origin["language"],
+        pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
+        tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
+    ).to_dict()
+    old = card.data.to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
     data = ModelCardData(**{**old, **new, "tags": [*new.get("tags", ()), *kept] or None})
     return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{body}\n{END}{after}"
@@ -255,26 +246,8 @@ def for_repository(text: str, repo_id: str) -> str:
     return OWN_PART.sub(rename, text, count=1)
 
 
-def front_matter(facts: Facts) -> ModelCardData:
-    """The card's own keys of the front matter."""
-    origin = facts.origin
-    tags = [tag for tag in origin["tags"] or () if tag not in _OTHER_TAGS]
-    return ModelCardData(
-        library_name="transformers",
-        base_model=origin["base_model"],
-        license=origin["license"] if _LICENSE.fullmatch(origin["license"] or "") else None,
-        language=origin["language"],
-        pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
-        tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
-    )
-
-
 def read_card(text: str) -> ModelCard:
-    """A card as huggingface_hub reads it.
-
-    Raises:
-        UnsupportedAttentionError: Its front matter cannot be read.
-    """
+    """A card as huggingface_hub reads it. One with a front matter that cannot be read is refused."""
     text = text.replace("\r\n", "\n")
     with refusing(f"the front matter of {NAME} cannot be read"):  # errors of the YAML library among others
         return ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}")
@@ -299,14 +272,6 @@ def pipeline_of(facts: Facts) -> str | None:
 def escape(value: object) -> str:
     """Write a value as plain text on one line of Markdown, also inside a table: the template's filter `text`."""
     return re.sub(r"[\\`*_{}\[\]<>|~$#&]", r"\\\g<0>", clean(str(value), 1000))
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    text = importlib.resources.files("hf_efficient_attn.hub").joinpath("card.md.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)  # Markdown, not HTML
-    environment.filters |= {"text": escape, "quote": shlex.quote}
-    return environment.from_string(text)
 
 
 def _context(facts: Facts, title: str) -> dict[str, Any]:

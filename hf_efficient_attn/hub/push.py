@@ -1,6 +1,5 @@
 """Uploading a converted checkpoint to the Hugging Face Hub, in one commit."""
 
-import dataclasses
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -12,18 +11,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import regular_file, short_name
 from hf_efficient_attn.checkpoint.provenance import FILE, INSTALL, check_hub_id, check_install
-from hf_efficient_attn.checkpoint.weights import PICKLES
+from hf_efficient_attn.checkpoint.source import PICKLES
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import (
-    NAME,
-    OWN_PART,
-    Facts,
-    card_problems,
-    clean,
-    for_repository,
-    read_facts,
-    update_card,
-)
+from hf_efficient_attn.hub.card import NAME, OWN_PART, Facts, card_problems, clean, for_repository, update_card
 from hf_efficient_attn.io.json import encode_json, read_json_object
 from hf_efficient_attn.io.writing import replacing
 
@@ -85,48 +75,37 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
         check_install(install)
     check_hub_id(repo_id, "the repository")
     if "/" not in repo_id:
-        raise UnsupportedAttentionError(
-            f"the repository must be given as ORG/NAME, with your name for ORG: not {repo_id!r}"
-        )
+        raise UnsupportedAttentionError(f"give the repository as ORG/NAME, with your name for ORG: not {repo_id!r}")
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} is not a folder; push takes a checkpoint that 'convert' wrote")
     sizes = _publishable_files(folder)  # refuses links that lead out of the folder, before any file is read
     open_checkpoint(folder)
-    facts = read_facts(folder)
+    facts = Facts(folder)
     if NAME not in sizes:
-        raise UnsupportedAttentionError(
-            f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card({str(folder)!r}) writes the card"
-        )
+        raise UnsupportedAttentionError(f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card writes it")
     text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
-    problems = (*card_problems(text), *_problems(facts, sizes))
+    problems = card_problems(text)
+    if facts.benchmark is None or not facts.benchmark.get("complete", True):
+        command = shlex.join(["hf-efficient-attn", "benchmark", str(folder), "--card"])
+        problems.append(f"no complete measurements: '{command}' adds them")
+    for file in (file for file in facts.own_files if file.name not in sizes):
+        where = f"put it into the folder, or write into {NAME} where it is"
+        problems.append(f"readers need {file.name or 'your code'}, which registers {file.method}: {where}")
     is_own, changes = OWN_PART.search(text) is not None, dict[str, bytes]()
     install = (install or facts.origin[INSTALL]) if is_own else None
     if install != facts.origin[INSTALL] and install is not None:
         stored = read_json_object(folder / FILE) if FILE in sizes else {}
         changes[FILE] = encode_json({**stored, INSTALL: install})
+        facts.origin[INSTALL] = install
     if install is not None and f"pip install {shlex.quote(install)}\n" not in text:
-        text = update_card(text, dataclasses.replace(facts, origin={**facts.origin, INSTALL: install}))
+        text = update_card(text, facts)
         changes[NAME] = text.encode()
     is_standalone = facts.kernel is not None or facts.code is not None
     refusals = (_NO_INSTALL,) if is_own and install is None and not is_standalone else ()
     card = for_repository(text, repo_id)
     sizes |= {name: len(content) for name, content in changes.items()} | {NAME: len(card.encode())}
-    return PushPlan(tuple(sorted(sizes.items())), problems, refusals, install, card, changes)
-
-
-def _problems(facts: Facts, files: Mapping[str, int]) -> list[str]:
-    """What the card does not say about speed and error, and the files of methods that are not in the folder."""
-    problems = []
-    if facts.benchmark is None or not facts.benchmark.get("complete", True):
-        command = shlex.join(["hf-efficient-attn", "benchmark", str(facts.folder), "--card"])
-        problems.append(f"no complete measurements: '{command}' adds them")
-    return problems + [
-        f"readers need {file.name or 'your code'}, which registers {file.method}: put it into the folder, or write "
-        f"into {NAME} where it is"
-        for file in facts.own_files
-        if file.name not in files
-    ]
+    return PushPlan(tuple(sorted(sizes.items())), tuple(problems), refusals, install, card, changes)
 
 
 def push(
@@ -191,7 +170,7 @@ def push(
         commit = api.create_commit(
             repo_id,
             [*additions, *(CommitOperationDelete(name) for name in old if name not in sent)],
-            commit_message=message or f"{' and '.join(read_facts(folder).methods)} by hf_efficient_attn",
+            commit_message=message or f"{' and '.join(Facts(folder).methods)} by hf_efficient_attn",
         )
     # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
     except (OSError, _HTTPError, RuntimeError, ValueError) as error:

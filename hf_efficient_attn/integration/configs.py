@@ -112,9 +112,7 @@ def check_parts(config: PreTrainedConfig, implementation: object) -> None:
     for key, value in implementation.items():
         if key not in ("", *config.sub_configs) and (isinstance(value, dict) or value in available_methods()):
             unknown = unknown_name(f"part of {type(config).__name__}", key, sorted(config.sub_configs))
-            raise UnsupportedAttentionError(
-                f"attn_implementation: {unknown} Give a model without parts the name of one method"
-            )
+            raise UnsupportedAttentionError(f"attn_implementation: {unknown} A model without parts takes one name")
 
 
 def extend_configs() -> None:

@@ -27,10 +27,8 @@ def exact_layer(
 
     The arguments are those of `hf_efficient_attn.methods.attention`, `key_mask` being its mask of the keys, and
     `options` is_causal, scale and dropout_p. `window` is the number of keys to which a query attends, its own included:
-    the last ones, or, if not causal, so many on each side. None is for all keys.
-
-    Returns:
-        (B, H, Nq, Dv), 0 for queries that have no key to attend to.
+    the last ones, or, if not causal, so many on each side. None is for all keys. The output (B, H, Nq, Dv) is 0 for
+    queries that have no key to attend to.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     groups = query.shape[1] // key.shape[1]

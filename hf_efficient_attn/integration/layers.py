@@ -106,8 +106,7 @@ def ranges(layers: Iterable[Layer]) -> str:
 def parse_layers(text: str) -> list[Layer]:
     """Read layers as `ranges` writes them: "t2t.0,0-5,8" becomes ["t2t.0", 0, 1, 2, 3, 4, 5, 8].
 
-    Raises:
-        UnsupportedAttentionError: a part is neither a layer nor a range of layers.
+    A part that is neither a layer nor a range of layers is refused.
     """
     layers: list[Layer] = []
     for part in (part.strip() for part in text.split(",")):

@@ -80,8 +80,7 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
     """The learned parameters with which a module computes a method; empty if the method learns none.
 
-    Raises:
-        UnsupportedAttentionError: the module lacks them, because its config was changed without switching the model.
+    A module that lacks them, because its config was changed without switching the model, is refused.
     """
     learned = learned_of(module)
     if learned is not None and learned.method == method:
@@ -99,27 +98,21 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
 def attach(found: AttentionModule, method: MethodConfig | None) -> None:
     """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
-    Raises:
-        UnsupportedAttentionError: the sizes cannot be determined, or the module's parameters are offloaded.
+    A module whose sizes cannot be determined, or whose parameters are offloaded, is refused.
     """
     current, needs = learned_of(found.module), method is not None and learns(method)
     if current is not None and not needs:
         delattr(found.module, NAME)
     elif method is not None and needs and (current is None or current.method != method):
-        setattr(found.module, NAME, LearnedParameters(method, _sizes(found, method), *_like(found)))
-
-
-def _like(found: AttentionModule) -> tuple[torch.device | None, torch.dtype | None]:
-    """Device and type of the parameters of the attention module; the default type if those are quantised."""
-    beside = next(found.module.parameters(), None)
-    if beside is None:
-        return None, None
-    if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
-        raise UnsupportedAttentionError(
-            f"{type(found.owner).__name__} at {found.location.name} is offloaded: convert the model first, which adds "
-            "learned parameters, and offload it then"
-        )
-    return beside.device, beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
+        beside = next(found.module.parameters(), torch.empty(0))
+        if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
+            raise UnsupportedAttentionError(
+                f"{type(found.owner).__name__} at {found.location.name} is offloaded: convert the model first, which "
+                "adds learned parameters, and offload it then"
+            )
+        # The default type beside quantised parameters.
+        dtype = beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
+        setattr(found.module, NAME, LearnedParameters(method, _sizes(found, method), beside.device, dtype))
 
 
 def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:

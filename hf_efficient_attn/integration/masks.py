@@ -63,11 +63,8 @@ def padding_mask(
 ) -> Tensor | None:
     """Make the mask of the keys. Transformers determines the arguments.
 
-    Returns:
-        (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
-
-    Raises:
-        UnsupportedAttentionError: any pattern but padding and a window, a static cache, or a mask that is not 2-D.
+    Returns (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
+    Any pattern but padding and a window, a static cache, and a mask that is not 2-D are refused.
     """
     # Only Transformers' functions for bidirectional masks pass this argument.
     is_causal = "allow_is_bidirectional_skip" not in kwargs
@@ -135,11 +132,7 @@ def _is_plain(
 
 
 def read_mask(name: str, mask: object) -> KeyMask:
-    """Read a mask of `padding_mask`, as an attention module passes it on, in the name of a method.
-
-    Raises:
-        UnsupportedAttentionError: it is another mask.
-    """
+    """Read a mask of `padding_mask`, as an attention module passes it on; refuse others in the name of a method."""
     if mask is None:
         return KeyMask(None, None)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype in _KINDS:

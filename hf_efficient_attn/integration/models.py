@@ -22,7 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
 from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
 
 _CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
@@ -100,13 +100,6 @@ def method_at(config: object, name: str | None, location: ModuleLocation) -> Met
     if name is None or location.window is not None:  # layers with a window stay exact
         return None
     return settings_of(config, name).for_layer(location.layer, location.name)
-
-
-def choose(models: Sequence[PreTrainedModel], settings: EfficientAttentionConfig) -> None:
-    """Write a choice into all configs of models, in which nothing else changes yet."""
-    for config in (config for model in models for config in configs_of(model)):
-        config._attn_implementation_internal = settings.method
-        config.efficient_attention = settings
 
 
 def models_in(module: nn.Module) -> list[PreTrainedModel]:

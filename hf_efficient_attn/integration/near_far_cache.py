@@ -198,12 +198,10 @@ class NearFarCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, columns: int = 256) -> None:
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < _SMALLEST:
-            raise UnsupportedAttentionError(
-                f"NearFarCache: columns={columns!r} must be an integer of {_SMALLEST} or more"
-            )
+            raise UnsupportedAttentionError(f"NearFarCache: {columns=} must be an integer, {_SMALLEST} or more")
         if not isinstance(config, PreTrainedConfig):
             raise UnsupportedAttentionError(
-                f"NearFarCache takes the config of a model, not {shown(config)}: give it model.config"
+                f"NearFarCache takes the config of a model, not {shown(config)}: model.config"
             )
         config = config.get_text_config(decoder=True)
         name, usable = method_of(config), methods_with("decodes_exactly")

@@ -83,9 +83,7 @@ class EfficientAttentionConfig(KnownFields):
         counts = Counter(index for entry in entries for index in entry.layers or ())
         twice = in_order(layer for layer, count in counts.items() if count > 1)
         if twice:
-            raise UnsupportedAttentionError(
-                f"'layers' names some layers more than once: {twice}; each layer uses one method"
-            )
+            raise UnsupportedAttentionError(f"'layers' names layers more than once: {twice}; each uses one method")
         method = self.method if isinstance(self.method, str) else entries[0].config.method
         get_method(method)
         values: dict[str, Any] = {"method": method, "entries": entries, "hyperparameters": {}, "layers": layers}

@@ -32,15 +32,10 @@ def switch(
 ) -> None:
     """Change the configs of models, and give all their attention modules what the configs then ask for.
 
-    This is one transaction: if anything fails, all models and configs are restored.
-
-    Args:
-        roots: outermost Transformers models.
-        change_configs: changes their configs; by default they stay as they are.
-        is_complete: False for models that become parts of others, which have the layers that `layers` names.
-
-    Raises:
-        UnsupportedAttentionError: a model cannot run what its configs ask for.
+    This is one transaction: if anything fails, for example because a model cannot run what its configs ask for, all
+    models and configs are restored. `roots` are outermost Transformers models, and `change_configs` changes their
+    configs; by default they stay as they are. `is_complete` is False for models that become parts of others, which have
+    the layers that `layers` names.
     """
     before = models.snapshot(roots)
     try:

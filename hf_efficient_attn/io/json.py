@@ -2,11 +2,9 @@
 
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.io.text import read_text
 
 MAX_BYTES = 32 * 2**20
 
@@ -34,35 +32,14 @@ def read_json(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | Non
 
 def read_json_object(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | None = None) -> dict[str, Any]:
     """Read a JSON file that contains an object, as `read_json` does; refuse other values."""
-    return _object(read_json(path, max_bytes=max_bytes, name=name), name or str(path))
+    return as_object(read_json(path, max_bytes=max_bytes, name=name), name or str(path))
 
 
-def _object(values: Any, where: str) -> dict[str, Any]:
+def as_object(values: Any, where: str) -> dict[str, Any]:
+    """Return a JSON object as it is, and refuse other values; `where` is what the message calls their place."""
     if not isinstance(values, dict):
         raise UnsupportedAttentionError(f"{where}: a JSON object is expected, not {type(values).__name__}")
     return values
-
-
-def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read a JSON lines file, gzipped if its name ends in .gz.
-
-    Args:
-        path: The file. Empty lines are skipped.
-
-    Yields:
-        The number of the line, counted from 1, and the object in it.
-
-    Raises:
-        UnsupportedAttentionError: The file is not UTF-8 text, or a line does not contain a JSON object.
-    """
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UnsupportedAttentionError(f"{path}, line {number}: not JSON ({error.msg})") from None
-        yield number, _object(values, f"{path}, line {number}")
 
 
 def encode_json(value: Any) -> bytes:

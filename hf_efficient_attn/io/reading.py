@@ -1,30 +1,59 @@
 """Texts and images from files that users name. What cannot be read is refused with the name of the file."""
 
 import functools
+import gzip
 import io
+import json
 import pathlib
 import zipfile
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from transformers import PreTrainedTokenizerBase
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.io.json import read_json_lines
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.json import as_object
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
 
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Read UTF-8 text, gzipped if the name of the file ends in .gz; refuse other text, and damaged gzip.
+
+    Line ends become line feeds.
+    """
+    try:
+        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            return file.read().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UnsupportedAttentionError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UnsupportedAttentionError(f"{path}: damaged gzip file ({error})") from None
+
+
+def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read a file of JSON lines, as `read_text` does: the number of each line, from 1, and the object in it.
+
+    Empty lines are skipped, and lines without a JSON object are refused with `UnsupportedAttentionError`.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UnsupportedAttentionError(f"{path}, line {number}: not JSON ({error.msg})") from None
+        yield number, as_object(values, f"{path}, line {number}")
 
 
 def text_of(path: pathlib.Path) -> str:
     """The text of a file: .txt, or .jsonl, whose fields "text" are joined with an empty line between them; also .gz.
 
-    Raises:
-        UnsupportedAttentionError: The file does not exist, is a folder, is not UTF-8 text or is damaged, a line of
-            JSON has no string "text", or there is no text at all.
+    Refused are a file that does not exist, is a folder, is damaged or not UTF-8 text, a line of JSON without a string
+    "text", and a file without text.
     """
     if not path.is_file():
         raise UnsupportedAttentionError(f"{path}: not a file; texts are .txt, .txt.gz, .jsonl or .jsonl.gz files")
@@ -43,11 +72,10 @@ def text_of(path: pathlib.Path) -> str:
     return text
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids of the tokens that a tokenizer adds before and after a text, such as [CLS] and [SEP] of BERT.
 
-    Raises:
-        UnsupportedAttentionError: The tokenizer changes the tokens of the text itself when it adds special tokens.
+    A tokenizer that changes the tokens of the text itself when it adds special tokens is refused.
     """
     without = tokenizer("a", add_special_tokens=False)["input_ids"]
     complete = tokenizer("a")["input_ids"]
@@ -55,18 +83,14 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...],
         if complete[start : start + len(without)] == without:
             return tuple(complete[:start]), tuple(complete[start + len(without) :])
     raise UnsupportedAttentionError(
-        f"{type(tokenizer).__name__} changes a text when it adds special tokens; use another tokenizer"
+        f"{type(tokenizer).__name__} changes texts to which it adds tokens: use another one"
     )
 
 
 def pictures_of(path: pathlib.Path) -> list[tuple[str, Callable[[], bytes]]]:
-    """The images in a folder and its subfolders, or in a zip file, sorted by name.
+    """The images in a folder and its subfolders, or in a zip file, sorted by name; refuse what contains none.
 
-    Returns:
-        (name, function that returns the bytes of the image file) of every image.
-
-    Raises:
-        UnsupportedAttentionError: The path is neither a folder nor a zip file, or contains no images.
+    Returns (name, function that returns the bytes of the image file) of every image.
     """
     found: list[tuple[str, Callable[[], bytes]]]
     if path.is_dir():

@@ -40,12 +40,9 @@ def check_writable(path: pathlib.Path) -> None:
 
 
 def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> None:
-    """Refuse a folder into which results and figures cannot be written. It is created later if it does not exist.
+    """Refuse a folder into which the files `names` and figures cannot be written. It is made later if necessary.
 
-    Args:
-        folder: The folder, whose parent must exist.
-        names: The files that will be written. Unless `force` is given they must not exist.
-        force: Whether existing files may be replaced.
+    Its parent must exist. Without `force` the files must not exist.
     """
     for name in names:
         if (folder / name).exists() and not force:
@@ -70,8 +67,7 @@ def naming_errors(what: str, remark: str = "") -> Iterator[None]:
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Replace a file as a whole, or not at all.
 
-    Yields:
-        A temporary file beside it. When the `with` block ends it is renamed to `path`; after an error it is deleted.
+    Yields a temporary file beside it. When the `with` block ends it is renamed to `path`; after an error it is deleted.
     """
     draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
@@ -90,18 +86,11 @@ def write_results(
     *,
     force: bool = True,
 ) -> list[pathlib.Path]:
-    """Write measurements and a figure of them.
+    """Write measurements and a figure of them to `name`.json and `name`.png in a folder, and return the two paths.
 
-    Args:
-        result: The measurements, as plain values; or a function that returns them for the path of their JSON file.
-        folder: Where the files are written. It is created if it does not exist.
-        name: The name of the files without their endings.
-        draw: Draws the measurements to a file, as a whole or not at all.
-        force: Replace files that exist. Otherwise files that have appeared since `check_folder` stay, and the results
-            get another name: <name>-1.json, ...
-
-    Returns:
-        The paths of <name>.json and <name>.png.
+    The folder is made if it does not exist. `result` are the measurements, as plain values, or a function that returns
+    them for the path of their JSON file. `draw` draws them to a file, as a whole or not at all. Without `force`, files
+    that have appeared since `check_folder` stay, and the results get another name: `name`-1.json, ...
     """
     folder.mkdir(exist_ok=True)
     stems = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))

@@ -1,12 +1,13 @@
 """Names and indices of ImageNet's thousand classes (ILSVRC 2012), from the list in `imagenet_classes.txt`."""
 
-import difflib
 import functools
 from collections.abc import Iterable
 from importlib import resources
 
 import torch
 from torch import Tensor
+
+from hf_efficient_attn.errors import did_you_mean
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def class_index(name: str | int) -> int:
             one such class.
 
     Raises:
-        ValueError: the name is unknown (the message suggests similar names) or ambiguous, or the index is out of range.
+        ValueError: the name is unknown (the message suggests a similar one) or ambiguous, or the index is out of range.
     """
     classes = imagenet_classes()
     if isinstance(name, int):
@@ -66,8 +67,7 @@ def class_index(name: str | int) -> int:
     if found:
         options = "; ".join(f"{i} or {classes[i][0]!r}: {', '.join(classes[i][1])}" for i in found)
         raise ValueError(f"{name!r} names several of ImageNet's classes; give the number of one of them: {options}")
-    similar = difflib.get_close_matches(wanted, list(_indices_by_name()), n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+    hint = did_you_mean(wanted, _indices_by_name())
     raise ValueError(f"ImageNet has no class {name!r}.{hint} class_names() lists all of them")
 
 

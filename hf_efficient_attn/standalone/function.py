@@ -1,6 +1,6 @@
 """The attention function of a kernel repository, which Transformers calls where this package is not installed.
 
-`standalone.kernel` copies this module, and all others that it imports, into the repository. None of them imports
+`standalone.export` copies this module, and all others that it imports, into the repository. None of them imports
 Transformers. The function reads the hyperparameters from `module.config`, and it knows no more of the model than the
 attention module that calls it. What depends on the rest of the model is therefore refused, although the package itself
 can do it.
@@ -38,9 +38,14 @@ def kernel_function(method: str) -> Callable[..., tuple[Tensor, None]]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        settings, layer = _settings(method, module), _layer(module)
+        settings = _settings(method, module)
+        # It also determines the random draws. None if the module does not say.
+        layer: Layer | None = getattr(module, "attention_layer", getattr(module, "layer_idx", None))
         is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        mask = _key_mask(method, attention_mask, key)
+        if attention_mask is not None and attention_mask.shape[1:] != key.shape[2:3]:
+            shape = tuple(attention_mask.shape)
+            _refuse(method, f"the mask has the shape {shape}, and only (batch, {key.shape[2]}) marks padding alone")
+        mask = None if attention_mask is None else attention_mask.to(torch.bool)
         _refuse_lost(method, kwargs, key.shape[2])
         if is_causal and mask is None:
             _check_positions(method, kwargs.get("position_ids"), query.shape[2], key.shape[2])
@@ -81,23 +86,6 @@ def _settings(method: str, module: nn.Module) -> EfficientAttentionConfig:
         named = ", ".join(sorted({entry.config.method for entry in settings.entries}))
         _refuse(method, f"config.efficient_attention chooses {named}, and this repository has only {method}")
     return settings
-
-
-def _layer(module: nn.Module) -> Layer | None:
-    """The layer of an attention module, which also determines its random draws; None if the module does not say."""
-    layer: Layer | None = getattr(module, "attention_layer", getattr(module, "layer_idx", None))
-    return layer
-
-
-def _key_mask(method: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """The mask of the keys, bool (B, Nk), from what Transformers passes to an attention function of a kernel."""
-    if mask is None:
-        return None
-    if mask.ndim != 2 or mask.shape[1] != key.shape[2]:
-        _refuse(
-            method, f"the mask has the shape {tuple(mask.shape)}, and only (batch, {key.shape[2]}) marks padding alone"
-        )
-    return mask.to(torch.bool)
 
 
 def _refuse_lost(method: str, kwargs: Mapping[str, Any], kv_len: int) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
-from hf_efficient_attn.evaluation.data import ModelData, max_positions
+from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.training.steps import process_rank, shuffled, world_size
 
 # The default number of tokens, if the model takes as many.
@@ -24,21 +25,14 @@ _HELD_OUT_INTERVAL, _MOST_HELD_OUT = 20, 8
 class TrainingData:
     """At most `num_batches` batches of windows of a text, or of pictures, for the model of a checkpoint folder.
 
-    Args:
-        model: the model.
-        folder: its checkpoint, with a tokenizer or an image processor.
-        file: the text, or the folder or zip file of pictures.
-        length: number of tokens of an input, for pictures the nearest possible one. None for as many as the model
-            takes, at most 2,048, or those of pictures of the size that the model was trained with.
-        batch_size, num_batches: number of inputs of a batch, and of batches to learn from.
+    `file`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
+    takes, at most 2,048, or those of pictures of the size that the model was trained with. Refused are a file that
+    cannot be read or has too few batches, a length that the model cannot have, and a model without a tokenizer or image
+    processor.
 
     Attributes:
-        name, tokens: of the data, and the number of tokens of an input.
+        name, tokens: of the data, and the number of tokens of an input, for pictures the nearest possible one.
         train, held_out: the numbers of the batches to learn from, and of the others.
-
-    Raises:
-        UnsupportedAttentionError: a file that cannot be read or has too few batches, a length that the model cannot
-            have, or a model without a tokenizer or image processor.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class TrainingData:
         batch_size: int,
         num_batches: int,
     ) -> None:
-        is_image, positions = takes_pictures(model), max_positions(model)
+        is_image, positions = takes_pictures(model), num_positions(model)
         longest = length or min(positions or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
         if not is_image and positions is not None and longest > positions:
             raise UnsupportedAttentionError(

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,9 @@ from tqdm import tqdm
 from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.analyze import Source
 from hf_efficient_attn.evaluation.defaults import method_label
-from hf_efficient_attn.evaluation.memory import memory_errors
-from hf_efficient_attn.evaluation.names import name_of
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
-from hf_efficient_attn.evaluation.timing import machine, use_device
+from hf_efficient_attn.evaluation.timing import machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
 from hf_efficient_attn.methods import make_config
@@ -40,10 +38,12 @@ FORMAT_OF_STATE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `distill_checkpoint` makes, and how it trains.
+    """What `distill_checkpoint` reads and makes, and how it trains.
 
     Attributes:
-        output, max_length, base_model, force: as in `convert_checkpoint`.
+        source, output, max_length, base_model, force, allow_pickle: as in `convert_checkpoint`.
+        data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures.
+        device: where PyTorch computes; None for the CPU.
         method, hyperparameters, layers, loss, options: as in `hea.distill`.
         restart: discard a saved state.
         write_now: write the checkpoint from the saved state, without further training.
@@ -52,8 +52,12 @@ class Plan:
         save_steps: the state is saved, and the error is measured, after this many steps.
     """
 
+    source: str
+    data: pathlib.Path
     output: pathlib.Path
     method: str
+    device: torch.device | None = None
+    allow_pickle: bool = False
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     layers: Sequence[Layer] | None = None
     max_length: int | None = None
@@ -84,9 +88,7 @@ class Plan:
         }
 
 
-def distill_checkpoint(
-    source: Source, data: "str | pathlib.Path", plan: Plan, execution: Execution | None = None
-) -> dict[str, Any]:
+def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
     """Convert a checkpoint to a method, and train the method's learned parameters as `hea.distill` does.
 
     About a twentieth of the batches is held out to measure the error of each layer before and after the training. The
@@ -98,9 +100,7 @@ def distill_checkpoint(
     all files.
 
     Args:
-        source: the checkpoint, and where PyTorch computes.
-        data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures.
-        plan: the method, where the result goes, and how it is trained.
+        plan: the checkpoint, the data, the method, where the result goes, and how it is trained.
         execution: `on_begin` gets what is known of "distillation" before the training, `on_row` each row of "history".
             At the end of `minutes` the training is interrupted, after one step at least.
 
@@ -118,7 +118,7 @@ def distill_checkpoint(
     """
     check_drawing()
     with memory_errors("give a smaller --batch-size or --length"):
-        run = _CheckpointRun(source, pathlib.Path(data), plan, execution or Execution())
+        run = _CheckpointRun(plan, execution)
         with use_device(run.model.device):
             run.train()
         return run.write()
@@ -127,16 +127,16 @@ def distill_checkpoint(
 class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
-    def __init__(self, source: Source, file: pathlib.Path, plan: Plan, execution: Execution) -> None:
+    def __init__(self, plan: Plan, execution: Execution) -> None:
         self._plan, self._execution, second = plan, execution, plan.options.finetuning
-        names = {name: getattr(plan, name) for name in ("max_length", "base_model", "force")}
-        self._conversion = conversion = Conversion(source.name, plan.output, allow_pickle=source.allow_pickle, **names)
+        names = {name: getattr(plan, name) for name in ("max_length", "base_model", "force", "allow_pickle")}
+        self._conversion = conversion = Conversion(plan.source, plan.output, **names)
         self.model, checked = (model := conversion.model), conversion.checked
         refuse_converted(model)
         conversion.extend()
         count = plan.num_batches * steps.world_size()
-        self._data = data = TrainingData(model, checked.folder, file, plan.length, plan.batch_size, count)
-        nn.Module.to(model, source.device or model.device)  # the annotations of Transformers are wrong
+        self._data = data = TrainingData(model, checked.folder, plan.data, plan.length, plan.batch_size, count)
+        nn.Module.to(model, plan.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
         trained: nn.Module = model if second and second.target == "logits" else model.base_model
         teacher = None
@@ -169,7 +169,7 @@ class _CheckpointRun:
         inputs = {"rows": plan.batch_size * len(data.train), "held_out": plan.batch_size * len(data.held_out)}
         self._about = {
             "format": FORMAT,
-            "source": name_of(checked),
+            "source": checked.title,
             "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
             "machine": machine(model),
             "data": {"name": data.name, **inputs},
@@ -181,16 +181,13 @@ class _CheckpointRun:
     def _load(self) -> dict[str, Any]:
         """The saved state of every stage that has begun, and what is saved beside them, the "record".
 
-        Raises:
-            UnsupportedAttentionError: it cannot be read or belongs to another request, or `write_now` needs one.
+        A state that cannot be read or belongs to another request is refused, and `write_now` without one.
         """
         if self._plan.restart:
             self._remove_state()
         if not self._state.is_file():
             if self._plan.write_now:
-                raise UnsupportedAttentionError(
-                    f"--write-now: no state is saved in {self._folder}: leave it out to begin the training"
-                )
+                raise UnsupportedAttentionError(f"--write-now: no state is saved in {self._folder}: train first")
             return {"stages": [], "record": {"layers": {}, "outputs": {}, "history": [], "recent": []}}
         again = "--restart discards it and starts again"
         with refusing(f"the state in {self._folder} cannot be read: {again}"):
@@ -311,12 +308,10 @@ class _CheckpointRun:
             "history": self._record["history"],
         }
 
-        def add_files(folder: pathlib.Path) -> None:
-            write_results(result, folder, "distillation", _draw)
-
         report: dict[str, Any] = {"distillation": result}
         if steps.process_rank() == 0:
             nn.Module.to(self.model, "cpu")
+            add_files = partial(write_results, result, name="distillation", draw=_draw)
             report |= self._conversion.write(add_files=add_files)
         if result["complete"]:
             self._remove_state()

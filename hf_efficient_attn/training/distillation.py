@@ -138,24 +138,19 @@ def distill(
         with partial_result(lambda: model):
             for training in stages_of(model, teacher, steps, loss, options):
                 training.run(stream, options.on_step, show_progress=options.show_progress)
-    except DivergedError:
-        raise
-    except UnsupportedAttentionError:
-        before.restore()
+    except UnsupportedAttentionError as error:
+        if not isinstance(error, DivergedError):
+            before.restore()
         raise
     return model
 
 
 class Distillation(Training):
-    """Trains the learned parameters of a converted model's layers, one batch at a time.
+    """Trains the learned parameters of a converted model's layers, one batch at a time; its other parameters stay.
 
-    The parameters are trained as copies in float32 or float64. A model without any is refused.
-
-    Args:
-        model: a converted model, whose other parameters stay as they are.
-        num_steps, loss, options: as in `distill`.
-        teacher: computes the output to imitate, for the inputs of a call.
-        fixed: learned parameters that stay as they are.
+    The parameters are trained as copies in float32 or float64. A model without any is refused. `num_steps`, `loss` and
+    `options` are those of `distill`. `teacher` computes the output to imitate, for the inputs of a call, and `fixed`
+    are learned parameters that stay as they are.
     """
 
     title, key = "distillation", "layers"
@@ -185,9 +180,8 @@ class Distillation(Training):
                 self.copies[learned] = copies
         if not self.copies:
             reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
-            if reason is not None:
-                raise UnsupportedAttentionError(reason)
-            raise UnsupportedAttentionError("no layer learns new parameters: choose layers whose method learns some")
+            other = "no layer learns new parameters: choose layers whose method learns some"
+            raise UnsupportedAttentionError(reason or other)
         trained = [p for copies in self.copies.values() for p in copies.values()]
         # A step of Adam is about as large as the learning rate, whatever the gradient is. For the initial map of a head
         # with 32 dimensions the share of the user's rate is 1, for averages of two tokens out of 512 it is .16.
@@ -202,7 +196,8 @@ class Distillation(Training):
 
     def measure(self, batch: Batch) -> list[LayerLoss]:
         """The relative error of each layer on a batch, without training."""
-        return self._visit(batch, torch.no_grad()(relative_error))
+        # |out - exact| / |exact| in the Frobenius norm, the root of the loss "output".
+        return self._visit(batch, torch.no_grad()(lambda *given: squared_error(*given).mean().sqrt().item()))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -237,11 +232,6 @@ def squared_error(call: Call, config: MethodConfig, parameters: Mapping[str, Ten
     out, exact = call.compute(config, parameters).float(), call.exact.float()
     error, size = ((x.square().sum(-1) * _valid(call)).sum(-1) for x in (out - exact, exact))
     return (error / size.clamp(min=torch.finfo(size.dtype).tiny))[size > 0]
-
-
-def relative_error(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor]) -> float:
-    """|out - exact| / |exact| in the Frobenius norm: the root of the loss "output"."""
-    return squared_error(call, config, parameters).mean().sqrt().item()
 
 
 def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor], loss: str) -> float:

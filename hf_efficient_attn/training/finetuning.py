@@ -11,6 +11,7 @@ LoLCATs (Zhang et al., ICLR 2025, section 3.2) fine-tunes with LoRA and the loss
 those of knowledge distillation, so that unlabelled inputs suffice.
 """
 
+import contextlib
 import copy
 import importlib.util
 from collections.abc import Mapping
@@ -83,7 +84,16 @@ class Finetuning(Training):
     def __init__(self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions) -> None:
         self.model, self.teacher, self.target = model, teacher, options.target
         self._required = {p: p.requires_grad for p in model.parameters()}
-        self._adapted = None if options.lora_rank is None else _adapted(model, options.lora_rank)
+        # PEFT's model with LoRA adapters in all linear layers of the model, whose modules it replaces.
+        self._adapted: Any = None
+        if options.lora_rank is not None:
+            if importlib.util.find_spec("peft") is None:
+                raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
+            from peft import LoraConfig, get_peft_model
+
+            rank = options.lora_rank
+            config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
+            self._adapted = get_peft_model(cast("Any", model), config)
         learned = list(learned_parameters(model).values())
         for p in learned:
             p.requires_grad_(True)
@@ -116,19 +126,14 @@ class Finetuning(Training):
         for p, required in self._required.items():
             p.requires_grad_(required)
 
-    @torch.no_grad()
-    def _teach(self, batch: Batch) -> dict[str, Tensor]:
-        """The outputs of the teacher."""
-        if self._adapted is None:
-            assert self.teacher is not None
-            return outputs_of(self.teacher, batch, self.target)
-        with self._adapted.disable_adapter(), capture_attention(self.model, lambda call: None):
-            return outputs_of(self.model, batch, self.target)
-
     def _losses(self, batch: Batch) -> dict[str, Tensor]:
         """The loss of every output."""
-        wanted, mask = self._teach(batch), batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        losses = {}
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if self._adapted is not None:
+                stack.enter_context(self._adapted.disable_adapter())
+                stack.enter_context(capture_attention(self.model, lambda call: None))
+            wanted = outputs_of(self.model if self.teacher is None else self.teacher, batch, self.target)
+        losses, mask = {}, batch.get("attention_mask") if isinstance(batch, Mapping) else None
         for name, x in outputs_of(self.model, batch, self.target).items():
             valid: Any = mask.to(x.device).bool() if mask is not None and mask.shape == x.shape[:2] else ...
             x, target = x.float(), wanted[name].float()
@@ -147,8 +152,6 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]
 
     A model that does not return them is refused.
     """
-    if isinstance(batch, Tensor):
-        batch = {transformers_models(model)[0].main_input_name: batch}
     if target == "logits":
         logits = getattr(forward(model, batch), "logits", None)
         if logits is None:
@@ -157,20 +160,10 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]
                 "head, such as AutoModelForCausalLM"
             )
         return {"the logits": logits}
-    outputs = forward(model, {**batch, "output_hidden_states": True})
+    name = transformers_models(model)[0].main_input_name
+    inputs = {name: batch} if isinstance(batch, Tensor) else batch
+    outputs = forward(model, {**inputs, "output_hidden_states": True})
     states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
     if not states:
-        raise UnsupportedAttentionError(
-            f"{type(model).__name__} returns no hidden states: use target='logits', or no fine-tuning"
-        )
+        raise UnsupportedAttentionError(f"{type(model).__name__} returns no hidden states: use target='logits'")
     return {f"the hidden states after layer {number}": x for number, x in enumerate(states)}
-
-
-def _adapted(model: nn.Module, rank: int) -> Any:
-    """PEFT's model with LoRA adapters in all linear layers of a model, whose modules it replaces."""
-    if importlib.util.find_spec("peft") is None:
-        raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
-    return get_peft_model(cast("Any", model), config)

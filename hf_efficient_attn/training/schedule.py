@@ -53,8 +53,17 @@ class UptrainingSchedule:
     """
 
     def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
-        given = stages.stages if isinstance(stages, UptrainingSchedule) else stages
-        self.stages: tuple[Stage, ...] = _make_stages(given)
+        made: list[Stage] = []
+        given: Iterable[Any] = stages.stages if isinstance(stages, UptrainingSchedule) else stages
+        for entry in given:
+            made.append(_make_stage(entry, made[-1] if made else None))
+        _check_ends([stage.end for stage in made])
+        if made[0].distill:
+            raise UnsupportedAttentionError(
+                f"the first stage has distill={made[0].distill}: distill the model before the training instead, with "
+                "hea.distill or 'hf-efficient-attn distill'"
+            )
+        self.stages: tuple[Stage, ...] = tuple(made)
         self.total_steps = total_steps
         if total_steps is not None:
             self.ends(total_steps)
@@ -69,11 +78,7 @@ class UptrainingSchedule:
         return cls([_parse_stage(text) for text in texts], total_steps)
 
     def ends(self, total_steps: int) -> list[int]:
-        """The number of completed steps at which each stage ends; the last is `total_steps`.
-
-        Raises:
-            UnsupportedAttentionError: a stage would have no step.
-        """
+        """The number of completed steps at which each stage ends, up to `total_steps`. Each stage must have a step."""
         # The inner rounding removes floating-point noise: 0.29 * 100 is 28.999999999999996.
         known = [stage.end or 0 for stage in self.stages[:-1]]
         ends = [*(end if isinstance(end, int) else round(round(end * total_steps, 6)) for end in known), total_steps]
@@ -150,28 +155,12 @@ class UptrainingSchedule:
         return switch_stage(model, optimizer, stage, step, batches, options)
 
 
-def _make_stages(given: Iterable[Any]) -> tuple[Stage, ...]:
-    """Stages from any of the forms that `UptrainingSchedule` accepts, with its refusals."""
-    stages: list[Stage] = []
-    for entry in given:
-        stages.append(_make_stage(entry, stages[-1] if stages else None))
-    _check_ends([stage.end for stage in stages])
-    if stages[0].distill:
-        raise UnsupportedAttentionError(
-            f"the first stage has distill={stages[0].distill}: distill the model before the training instead, with "
-            "hea.distill or 'hf-efficient-attn distill'"
-        )
-    return tuple(stages)
-
-
 def _make_stage(given: Any, before: Stage | None) -> Stage:
     """One stage; `before` is the preceding one, from which some hyperparameters are inherited."""
     if isinstance(given, Stage):
         return given
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) not in (2, 3):
-        raise UnsupportedAttentionError(
-            f"{shown(given)} is not a stage: use (attention, end) or (attention, end, hyperparameters)"
-        )
+        raise UnsupportedAttentionError(f"{shown(given)} is not a stage: use (attention, end[, hyperparameters])")
     attention, end, *rest = given
     values = as_dict((rest and rest[0]) or {}, "the hyperparameters of a stage")
     distill, layers = values.pop("distill", 0), values.pop("layers", None)

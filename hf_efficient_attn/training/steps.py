@@ -1,6 +1,5 @@
 """Training one batch at a time: what both stages of a distillation have in common, and batches without end."""
 
-import abc
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +39,11 @@ class LayerLoss(NamedTuple):
 OnStep = Callable[[int, Sequence[LayerLoss]], None]
 
 
-class Training(abc.ABC):
+class Training:
     """Trains some parameters. The values at the end of the steps with the smallest mean loss are kept in reserve.
+
+    A subclass has `_backward`, which adds gradients and returns the losses, none if a batch trains nothing; `measure`,
+    which returns the errors on a batch, without training; and `finish`, which gives the model the trained parameters.
 
     Attributes:
         title, key: what the progress bar and reports call the stage.
@@ -53,6 +55,9 @@ class Training(abc.ABC):
     title: str
     key: str
     max_norm = math.inf
+    _backward: Callable[[Batch], list[LayerLoss]]
+    measure: Callable[[Batch], list[LayerLoss]]
+    finish: Callable[[], None]
 
     def __init__(self, trained: list[Tensor], optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
         self.trained, self.num_steps, self.step_number = trained, num_steps, 0
@@ -60,23 +65,10 @@ class Training(abc.ABC):
         # The sum of the losses in the present window, the smallest sum, and the parameters at its end.
         self._sum, self._least, self._best = 0.0, math.inf, _copies(trained)
 
-    @abc.abstractmethod
-    def _backward(self, batch: Batch) -> list[LayerLoss]:
-        """Add gradients, and return the losses; none if the batch trains nothing."""
-
-    @abc.abstractmethod
-    def measure(self, batch: Batch) -> list[LayerLoss]:
-        """The errors on a batch, without training."""
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Give the model the trained parameters."""
-
     def step(self, batch: Batch) -> list[LayerLoss]:
         """Train on one batch. Returns the losses before the step; none if the batch trained nothing.
 
-        Raises:
-            DivergedError: a loss is not finite. The parameters are then the best ones so far.
+        If a loss is not finite, `DivergedError` is raised, and the parameters are the best ones so far.
         """
         self._optimizer.zero_grad()
         losses = self._backward(batch)
@@ -108,11 +100,8 @@ class Training(abc.ABC):
     def run(self, stream: Iterator[Batch], on_step: OnStep | None = None, *, show_progress: bool = True) -> list[float]:
         """Take the steps that remain, with a progress bar. The model then has the parameters, however this ends.
 
-        Returns the mean of the losses in each of the steps that trained something.
-
-        Raises:
-            UnsupportedAttentionError: the first batches train nothing, or there are too few.
-            DivergedError: see `step`.
+        Returns the mean of the losses in each of the steps that trained something. First batches that train nothing,
+        and too few batches, are refused.
         """
         means: list[float] = []
         first, is_hidden = self.step_number, None if show_progress and process_rank() == 0 else True

@@ -263,7 +263,14 @@ def _distill(
             f"{stage.attention!r} is to be distilled, layer by layer, from batches that a resumed training can read "
             "again: give a list or a DataLoader, no iterator, and leave out options.finetuning"
         )
-    with _separate_random_state(options.seed):
+    # The generators from which data sets and collators draw depend on the seed only.
+    with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        random.seed(options.seed)
+        np.random.seed(options.seed % 2**32)
+        # Not `torch.manual_seed`, which would also seed the generators of accelerators.
+        torch.default_generator.manual_seed(options.seed)
         stream = batch_stream(batches, options.seed, stage.distill)
         distillation = Distillation(model, stage.distill, "output", options, *former)
         distillation.title = f"distillation of {stage.attention}"
@@ -271,19 +278,6 @@ def _distill(
     count = min(WINDOW, max(1, len(losses) // 5))
     first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
     return {"steps": stage.distill, "first_loss": first, "last_loss": last}
-
-
-@contextlib.contextmanager
-def _separate_random_state(seed: int) -> Iterator[None]:
-    """Within the context the generators from which data sets and collators draw depend on the seed only."""
-    with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        # Not `torch.manual_seed`, which would also seed the generators of accelerators.
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 def training_batches(

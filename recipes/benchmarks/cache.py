@@ -28,7 +28,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.evaluation.timing import use_threads
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_text
 from recipes.common import commands
 from recipes.common.inputs import book_paths
 

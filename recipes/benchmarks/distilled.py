@@ -40,7 +40,7 @@ from hf_efficient_attn.cli import main_of, parse_methods
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher

@@ -25,8 +25,7 @@ from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.evaluation.demo import minilm_folder
-from hf_efficient_attn.io.reading import special_tokens
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_text, special_tokens
 from hf_efficient_attn.ops.exact import biased_exact
 from recipes.common.commands import existing
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings

@@ -18,8 +18,8 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import unknown_name
-from hf_efficient_attn.evaluation.data import max_positions
 from hf_efficient_attn.io.reading import special_tokens
 from recipes.common import arguments, training
 from recipes.common.arguments import AttentionArguments, RecipeArguments, check_counts, option, several
@@ -156,7 +156,7 @@ def load_model(which: ModelArguments, tokenizer: transformers.PreTrainedTokenize
     if which.extend_positions:
         hea.extend_positions(model, which.extend_positions)
     if which.extend_positions or which.model_type:
-        tokenizer.model_max_length = max_positions(model) or tokenizer.model_max_length
+        tokenizer.model_max_length = num_positions(model) or tokenizer.model_max_length
     return model
 
 
@@ -203,7 +203,7 @@ class TextArguments:
 
     def size_for(self, model: PreTrainedModel) -> int:
         """The number of tokens of a window. Refuses more than the model has positions for."""
-        positions = max_positions(model)
+        positions = num_positions(model)
         if self.block_size is None:
             return min(DEFAULT_BLOCK, positions or DEFAULT_BLOCK)
         if positions is not None and self.block_size > positions:

@@ -272,8 +272,6 @@ def test_tables(capsys):
     assert capsys.readouterr().out == "|   8192 | a longer name |          |\n"
     text = "| a   | bcd |\n|-----|-----|\n| xyz | 1   |\n|     | 22  |"
     assert cli.table(("a", "bcd"), [("xyz", 1), (None, 22)]) == text
-    cli.print_table(("file", "size"), [("a", "1.2"), ("bc", None)])
-    assert capsys.readouterr().out == "| file | size |\n|------|------|\n| a    | 1.2  |\n| bc   |      |\n"
 
 
 def test_a_name_that_the_terminal_cannot_show(monkeypatch):

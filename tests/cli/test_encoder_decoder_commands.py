@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.evaluation import memory
+from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.evaluation.analyze import analyze
 from hf_efficient_attn.evaluation.data import task_of
 from test_benchmark_command import TEXT, _short, command, tokenizer_for  # noqa: F401 (a fixture)
@@ -109,8 +109,8 @@ def test_tasks_and_models_of_sound(tmp_path, capsys):
 
 def test_the_logits_of_a_decoder_take_little_memory(monkeypatch):
     """Less than logits of all positions of the encoder is free, and more than all that a layer of it makes."""
-    monkeypatch.setattr(memory, "free_memory", lambda device: 100 << 20)
+    monkeypatch.setattr(timing, "free_memory", lambda device: 100 << 20)
     model = tiny("bart", vocab_size=100_000)
-    memory.check_memory(model, 1500)
+    timing.check_memory(model, 1500)
     with pytest.raises(hea.UnsupportedAttentionError, match="GiB of memory"):
-        memory.check_memory(model, 1500, 10_000)
+        timing.check_memory(model, 1500, 10_000)

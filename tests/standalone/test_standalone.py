@@ -22,16 +22,17 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.standalone.function import kernel_function
-from hf_efficient_attn.standalone.kernel import (
+from hf_efficient_attn.standalone.export import (
     BACKENDS,
+    MODULE,
     export_kernel,
     kernel_files,
     kernel_methods,
     method_module,
     modules_of,
+    remote_code,
 )
-from hf_efficient_attn.standalone.remote_code import MODULE, remote_code
+from hf_efficient_attn.standalone.function import kernel_function
 from tiny_models import SMALL, tiny_batch, tiny_config, tiny_model
 
 KERNELS = [method for method in kernel_methods() if method in SMALL]

@@ -12,7 +12,6 @@ The distribution of a layer's input depends on the truncation of the noise. Stat
 therefore wrong at another (Brock et al. 2019, appendix D: "standing statistics").
 """
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -78,7 +77,9 @@ def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
     If the model keeps the spectral norm, names become those of its parametrizations. If not, they become names that
     the registered converter divides; this includes the names in checkpoints of our own models that keep it.
     """
-    _register_conversion()
+    # The division of weights by their spectral norm. Only `from_pretrained` needs it, and registering it takes a while.
+    converter = WeightConverter([*TRIPLE], "weight", [DivideBySpectralNorm()])
+    register_checkpoint_conversion_mapping(BigGANConfig.model_type, [converter], overwrite=True)
     names = {rf"\.{theirs}\.": f".{ours}." for theirs, ours in PROJECTIONS.items()}
     for (theirs, ours), between in zip(KEPT.items(), TRIPLE, strict=True):
         if spectral_norm:
@@ -95,25 +96,19 @@ def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
 class DivideBySpectralNorm(ConversionOps):
     """Transformers' conversion operation (weight_orig, weight_u, weight_v) -> weight."""
 
+    @torch.no_grad()
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the divided weight under its name; see `ConversionOps.convert`."""
+        """Return the weight divided by u^T W v, computed in float32 or wider; see `ConversionOps.convert`."""
         parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         missing = [theirs for theirs, name in zip(KEPT, TRIPLE, strict=True) if name not in parts]
         if missing:
             layer = kwargs.get("full_layer_name")
             raise ValueError(f"{layer}: the checkpoint has a spectral norm without {', '.join(missing)}")
-        return {target_patterns[0]: divided(*(parts[name] for name in TRIPLE))}
-
-
-@torch.no_grad()
-def divided(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Divide weight (O, ...) by u^T W v, with u (O,) and v (elements of weight / O,), in float32 or wider."""
-    acc_dtype = torch.promote_types(weight.dtype, torch.float32)
-    matrix = weight.to(acc_dtype).flatten(1)
-    norm = torch.dot(u.to(acc_dtype), torch.mv(matrix, v.to(acc_dtype)))
-    return (weight.to(acc_dtype) / norm).to(weight.dtype)
+        dtype = parts[TRIPLE[0]].dtype
+        weight, u, v = (parts[name].to(torch.promote_types(dtype, torch.float32)) for name in TRIPLE)
+        return {target_patterns[0]: (weight / torch.dot(u, torch.mv(weight.flatten(1), v))).to(dtype)}
 
 
 @torch.no_grad()
@@ -128,13 +123,6 @@ def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         u = nn.functional.normalize(matrix @ v, dim=0, eps=eps)
         v = nn.functional.normalize(u @ matrix, dim=0, eps=eps)
     return u.to(weight.dtype), v.to(weight.dtype)
-
-
-@functools.cache
-def _register_conversion() -> None:
-    """Make `from_pretrained` divide weights by their spectral norm. Only it needs this, which takes a while."""
-    converter = WeightConverter([*TRIPLE], "weight", [DivideBySpectralNorm()])
-    register_checkpoint_conversion_mapping(BigGANConfig.model_type, [converter], overwrite=True)
 
 
 def truncated_noise(batch_size: int, dim: int = 128, truncation: float = 1.0, seed: int | None = None) -> Tensor:
@@ -237,8 +225,7 @@ class BigGANBatchNorm(nn.Module):
 def rows_to_fill(truncations: Sequence[float] | None, n_stats: int) -> dict[float, list[int]]:
     """Map each truncation to the rows of a table of `n_stats` rows that its statistics go into; None: all rows.
 
-    Raises:
-        ValueError: a truncation is outside (0, 1], or two truncations use the same row.
+    A truncation outside (0, 1], and two truncations that use the same row, raise ValueError.
     """
     if truncations is None:
         return {row / (n_stats - 1): [row] for row in range(n_stats)}

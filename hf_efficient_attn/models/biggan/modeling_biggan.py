@@ -5,7 +5,6 @@ Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Na
 
 import functools
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +24,11 @@ from transformers.utils.generic import can_return_tuple
 
 from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
 from hf_efficient_attn.models.biggan.layers import (
-    TRIPLE,
     BigGANBatchNorm,
     Lookup,
     check_truncation,
     checkpoint_names,
     conv,
-    divided,
     leading_vectors,
     linear,
     look_up,
@@ -137,8 +134,9 @@ class BigGANModel(PreTrainedModel):
     """BigGAN-deep's generator.
 
     `from_pretrained` also loads folders of pytorch-pretrained-biggan: `config.json` and `pytorch_model.bin` (or
-    `model.safetensors`) under the package's names, with the spectral norm kept or folded in. `save_pretrained` writes
-    the names of this class.
+    `model.safetensors`) under the package's names, with the spectral norm kept or folded in; and, with
+    `from_pretrained(None, config=config, state_dict=state_dict)`, the state dict of a model of that package.
+    `save_pretrained` writes the names of this class.
     """
 
     config_class = BigGANConfig
@@ -331,32 +329,3 @@ class BigGANModel(PreTrainedModel):
         if save_original_format:
             raise ValueError("a BigGANModel is always saved under its own names: leave save_original_format out")
         super().save_pretrained(*args, **{**kwargs, "save_original_format": False})
-
-
-def convert_state_dict(state_dict: dict[str, Tensor], config: BigGANConfig) -> dict[str, Tensor]:
-    """Convert a state dict of the PyPI package pytorch-pretrained-biggan for `BigGANModel(config).load_state_dict`.
-
-    Args:
-        state_dict: with or without spectral norm.
-        config: configuration of the model. `spectral_norm=True` requires a state dict with spectral norm.
-
-    Returns:
-        A new dictionary. Tensors that are not divided are shared with `state_dict`.
-
-    Raises:
-        ValueError: names are missing, or the model does not have them.
-    """
-    names = checkpoint_names(config.spectral_norm)
-    converted = {}
-    for name, tensor in state_dict.items():
-        converted[functools.reduce(lambda old, pair: re.sub(pair[0], pair[1], old), names.items(), name)] = tensor
-    for name in list(converted):
-        stem, _, last = name.rpartition(".")
-        if last == TRIPLE[0] and all(f"{stem}.{part}" in converted for part in TRIPLE):
-            converted[f"{stem}.weight"] = divided(*(converted.pop(f"{stem}.{part}") for part in TRIPLE))
-    with torch.device("meta"):
-        expected = set(BigGANModel(config).state_dict())
-    missing, unknown = sorted(expected - set(converted)), sorted(set(converted) - expected)
-    if missing or unknown:
-        raise ValueError(f"the state dict does not match the config; missing: {missing}; not in the model: {unknown}")
-    return converted

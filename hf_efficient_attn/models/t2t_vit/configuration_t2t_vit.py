@@ -168,10 +168,7 @@ class T2TViTConfig(PreTrainedConfig):
     def grids(self, height: int | None = None, width: int | None = None) -> list[tuple[int, int]]:
         """Return the (height, width) in tokens of the two stages and of the backbone.
 
-        The images have `height` x `width` pixels, by default those of `image_size`.
-
-        Raises:
-            ValueError: the images are too small for a token.
+        The images have `height` x `width` pixels, by default those of `image_size`; too small ones raise ValueError.
         """
         height, width = image = (height or self.image_shape[0], width or self.image_shape[1])
         grids = []

@@ -75,21 +75,16 @@ def convert_state_dict(
 
 
 def config_of(official: Mapping[str, Tensor]) -> T2TViTConfig:
-    """Infer the configuration from the shapes of the authors' state dict.
+    """Infer the configuration from the shapes of the authors' state dict; ValueError if they fit no T2T-ViT.
 
     Shapes do not tell the number of heads. It is derived from a head_dim of 64, that of all published models but
     t2t_vit_14_resnext. Images are assumed to be square.
-
-    Raises:
-        ValueError: a required tensor is missing, or the shapes are not those of a T2T-ViT.
     """
     shapes = {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in official.items()}
 
     def shape(name: str, ndim: int) -> tuple[int, ...]:
         if len(shapes.get(name, ())) != ndim:
-            raise ValueError(
-                f"the architecture cannot be inferred: {name} is missing or has a wrong shape; give the model's name"
-            )
+            raise ValueError(f"cannot be inferred: {name} is missing or has a wrong shape; give the model's name")
         return shapes[name]
 
     stage = "tokens_to_token.attention1"
@@ -181,9 +176,7 @@ def image_processor(config: T2TViTConfig) -> "ViTImageProcessorPil":
 def read_checkpoint(path: str | os.PathLike, *, ema: bool = True) -> dict[str, Tensor]:
     """Read the state dict of a checkpoint file, as in `convert_checkpoint`; False for `ema` prefers the weights.
 
-    Raises:
-        ValueError: the file holds no state dict, or objects other than tensors and plain values.
-        FileNotFoundError: the file does not exist.
+    A file without a state dict, or with objects other than tensors and plain values, raises ValueError.
     """
     try:
         # The authors' files also hold the command line as an argparse.Namespace, which torch.load refuses by default.

@@ -21,13 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_efficient_attn.integration.learned import NAME as LEARNED
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
-from hf_efficient_attn.models.t2t_vit.parts import (
-    FrozenParameters,
-    T2TViTTokenPerformer,
-    interpolated,
-    mlp,
-    sinusoids,
-)
+from hf_efficient_attn.models.t2t_vit.parts import FrozenParameters, T2TViTTokenPerformer, interpolated, mlp, sinusoids
 
 
 class _SelfAttention(nn.Module):

@@ -20,7 +20,7 @@ import scipy.stats
 import sklearn.metrics
 
 from hf_efficient_attn.errors import unknown_name
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_text
 from recipes.common.training import check_not_empty
 
 

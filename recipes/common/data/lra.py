@@ -27,8 +27,7 @@ from datasets import Sequence as Many
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_efficient_attn.io.json import read_json_lines
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_json_lines, read_text
 from recipes.common.data import images, listops
 from recipes.common.data.text import pad, padding_mask
 

@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
-from hf_efficient_attn.io.json import read_json_lines
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_json_lines, read_text
 
 IGNORED = -100  # the label of tokens without loss, as in Transformers
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz")

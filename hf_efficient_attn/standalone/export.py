@@ -1,9 +1,14 @@
-"""A method as a repository of Hugging Face's `kernels` library, which Transformers loads without this package.
+"""Models that load without this package: by a repository of Hugging Face's `kernels` library, or by remote code.
 
-The repository contains copies of this package's own modules: `standalone.function`, the method, and what they
-import. Imports become relative, and nothing but PyTorch is needed. The layout is the one that the library documents
-(https://huggingface.co/docs/kernels): `build/<variant>` for each backend, with equal modules, and `torch-ext` with
-`build.toml` for those who build the repository themselves.
+A kernel repository has one method, which Transformers loads by itself. It contains copies of this package's own
+modules: `standalone.function`, the method, and what they import. Imports become relative, and nothing but PyTorch is
+needed. The layout is the one that the library documents (https://huggingface.co/docs/kernels): `build/<variant>` for
+each backend, with equal modules, and `torch-ext` with `build.toml` for those who build the repository themselves.
+
+With the file of `remote_code` a converted checkpoint loads by `trust_remote_code=True`. The file contains the methods
+and the integration of this package, as texts, and imports them if the package is not installed. It also has a class for
+each task of the model's type, which `auto_map` in config.json names. Transformers copies the file when such a model is
+saved, so fine-tuned copies load in the same way.
 """
 
 import ast
@@ -20,8 +25,9 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedConfig
 
+from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.checkpoint.provenance import check_hub_id
-from hf_efficient_attn.checkpoint.staging import check_output, staged
+from hf_efficient_attn.checkpoint.staging import Output
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json
@@ -29,6 +35,8 @@ from hf_efficient_attn.methods import available_methods, get_method, learns
 from hf_efficient_attn.version import __version__
 
 BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
+# The name of the file with remote code.
+MODULE = "modeling_efficient_attention"
 _PACKAGE, _ENTRY = "hf_efficient_attn", "standalone.function"
 _IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
 _INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
@@ -86,36 +94,28 @@ def export_kernel(
             f"{method}: a kernel repository takes methods of this package without learned parameters: "
             f"{', '.join(kernel_methods())}. Models with another method need this package"
         )
-    place = check_output(output, pathlib.Path(__file__).parents[1], force=force)
+    place = Output(output, pathlib.Path(__file__).parents[1], force=force)
     repo_id = repo_id or f"ORG/{place.path.name}"
     check_hub_id(repo_id, "the kernel repository")
     name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
     files, module = kernel_files(method), name.replace("-", "_")
     values = {"info": info, "name": name, "repo_id": repo_id, "version": __version__, "backends": json.dumps(BACKENDS)}
-    with staged(place) as draft:
+    with place.staged() as draft:
         _write(draft / "torch-ext" / module, files)
         for backend in BACKENDS:
             folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": _COMPATIBLE}
             _write(folder, built)
             write_json(folder / "metadata.json", _metadata(name, backend, built))
         for file in ("build.toml", "README.md"):
-            template = (
-                importlib.resources.files(__package__).joinpath(f"kernel_{file}.jinja").read_text(encoding="utf-8")
-            )
-            _write(draft, {file: jinja2.Template(template, keep_trailing_newline=True).render(values)})
-    return {
-        "method": method,
-        "output": str(place.path),
-        "function": f"{repo_id}:{method}",
-        "backends": list(BACKENDS),
-    }
+            _write(draft, {file: _rendered(f"kernel_{file}.jinja", values)})
+    report = {"method": method, "output": str(place.path), "function": f"{repo_id}:{method}"}
+    return report | {"backends": list(BACKENDS)}
 
 
 def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
     """The `attn_implementation` that names the method of a model's config in a kernel repository.
 
-    Raises:
-        UnsupportedAttentionError: A kernel repository cannot compute the attention of this model.
+    A model whose attention a kernel repository cannot compute is refused.
     """
     check_hub_id(repo_id, "--kernel")
     stored = config.efficient_attention
@@ -156,12 +156,9 @@ def method_module(method: str) -> str:
 def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -> dict[str, str]:
     """The texts of modules, of the packages that contain them, and of all modules of this package that they import.
 
-    Args:
-        names: Modules relative to this package, such as "methods.nearfar". The package itself is left out.
-        without_imports: Packages of which only the docstring is kept.
-
-    Returns:
-        The texts by their paths relative to the package, in alphabetical order.
+    `names` are relative to this package, such as "methods.nearfar"; the package itself is left out. Of the packages
+    `without_imports` only the docstring is kept. Returns the texts by their paths in the package, in alphabetical
+    order.
     """
     root, texts, waiting = importlib.resources.files(_PACKAGE), dict[str, str](), [*names]
     while waiting:
@@ -219,8 +216,40 @@ def _metadata(name: str, backend: str, files: Mapping[str, str]) -> dict[str, An
     }
 
 
+def _rendered(template: str, values: Mapping[str, Any]) -> str:
+    loader = jinja2.PackageLoader("hf_efficient_attn.standalone", "")
+    environment = jinja2.Environment(loader=loader, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(values)
+
+
 def _write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
+    """The text of the file for a model's config, and the `auto_map` that refers to it.
+
+    A model for which Transformers has no auto class, and methods that are not of this package, are refused.
+    """
+    stored, classes = config.efficient_attention, {name: cls.__name__ for name, cls in auto_classes(config).items()}
+    methods = sorted({entry.config.method for entry in as_settings(stored).entries}) if stored else []
+    others = [name for name in methods if name not in methods_of_package()]
+    if others or not classes or not type(config).__module__.startswith("transformers."):
+        problem = f"{', '.join(others)} is a method of your own" if others else "Transformers has no such model"
+        raise UnsupportedAttentionError(
+            f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
+        )
+    # All methods: a process can load several checkpoints, and the first one's copies serve all.
+    texts = modules_of(["integration", "version", *map(method_module, methods_of_package())])
+    values: dict[str, Any] = {
+        "methods": methods,
+        "all_methods": methods_of_package(),
+        "version": __version__,
+        "revision": hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:8],
+        "sources": {path: [repr(line) for line in text.splitlines(keepends=True)] for path, text in texts.items()},
+        "classes": sorted({model: auto for auto, model in classes.items()}.items()),
+    }
+    return _rendered("remote_code.py.jinja", values), {name: f"{MODULE}.{model}" for name, model in classes.items()}
