@@ -51,11 +51,13 @@ def without_padding(
     value: Tensor,
     options: AttentionOptions,
     exact_length: int = 0,
+    query_mask: Tensor | None = None,
 ) -> Tensor:
     """Call a form, as `by_heads` does, once for all sequences with the same number of valid tokens; 0 for padding.
 
-    So masked tokens take no part, and a sequence has the same output in every batch. The mask of the keys is also the
-    mask of the queries if there are as many. The form need not compute sequences of up to `exact_length` keys.
+    So masked tokens take no part, and a sequence has the same output in every batch. Without `query_mask`, bool
+    (B, Nq), the mask of the keys is also the mask of the queries if there are as many. The form need not compute
+    sequences of up to `exact_length` keys.
     """
 
     def form_of_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -64,19 +66,27 @@ def without_padding(
         return form(query, key, value).to(value.dtype)
 
     def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None:
+        if mask is None and query_mask is None:
             return form_of_length(query, key, value)
-        out, counts = value.new_zeros(*query.shape[:2], value.shape[2]), mask.sum(1)
-        if not bool(counts.any()):
+        ones = [torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) for x in (query, key)]
+        valid = ones[1] if mask is None else mask  # (BH, Nk)
+        if query_mask is not None:
+            valid_query = query_mask.repeat_interleave(len(query) // len(query_mask), 0)  # (BH, Nq)
+        else:
+            valid_query = valid if query.shape[1] == key.shape[1] else ones[0]
+        counts = torch.stack((valid_query.sum(1), valid.sum(1)), 1)  # (BH, 2)
+        found = counts.unique(dim=0).tolist()
+        if found == [[query.shape[1], key.shape[1]]]:
+            return form_of_length(query, key, value)
+        out = value.new_zeros(*query.shape[:2], value.shape[2])
+        if all(0 in count for count in found):
             return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
-        for count in filter(None, counts.unique().tolist()):
-            some = (counts == count).nonzero()[:, 0]
-            order = valid_first(mask[some])[:, :count]  # (some, count)
-            own = [take(x[some], order) for x in (key, value)]  # (some, count, .)
-            if query.shape[1] == key.shape[1]:
-                out = out.index_put((some[:, None], order), form_of_length(take(query[some], order), *own))
-            else:
-                out = out.index_put((some,), form_of_length(query[some], *own))
+        for count in found:
+            if 0 not in count:
+                some = (counts == counts.new_tensor(count)).all(1).nonzero()[:, 0]
+                orders = [valid_first(x[some])[:, :n] for x, n in zip((valid_query, valid), count, strict=True)]
+                own = (take(x[some], orders[i]) for i, x in ((0, query), (1, key), (1, value)))
+                out = out.index_put((some[:, None], orders[0]), form_of_length(*own))
         return out
 
     return by_heads(of_all_lengths, query, key, value, options, exact_length)

@@ -108,29 +108,30 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     options: AttentionOptions,
-    query_mask: Tensor | None,
+    kv_len: int,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Call a form of the kernel's method, with masks of the queries (B, Nq) and of the contracted keys (B, P)."""
-    parameters = {name: x for name, x in options.parameters.items() if name not in NAMES}
+    """Call a form of the kernel's method.
+
+    `options` has the mask of `kv_len` tokens, which also masks as many queries, as in self-attention. `key_mask` (B, P)
+    masks contracted keys.
+    """
+    parameters, masks = {name: x for name, x in options.parameters.items() if name not in NAMES}, []
+    if config.averages_queries:
+        is_masked = options.key_mask is not None and query.shape[2] == kv_len
+        masks.append(options.key_mask if is_masked else torch.ones_like(query[:, 0, :, 0], dtype=torch.bool))
     options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
-    more = (query_mask,) if config.averages_queries else ()
-    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *more)
+    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *masks)
     return out
-
-
-def _query_mask(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
-    """Return the key mask (B, Nk) as the mask of the queries if there are as many, as in self-attention, else None."""
-    return options.key_mask if query.shape[2] == key.shape[2] else None
 
 
 def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    kv_len, mask = key.shape[2], _query_mask(query, key, options)
+    kv_len = key.shape[2]
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
     # (B, H, P, .), mask (B, P)
     keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, key.shape[0])
-    return _attend(config, "forward", query, keys, values, options, mask, key_mask).to(value.dtype)
+    return _attend(config, "forward", query, keys, values, options, kv_len, key_mask).to(value.dtype)
 
 
 def forward_hidden_states(
@@ -161,17 +162,17 @@ def forward_hidden_states(
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
     with torch.autocast(device, enabled=False):
-        out = _attend(config, "forward", query, keys, values, options, options.key_mask, key_mask)
+        out = _attend(config, "forward", query, keys, values, options, kv_len, key_mask)
         return out.to(query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, by the kernel's readable form."""
-    masks, outs = _query_mask(query, key, options), []
-    contracted = naive_contraction(tables(config, key.shape[2], options), key, value, options.key_mask)
-    for b, (keys, values) in enumerate(contracted):
-        own, mask = query[b : b + 1].double(), None if masks is None else masks[b : b + 1]
-        outs.append(_attend(config, "naive", own, keys[None], values[None], options, mask))
+    kv_len, mask, outs = key.shape[2], options.key_mask, []
+    for b, (keys, values) in enumerate(naive_contraction(tables(config, kv_len, options), key, value, mask)):
+        given = options._replace(key_mask=None if mask is None else mask[b : b + 1])
+        own = query[b : b + 1].double(), keys[None], values[None]
+        outs.append(_attend(config, "naive", *own, given, kv_len))
     return torch.cat(outs).to(value.dtype)
 
 
