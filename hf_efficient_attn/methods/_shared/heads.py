@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.exact import exact_attention, exact_decode
-from hf_efficient_attn.ops.tokens import move_valid_first, restore_order, take, valid_first
+from hf_efficient_attn.ops.tokens import inverse, take, valid_first
 
 
 def by_heads(
@@ -39,9 +39,13 @@ def by_heads(
     shape, (query, key, value, mask) = query.shape, _flatten(query, key, value, options.key_mask)
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
-    query, key, value, order = move_valid_first(query, key, value, mask)  # order (BH, N)
-    out = form(query, key, value).to(value.dtype)
-    return unflatten_heads(restore_order(out, order, mask), shape)
+    if mask is None:
+        return unflatten_heads(form(query, key, value).to(value.dtype), shape)
+    order, masked = valid_first(mask), ~mask[:, :, None]  # (BH, N), (BH, N, 1)
+    # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
+    query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))
+    out = take(form(query, key, value).to(value.dtype), inverse(order))
+    return unflatten_heads(out.masked_fill(masked, 0.0), shape)
 
 
 def without_padding(
