@@ -10,7 +10,7 @@ from torch.nn.functional import conv2d, pad
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge, product_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
-from hf_efficient_attn.ops.tokens import inverse, slice_size, sliced, take, valid_first
+from hf_efficient_attn.ops.tokens import inverse, take, valid_first
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # `damped_solve` damps squared singular values below this share of |A|_1 |A|_inf. They are more noise than signal, and
@@ -269,21 +269,8 @@ def attention_to_few_keys(
     Returns:
         (BH, N, Dv); 0 if the bias excludes all keys.
     """
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        tensors = (
-            query.to(key.dtype)[:, None],
-            key[:, None],
-            value[:, None],
-            None if bias is None else bias[:, None, None],
-        )
-        return attend(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
-
-    if query.dtype == key.dtype == dtype:
-        return some_heads(query, key, value, bias)
-    # Only a few heads at a time are copied to another dtype.
-    size = slice_size(query[0].numel(), query.device)
-    return sliced(some_heads, query, key, value, bias, size=size, draws=dropout_p > 0.0)
+    tensors = query.to(key.dtype)[:, None], key[:, None], value[:, None], None if bias is None else bias[:, None, None]
+    return attend(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
 
 
 def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask: Tensor | None) -> Tensor:

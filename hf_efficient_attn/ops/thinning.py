@@ -33,7 +33,6 @@ from hf_efficient_attn.ops.tokens import (
     slice_size,
     sliced,
     take,
-    uniform,
     uniform_of_heads,
     valid_first,
 )
@@ -156,22 +155,10 @@ def pivot_tolerance(dtype: torch.dtype) -> float:
 
 
 def gumbel(
-    num_draws: int,
-    num_candidates: int,
-    num_heads: int | None,
-    seed: Seed,
-    dtype: torch.dtype,
-    device: torch.device,
+    num_draws: int, num_candidates: int, num_heads: int, seed: Seed, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Draw standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are.
-
-    Without `num_heads` the numbers are (draws, 1, C), the same for all heads.
-    """
-    streams = range(_DRAWS, _DRAWS + num_draws)
-    if num_heads is None:
-        draws = [uniform((num_candidates, 1), seed, stream, device) for stream in streams]
-    else:
-        draws = [uniform_of_heads(num_candidates, num_heads, seed, stream, device) for stream in streams]
+    """Draw standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are."""
+    draws = [uniform_of_heads(num_candidates, num_heads, seed, _DRAWS + i, device) for i in range(num_draws)]
     return -(-torch.stack(draws).mT.log()).log().to(dtype)
 
 

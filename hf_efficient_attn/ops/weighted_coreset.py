@@ -32,10 +32,8 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     CoresetOptions,
     Landmarks,
     Represented,
-    Rows,
     choose_landmarks,
     directions,
-    exact_rows,
     find_near_keys,
     group_queries,
     landmarks_naive,
@@ -43,7 +41,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take, take_both
+from hf_efficient_attn.ops.tokens import constant, integers, slice_size, sliced, take, take_both
 
 # Without the near keys, at least this share of the weights of the landmarks must be left. Less is rounding, and the
 # query attends to its near keys only.
@@ -107,7 +105,7 @@ def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -
     far = Partial(out[:, 0], lse.mT)  # (BH, Nq, Dv), (BH, Nq, 1)
     probes = heads = None
     if options.num_probes:
-        probes = _prepare(exact_rows(query, key, value, options))
+        probes = _probes(query, key, value, options)
     if options.block_size and options.near_share < 1.0:
         heads = integers(len(key), key.device)
         if probes is not None and options.near_share > 0.0:
@@ -135,13 +133,17 @@ class Probes(NamedTuple):
     solve: Tensor
 
 
-def _prepare(rows: Rows) -> Probes:
-    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)  # (BH, 1, D) each
+def _probes(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Probes:
+    """Compute the exact output of `num_probes` evenly spread queries, and the correction by them."""
+    position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
+    rows = query.index_select(1, position)  # (BH, P, D)
+    out = attend(rows[:, None], key[:, None], value[:, None], scale=options.scale).out[:, 0]
+    variance, mean = torch.var_mean(rows, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
     middle = -mean * size
-    basis = _features(rows.query, size, middle)  # (BH, P, D + 1)
+    basis = _features(rows, size, middle)  # (BH, P, D + 1)
     solve = regularized_solve(torch.bmm(basis.mT, basis), basis.mT, LINEAR_RIDGE)  # (BH, D + 1, P)
-    return Probes(rows.position, rows.out, size, middle, basis, solve)
+    return Probes(position, out, size, middle, basis, solve)
 
 
 def _features(query: Tensor, size: Tensor, middle: Tensor) -> Tensor:

@@ -22,19 +22,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.attend import sum_dtype
-from hf_efficient_attn.ops.projections import (
-    NAMES,
-    STARTS_FROM,
-    contract_hidden_states,
-    contractions,
-    naive_contraction,
-    projected_key_mask,
-    projection_tables,
-    start_tables,
-)
+from hf_efficient_attn.ops.attend import accumulation_dtype, sum_dtype
+from hf_efficient_attn.ops.landmarks import segment_sizes
+from hf_efficient_attn.ops.projections import contractions, naive_contraction, projected_key_mask
+from hf_efficient_attn.ops.tokens import normal
+
+# Names of the tables of keys and of values as learned parameters.
+NAMES = ("key_projection", "value_projection")
+# If a checkpoint shares one table, the table of the keys also becomes the table of the values.
+STARTS_FROM = {NAMES[1]: NAMES[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +68,42 @@ class ProjectionConfig(MethodConfig):
 
 
 def initial_parameters(config: ProjectionConfig, *, max_length: int, **_: int) -> dict[str, Tensor]:
-    """Make `key_projection` (P, M) and, unless it is shared, `value_projection` (P, M)."""
-    streams = config.streams if config.share == "none" else config.streams[:1]
-    return start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
+    """Make `key_projection` (P, M) and, unless it is shared, `value_projection` (P, M).
+
+    They are averages of P segments of the tokens, or Gaussian numbers, in which column j is the same for every M.
+    """
+    count, max_length = config.projection_dim, config.max_length or max_length
+    names = NAMES if config.share == "none" else NAMES[:1]
+    if config.init == "gaussian":
+        shape, cpu = (max_length, count), torch.device("cpu")
+        numbers = [normal(shape, config.seed, stream, cpu).t() * count**-0.5 for stream in config.streams]
+        return {name: x.to(torch.float32).contiguous() for name, x in zip(names, numbers, strict=False)}
+    sizes = segment_sizes(torch.tensor(max_length), count)
+    ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
+    inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
+    return dict.fromkeys(names, inside / sizes.clamp(min=1)[:, None])
 
 
 def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> list[Tensor]:
-    """Return the tables (P, M) of keys and of values for `kv_len` tokens, the same one if only the first is given."""
-    return projection_tables(config.method, config.projection_dim, kv_len, dict(options.parameters))
+    """Return the tables (P, M) of keys and of values for `kv_len` tokens, the same one if only the first is given.
+
+    Raises:
+        UnsupportedAttentionError: a table has another shape, or M is less than `kv_len`.
+    """
+    first = options.parameters[NAMES[0]]
+    both = {NAMES[0]: first, NAMES[1]: options.parameters.get(NAMES[1], first)}
+    for name, table in both.items():
+        if table.ndim != 2 or table.shape[0] != config.projection_dim:
+            raise UnsupportedAttentionError(
+                f"{config.method}: {name} {tuple(table.shape)} does not suit projection_dim={config.projection_dim}; "
+                "give a tensor (projection_dim, max_length)"
+            )
+        if table.shape[1] < kv_len:
+            raise UnsupportedAttentionError(
+                f"{config.method}: {kv_len} keys are more than the {table.shape[1]} that {name} has columns for; make "
+                f"the tables with max_length={kv_len} or more, or cut the input"
+            )
+    return list(both.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +183,23 @@ def forward_hidden_states(
     Returns:
         (B, H, N, D) in the dtype of `query`.
     """
-    device, kv_len = query.device.type, hidden_states.shape[1]
-    with torch.autocast(device, enabled=False):
+    kv_len, contracted, keys_and_values = hidden_states.shape[1], list[Tensor](), []
+    with torch.autocast(query.device.type, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
-    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
+        for table in both:
+            same = contracted and table is both[0]
+            x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
+            contracted.append(x)  # (B, P, W)
+    for table, x, project in zip(both, contracted, projections, strict=True):  # under the autocast of the caller
+        # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
+        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
+        x = project(x)
+        x = (x + (excess * bias).to(x.dtype)).unflatten(2, (query.shape[1], -1)).transpose(1, 2)  # (B, H, P, D)
+        keys_and_values.append(x.to(accumulation_dtype(x.dtype)))
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
-    with torch.autocast(device, enabled=False):
-        out = _attend(config, "forward", query, keys, values, options, kv_len, key_mask)
-        return out.to(query.dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        keys, values = keys_and_values
+        return _attend(config, "forward", query, keys, values, options, kv_len, key_mask).to(query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
