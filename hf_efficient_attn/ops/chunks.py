@@ -154,7 +154,13 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
     while ceil_div(num_windows, 1 << level) > options.num_landmarks:
         level += 1
     parts = min(window, max(1, options.num_landmarks // num_windows))
-    own, block_q, slot, order = _query_blocks(q_len, kv_len, window, device)  # a block sees its own window (S,)
+    own, block_q, slot, order = integers(num_windows, device), window, None, None  # a block sees its own window
+    if q_len != kv_len:
+        # Query i of m has position i n / m among n keys, and is in the block of that position's window.
+        index, block_q = integers(q_len, device), window * q_len // kv_len + 1
+        of_query, first = index * kv_len // q_len // window, (own * window * q_len + kv_len - 1) // kv_len
+        slot = index - first[of_query] + of_query * block_q  # (Nq,)
+        order = index.new_zeros(num_windows * block_q).scatter(0, slot, index)
     seen = [own[:, None] * window + integers(window, device) < kv_len]
     # It sees the chunks outside of its own group, and in its group at each level the other half of its group of
     # 2**(i + 1) windows.
@@ -175,7 +181,7 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
         if len(key_chunks) == 1:
             seen.append((index // in_parts != own[:, None] >> level) * (stop - start))  # (S, C)
         else:
-            sibling = own * window // size ^ 1
+            sibling = (own * window // size) ^ 1
             siblings.append(sibling.clamp(max=len(index) - 1))
             seen.append((kv_len - sibling * size).clamp(0, size)[:, None])
     # 0 for a key, the log of the number of keys for a summary, -inf for what a block does not see.
@@ -184,53 +190,24 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *drawn: Tensor | None) -> Tensor:
         found = []
         for of_queries, of_keys, noise in zip(query_chunks, key_chunks, drawn[2:], strict=True):
-            means, tokens = (
-                chunk_means(of_queries.take(query), of_queries.valid),
-                (of_keys.take(key), of_keys.take(value)),
-            )
+            means = chunk_means(of_queries.take(query), of_queries.valid)
+            tokens = of_keys.take(key), of_keys.take(value)
             found.append(summarize(means, tokens, of_keys.valid, drawn[:2], noise, options.scale))
 
         def together(x: Tensor, summaries: tuple[Tensor, ...]) -> Tensor:
             """Concatenate the keys of each block's window, all chunks, and the other half of each level's group."""
-            near = pad_to_blocks(x, window)  # (BH, windows, window, .)
-            near = near if order is None else near.index_select(1, own)
-            far = summaries[0].unsqueeze(1).expand(-1, len(own), -1, -1)  # (BH, S, C, .)
+            near = pad_to_blocks(x, window)  # (BH, S, window, .) for S windows
+            far = summaries[0].unsqueeze(1).expand(-1, num_windows, -1, -1)  # (BH, S, C, .)
             groups = [x.index_select(1, i).unsqueeze(2) for x, i in zip(summaries[1:], siblings, strict=True)]
             return torch.cat((near, far, *groups), 2)  # (BH, S, window + C + level, .)
 
         blocks = pad_to_blocks(query if order is None else query.index_select(1, order), block_q)
-        keys, values = (together(x, own) for x, own in zip((key, value), zip(*found, strict=True), strict=True))
-        given = {"scale": options.scale, "dropout_p": options.dropout_p}
-        out = attend(blocks, keys, values, bias.expand(len(blocks), -1, -1, -1), **given).out.flatten(1, 2)
+        mean_keys, betas = zip(*found, strict=True)
+        tensors = blocks, together(key, mean_keys), together(value, betas), bias.expand(len(blocks), -1, -1, -1)
+        out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out.flatten(1, 2)
         return out[:, :q_len] if slot is None else out.index_select(1, slot)
 
     drawn = options.of_rows(batch_heads, *(options.draw(i, chunks.num_chunks) for i, chunks in enumerate(key_chunks)))
-    drops = options.dropout_p > 0.0
     pairs = block_q if keeps_pairs(query, key, bias, options.scale, options.dropout_p) else 0
     size = slice_size(bias.numel() * max(dim, value.shape[2], pairs), device)
-    return sliced(some_heads, query, key, value, *drawn, size=size, draws=drops)
-
-
-def _query_blocks(
-    q_len: int, kv_len: int, window: int, device: torch.device
-) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
-    """Put queries in blocks that see one window each. With as many queries as keys the blocks are the windows.
-
-    Query i of m has position i n / m among n keys. With w as the window of that position, it has slot i + w block_q: a
-    block starts at a multiple of block_q queries, and again where a window starts. With many queries at most an eighth
-    of the slots are unused. With few queries up to half of them are, because smaller blocks would gather more keys.
-
-    Returns:
-        The window of each block, int64 (S,); the number of queries of a block; the slot of each query, int64 (Nq,); and
-        the query in each slot, int64 (S * block_q,), any in an unused slot. Both are None if the blocks are the
-        windows.
-    """
-    num_windows, query = ceil_div(kv_len, window), integers(q_len, device)
-    if q_len == kv_len:
-        return integers(num_windows, device), window, None, None
-    block_q = max(ceil_div(q_len, 8 * num_windows), min(64, ceil_div(q_len, num_windows)))
-    num_blocks = ceil_div(q_len, block_q) + num_windows - 1
-    of_query = query * kv_len // q_len // window
-    slot = query + of_query * block_q
-    own = query.new_zeros(num_blocks).scatter(0, slot // block_q, of_query)
-    return own, block_q, slot, query.new_zeros(num_blocks * block_q).scatter(0, slot, query)
+    return sliced(some_heads, query, key, value, *drawn, size=size, draws=options.dropout_p > 0.0)
