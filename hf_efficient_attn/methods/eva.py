@@ -115,12 +115,7 @@ def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> Chu
 
 
 def forward(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    query_mask: Tensor | None = None,
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *query_mask: Tensor
 ) -> Tensor:
     """Fast form; see `register_method`.
 
@@ -131,21 +126,16 @@ def forward(
         form = functools.partial(interval_attention, options=chosen)
         return by_heads(form, query, key, value, options, moves_valid_first=True)
     form = functools.partial(window_attention, options=chosen)
-    return without_padding(form, query, key, value, options, query_mask=query_mask)
+    return without_padding(form, query, key, value, options, 0, *query_mask)
 
 
 def naive(
-    config: EvaConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    query_mask: Tensor | None = None,
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *query_mask: Tensor
 ) -> Tensor:
     """Readable form: sequences without their padding, chunk by chunk, with dense scores."""
     cut = interval_chunks if options.is_causal else window_chunks
     form = functools.partial(summary_attention_naive, options=_options(config, query, options), cut=cut)
-    return without_padding(form, query, key, value, options, query_mask=query_mask)
+    return without_padding(form, query, key, value, options, 0, *query_mask)
 
 
 register_method(EvaConfig, forward=forward, naive=naive, decode=decode_exactly, initial_parameters=initial_parameters)

@@ -10,7 +10,7 @@ Linformer (Wang et al. 2020, arXiv 2006.04768, Eq. 7) uses such tables for seque
   of one sign and close to 0 for Gaussian rows. With n = M the factor is 1, as in the paper.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,24 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.tokens import integers, slice_size, sliced
+from hf_efficient_attn.ops.landmarks import segment_sizes
+from hf_efficient_attn.ops.tokens import integers, normal, slice_size, sliced
+
+
+def start_tables(projection_dim: int, max_length: int, init: str, seed: int, streams: Sequence[int]) -> list[Tensor]:
+    """Make an initial table for each stream of random numbers: float32 (P, M) each.
+
+    The tables are averages of P segments of the tokens ("means"), or normal numbers of variance 1 / P ("gaussian"), in
+    which column j is the same for every M.
+    """
+    if init == "gaussian":
+        shape, cpu = (max_length, projection_dim), torch.device("cpu")
+        numbers = [normal(shape, seed, stream, cpu).t() * projection_dim**-0.5 for stream in streams]
+        return [x.to(torch.float32).contiguous() for x in numbers]
+    sizes = segment_sizes(torch.tensor(max_length), projection_dim)
+    ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
+    inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
+    return [inside / sizes.clamp(min=1)[:, None]] * len(streams)
 
 
 class Contraction(NamedTuple):
@@ -140,3 +157,27 @@ def naive_contraction(
             one_sign = whole.sum(1).abs() / whole.abs().sum(1)
             contracted.append(part * (weight**one_sign * norm ** (1 - one_sign))[:, None] @ x)
         yield contracted[0], contracted[1]
+
+
+def contract_hidden_states(
+    both: Sequence[Contraction],
+    hidden_states: Tensor,
+    projections: Sequence[Callable[[Tensor], Tensor]],
+    num_heads: int,
+) -> list[Tensor]:
+    """Contract hidden states (B, N, W), 0 where masked, and project them to keys and values (B, H, P, D).
+
+    `projections` are affine maps (B, P, W) -> (B, P, H * D), under the autocast of the caller.
+    """
+    contracted, keys_and_values = list[Tensor](), []
+    for table, project in zip(both, projections, strict=True):
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            same = contracted and table is both[0]
+            x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
+            contracted.append(x)  # (B, P, W)
+        # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
+        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
+        x = project(x)
+        x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)
+        keys_and_values.append(x.to(accumulation_dtype(x.dtype)))
+    return keys_and_values

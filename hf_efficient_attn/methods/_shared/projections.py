@@ -25,10 +25,14 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.attend import accumulation_dtype, sum_dtype
-from hf_efficient_attn.ops.landmarks import segment_sizes
-from hf_efficient_attn.ops.projections import contractions, naive_contraction, projected_key_mask
-from hf_efficient_attn.ops.tokens import normal
+from hf_efficient_attn.ops.attend import sum_dtype
+from hf_efficient_attn.ops.projections import (
+    contract_hidden_states,
+    contractions,
+    naive_contraction,
+    projected_key_mask,
+    start_tables,
+)
 
 # Names of the tables of keys and of values as learned parameters.
 NAMES = ("key_projection", "value_projection")
@@ -68,20 +72,10 @@ class ProjectionConfig(MethodConfig):
 
 
 def initial_parameters(config: ProjectionConfig, *, max_length: int, **_: int) -> dict[str, Tensor]:
-    """Make `key_projection` (P, M) and, unless it is shared, `value_projection` (P, M).
-
-    They are averages of P segments of the tokens, or Gaussian numbers, in which column j is the same for every M.
-    """
-    count, max_length = config.projection_dim, config.max_length or max_length
-    names = NAMES if config.share == "none" else NAMES[:1]
-    if config.init == "gaussian":
-        shape, cpu = (max_length, count), torch.device("cpu")
-        numbers = [normal(shape, config.seed, stream, cpu).t() * count**-0.5 for stream in config.streams]
-        return {name: x.to(torch.float32).contiguous() for name, x in zip(names, numbers, strict=False)}
-    sizes = segment_sizes(torch.tensor(max_length), count)
-    ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
-    inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
-    return dict.fromkeys(names, inside / sizes.clamp(min=1)[:, None])
+    """Make `key_projection` (P, M) and, unless it is shared, `value_projection` (P, M)."""
+    streams = config.streams if config.share == "none" else config.streams[:1]
+    own = start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
+    return dict(zip(NAMES, own, strict=False))
 
 
 def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> list[Tensor]:
@@ -183,22 +177,12 @@ def forward_hidden_states(
     Returns:
         (B, H, N, D) in the dtype of `query`.
     """
-    kv_len, contracted, keys_and_values = hidden_states.shape[1], list[Tensor](), []
+    kv_len = hidden_states.shape[1]
     with torch.autocast(query.device.type, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
-        for table in both:
-            same = contracted and table is both[0]
-            x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
-            contracted.append(x)  # (B, P, W)
-    for table, x, project in zip(both, contracted, projections, strict=True):  # under the autocast of the caller
-        # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
-        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
-        x = project(x)
-        x = (x + (excess * bias).to(x.dtype)).unflatten(2, (query.shape[1], -1)).transpose(1, 2)  # (B, H, P, D)
-        keys_and_values.append(x.to(accumulation_dtype(x.dtype)))
+    keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
     with torch.autocast(query.device.type, enabled=False):
-        keys, values = keys_and_values
         return _attend(config, "forward", query, keys, values, options, kv_len, key_mask).to(query.dtype)
 
 
