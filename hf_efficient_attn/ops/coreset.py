@@ -88,14 +88,14 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     return sums.index_add(0, flat_index(cluster, count).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
 
 
-def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Tensor:
+def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
     """Compute (K + ridge I)^-1 R by Cholesky, for matrices that are symmetric positive semidefinite up to rounding.
 
     The result is differentiable once. Where the decomposition fails, a multiple of I replaces K + ridge I.
 
     Args:
         kernel: K, (BH, m, m), in the accumulation dtype.
-        right: R, (BH, m, N), or None for I.
+        right: R, (BH, m, N).
         ridge: positive; for matrices with a diagonal of 1 far above the rounding of a sum of m numbers.
 
     Returns:
@@ -110,11 +110,11 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
         lower, failed = torch.linalg.cholesky_ex(system)
         # A product with the inverse takes less time than triangular solves for many right-hand sides.
         inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))
-    if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
-        return inverse if right is None else torch.bmm(inverse, right)
-    right = one if right is None else right
+    solved = torch.bmm(inverse, right)
+    if not (torch.is_grad_enabled() and (kernel.requires_grad or right.requires_grad)):
+        return solved
     # A step of refinement has the value of the solution, and its gradient by R and K.
-    solved = (inverse @ right).detach()
+    solved = solved.detach()
     return solved + inverse @ (right - system @ solved)
 
 

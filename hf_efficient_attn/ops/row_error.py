@@ -292,7 +292,10 @@ def attend_within_bound(
     columns = torch.tensor(levels, device=device)
     growth = columns.double().view(-1, 1, 1) / forms.columns  # (levels, 1, 1); costs are (levels, B, H)
     cost = _LARGEST_COST * (forms.length / num_keys) ** COST_POWER * growth**_COLUMNS_POWER + NUM_ROWS / num_keys
-    log_bound = _first_guess(heads, forms.columns, scale).view(shape)  # (B, H)
+    log_bound = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)  # (B, H)
+    if num_keys > 2 * NUM_KEYS:  # in a sequence that is hardly longer than its copy, an attempt costs less than it
+        error = screening_error(*heads, scale=scale).double().view(shape)
+        log_bound = torch.log(_COPY_FACTOR * (error * NUM_LANDMARKS / forms.columns) ** _GROWTH)
     cost = cost * (1.0 + _NEAR_COST * (5.0 * log_bound.exp() / forms.max_error - 1.0).clamp(0.0, 1.0))
     possible, spread = torch.ones_like(cost, dtype=torch.bool), torch.full_like(cost[0], _COPY_SPREAD)
     budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
@@ -353,12 +356,3 @@ def _bound(heads: tuple[Tensor, ...], forms: Forms, scale: float, seed: Seed, nu
         some = tuple(x.index_select(0, close) for x in heads)
         bound = bound.index_copy(0, close, _bound(some, forms, scale, seed, _MORE_ROWS * NUM_ROWS))
     return bound
-
-
-def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: float) -> Tensor:
-    """Guess the logarithm of the bound of each head: float64 (BH,)."""
-    # In a sequence that is hardly longer than its copy, an attempt costs less than the copy.
-    if heads[1].shape[1] <= 2 * NUM_KEYS:
-        return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
-    error = screening_error(*heads, scale=scale).double()
-    return torch.log(_COPY_FACTOR * (error * NUM_LANDMARKS / columns) ** _GROWTH)

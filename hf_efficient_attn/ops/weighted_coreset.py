@@ -71,33 +71,22 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
     landmarks, keys, far, probes, heads = _start(query, key, value, options)
     out = far.out
     if heads is not None:
-        tensors = query, key, value, *far, landmarks.key, keys.landmark, keys.key_bias
-        if len(heads) < len(query):
-            some = [x.index_select(0, heads) for x in tensors]
-            out = out.index_copy(0, heads, _with_near_keys(*some, options=options))
-        else:
-            out = _with_near_keys(*tensors, options=options)
+        tensors = [query, key, value, *far, landmarks.key, keys.landmark, keys.key_bias]
+        are_all = len(heads) == len(query)
+        some = _with_near_keys(*(tensors if are_all else [x.index_select(0, heads) for x in tensors]), options=options)
+        out = some if are_all else out.index_copy(0, heads, some)
     return out if probes is None else _corrected(query, out, probes)
 
 
-class Start(NamedTuple):
-    """The results before near keys are found.
+def _start(
+    query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions
+) -> tuple[Landmarks, Represented, Partial, "Probes | None", Tensor | None]:
+    """Compute what comes before near keys.
 
-    Attributes:
-        landmarks, keys: the landmarks, and the keys that they represent.
-        far: attention to the landmarks, out (BH, Nq, Dv) and lse (BH, Nq, 1).
-        probes: the probes, or None.
-        heads: int64, the heads with near keys; None if no head has them.
+    Returns:
+        The landmarks; the keys that they represent; attention to the landmarks, out (BH, Nq, Dv) and lse (BH, Nq, 1);
+        the probes, or None; and the heads with near keys, int64, or None if no head has them.
     """
-
-    landmarks: Landmarks
-    keys: Represented
-    far: Partial
-    probes: "Probes | None"
-    heads: Tensor | None
-
-
-def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Start:
     landmarks = choose_landmarks(query, key, options)
     keys = represent(key, value, landmarks)
     tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], keys.bias.view(len(key), 1, 1, -1)
@@ -111,7 +100,7 @@ def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -
         if probes is not None and options.near_share > 0.0:
             heads = (_missed_share(far.out, probes) > options.near_share).nonzero()[:, 0]
             heads = heads if len(heads) else None
-    return Start(landmarks, keys, far, probes, heads)
+    return landmarks, keys, far, probes, heads
 
 
 class Probes(NamedTuple):
@@ -255,19 +244,17 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
     with torch.no_grad():
         q, k, v = (x.to(dtype) for x in (query, key, value))
         k = k - k.mean(1, keepdim=True)
-        start = _start(q, k, v, options)
+        landmarks, represented, _, _, with_near = _start(q, k, v, options)
         near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)
-        for head in [] if start.heads is None else start.heads.tolist():
+        for head in [] if with_near is None else with_near.tolist():
             own = q[head, None], k[head, None]
             groups = group_queries(own[0] @ directions(own[1]), options.num_groups)
             means = take(own[0], groups.query).mean(2)
             keys = find_near_keys(means, own[1], options.block_size, options.scale)[0]
             group = groups.slot[0] // groups.query.shape[2]
             near[head] = near[head].scatter(1, keys[group], True)
-    heads = zip(
-        query.double(), key.double(), value.double(), start.landmarks.choice, start.keys.landmark, near, strict=True
-    )
-    return torch.stack([_naive_head(head[:3], head[3:], options) for head in heads])
+    tensors = query.double(), key.double(), value.double(), landmarks.choice, represented.landmark, near
+    return torch.stack([_naive_head(head[:3], head[3:], options) for head in zip(*tensors, strict=True)])
 
 
 def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: CoresetOptions) -> Tensor:
