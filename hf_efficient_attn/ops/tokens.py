@@ -261,13 +261,8 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Take tokens of two tensors (BH, N, D) and (BH, N, Dv) by the same index, with fewer operations than `take`."""
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-        return take(key, index), take(value, index)
-    flat = flat_index(index, key.shape[1])
-    return torch.embedding(key.reshape(-1, key.shape[2]), flat), torch.embedding(
-        value.reshape(-1, value.shape[2]), flat
-    )
+    """Take tokens of two tensors (BH, N, D) and (BH, N, Dv) by the same index."""
+    return take(key, index), take(value, index)
 
 
 def flat_index(index: Tensor, length: int) -> Tensor:

@@ -72,12 +72,10 @@ def without_padding(
     def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None and query_mask is None:
             return form_of_length(query, key, value)
-        ones = [torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) for x in (query, key)]
-        valid = ones[1] if mask is None else mask  # (BH, Nk)
+        valid = torch.ones_like(key[..., 0], dtype=torch.bool) if mask is None else mask  # (BH, Nk)
+        valid_query = valid if query.shape[1] == key.shape[1] else torch.ones_like(query[..., 0], dtype=torch.bool)
         if query_mask is not None:
             valid_query = query_mask.repeat_interleave(len(query) // len(query_mask), 0)  # (BH, Nq)
-        else:
-            valid_query = valid if query.shape[1] == key.shape[1] else ones[0]
         counts = torch.stack((valid_query.sum(1), valid.sum(1)), 1)  # (BH, 2)
         found = counts.unique(dim=0).tolist()
         if found == [[query.shape[1], key.shape[1]]]:
