@@ -83,15 +83,8 @@ def _far_partial(
 ) -> Partial:
     """Compute attention of the blocks from block 1 on, (BH, T, S, D), to the summaries of the intervals that each sees.
 
-    Blocks that see equally many intervals are computed by one call.
-
-    Args:
-        queries: (BH, T, S, D).
-        keys: (BH, J, M, D), the M summaries of each interval, level by level.
-        values: (BH, J, M, Dv).
-        bias: (1, J, M), added to the scores of the summaries.
-        levels: the levels of intervals.
-        attend_to: `attend` with the scale and the dropout of the call.
+    Blocks that see equally many intervals are computed by one call of `attend_to`. The M summaries of each interval are
+    keys (BH, J, M, D), values (BH, J, M, Dv) and a bias (1, J, M), level by level.
     """
     first = [0, *itertools.accumulate(level.num_intervals for level in levels)]
     groups: dict[int, dict[int, list[int]]] = {}  # number of intervals -> block -> its intervals

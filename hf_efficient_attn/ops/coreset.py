@@ -301,12 +301,8 @@ def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> 
 def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
     """Compute the new coreset of some heads, with its three tensors side by side: (BH, m, D + 2 (Dv + 1)).
 
-    Args:
-        x: (BH, N, D), scaled points.
-        clusters: (BH, N, Dv + 1).
-        weights: (BH, N, Dv + 1).
-        landmark: (BH, m, D), pivots among `x`.
-        selected: bool (BH, m), False for pivots that do not exist.
+    It is made from scaled points x (BH, N, D) with clusters and weights (BH, N, Dv + 1), and begins with pivots
+    (BH, m, D), of which those that are `selected`, bool (BH, m), exist.
     """
     count = clusters[..., -1:]
     for _ in range(_NUM_REFINEMENTS):

@@ -52,16 +52,10 @@ class Tables(NamedTuple):
 
 
 def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-    """Compute the kernel of pairs, some pairs at a time, so that memory stays small.
+    """Compute the kernel of pairs of queries (Nq, d) and keys (n, d), some pairs at a time, so that memory stays small.
 
-    Args:
-        queries: (Nq, d).
-        keys: (n, d).
-        query_index: int64 (...), the query of each pair.
-        key_index: int64 of the same shape, the key of each pair.
-
-    Returns:
-        (...).
+    `query_index` and `key_index`, int64 of one shape, have the query and the key of each pair. The result has this
+    shape.
     """
     out = queries.new_empty(query_index.numel())
     flat_query, flat_key = query_index.reshape(-1), key_index.reshape(-1)
@@ -213,7 +207,7 @@ def choose_hash(
 
 
 class Density(NamedTuple):
-    """Estimates of a density and their standard errors, float64 (Nq,) each."""
+    """Estimates of densities and their standard errors, float64 (Nq,) each."""
 
     mean: Tensor
     error: Tensor

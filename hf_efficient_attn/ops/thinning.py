@@ -317,17 +317,10 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
 
 
 def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor], *, scale: float) -> Tensor:
-    """Compute `thin` in the readable form, for one head of one sequence without padding.
+    """Compute `thin` in the readable form, for float64 keys (Nk, D) and values (Nk, Dv) of one head without padding.
 
-    Args:
-        key: float64 (Nk, D).
-        value: float64 (Nk, Dv).
-        num_samples: M.
-        draws: the numbers of this head from `draw_numbers`, (num_pairs,) for each round.
-        scale: factor of the scores.
-
-    Returns:
-        float64 (Nk,), how many tokens each token stands for; 0 for tokens that are not kept.
+    `draws` are the numbers of this head from `draw_numbers`, (num_pairs,) for each round. Returns float64 (Nk,), how
+    many tokens each token stands for; 0 for tokens that are not kept.
     """
     kv_len, rounds = len(key), _rounds(len(key), num_samples)
     exponent = abs(scale) * key @ key.mT
