@@ -308,10 +308,14 @@ def largest(scores: Tensor, count: int) -> Tensor:
     # Blocks of every N / size-th score: maxima of neighbors take seven times as long.
     step = scores.shape[2] // size
     best = scores.unflatten(2, (size, step)).amax(2).topk(count, dim=2, sorted=False)[1]  # (BH, G, count)
-    places = (best.unsqueeze(2) + (integers(size, scores.device) * step).unsqueeze(1)).flatten(2)
+    places = (best.unsqueeze(2) + constant(_multiples, size, step, device=scores.device)).flatten(2)
     found: Tensor = places.gather(2, scores.gather(2, places).topk(count, dim=2, sorted=False)[1])
     # Scores of -inf, where products overflow, are no larger than the padding at the end.
     return found if scores.shape[2] == length else found.clamp(max=length - 1)
+
+
+def _multiples(count: int, step: int, device: torch.device) -> Tensor:
+    return (torch.arange(count, device=device) * step).unsqueeze(1)
 
 
 def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:

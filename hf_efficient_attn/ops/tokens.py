@@ -276,7 +276,7 @@ def flat_index(index: Tensor, length: int) -> Tensor:
 
 
 def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device) -> Tensor:
-    """Return the index of each head's first token if the tokens of all heads follow one another."""
+    """Return the index of each head's first token if the tokens of all heads follow one another: (BH, 1, ...)."""
     return (torch.arange(batch_heads, device=device) * length).view(-1, *[1] * (ndim - 1))
 
 
