@@ -40,7 +40,7 @@ class ChunkOptions(NamedTuple):
     scale: float
     dropout_p: float
 
-    def of_rows(self, batch_heads: int, *drawn: Tensor | None) -> list[Tensor | None]:
+    def repeated(self, batch_heads: int, *drawn: Tensor | None) -> list[Tensor | None]:
         """Repeat the maps, and drawn numbers (H, count, D), for every batch row: (BH, ., D)."""
         given = (*self.maps, *drawn)
         return [None if x is None else x.repeat(batch_heads // len(x), 1, 1) for x in given]
@@ -154,14 +154,15 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
     while ceil_div(num_windows, 1 << level) > options.num_landmarks:
         level += 1
     parts = min(window, max(1, options.num_landmarks // num_windows))
-    own, block_q, slot, order = integers(num_windows, device), window, None, None  # a block sees its own window
+    window_index = integers(num_windows, device)  # a block of queries sees its own window
+    block_q, slot, order = window, None, None
     if q_len != kv_len:
         # Query i of m has position i n / m among n keys, and is in the block of that position's window.
         index, block_q = integers(q_len, device), window * q_len // kv_len + 1
-        of_query, first = index * kv_len // q_len // window, (own * window * q_len + kv_len - 1) // kv_len
-        slot = index - first[of_query] + of_query * block_q  # (Nq,)
+        query_window, first = index * kv_len // q_len // window, (window_index * window * q_len + kv_len - 1) // kv_len
+        slot = index - first[query_window] + query_window * block_q  # (Nq,)
         order = index.new_zeros(num_windows * block_q).scatter(0, slot, index)
-    seen = [own[:, None] * window + integers(window, device) < kv_len]
+    seen = [window_index[:, None] * window + integers(window, device) < kv_len]
     # It sees the chunks outside of its own group, and in its group at each level the other half of its group of
     # 2**(i + 1) windows.
     key_chunks, query_chunks, siblings = [], [], []
@@ -176,38 +177,38 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
         )
         # Query i of m covers the positions from i n / m to (i + 1) n / m among n keys.
         first, last = start * q_len // kv_len, (stop * q_len + kv_len - 1) // kv_len
-        of_queries = chunks_between(first, last, ceil_div(most * q_len, kv_len) + 1, q_len)
-        query_chunks.append(key_chunks[-1] if q_len == kv_len else of_queries)
+        query_part = chunks_between(first, last, ceil_div(most * q_len, kv_len) + 1, q_len)
+        query_chunks.append(key_chunks[-1] if q_len == kv_len else query_part)
         if len(key_chunks) == 1:
-            seen.append((index // in_parts != own[:, None] >> level) * (stop - start))  # (S, C)
+            seen.append((index // in_parts != window_index[:, None] >> level) * (stop - start))  # (S, C)
         else:
-            sibling = (own * window // size) ^ 1
+            sibling = (window_index * window // size) ^ 1
             siblings.append(sibling.clamp(max=len(index) - 1))
             seen.append((kv_len - sibling * size).clamp(0, size)[:, None])
     # 0 for a key, the log of the number of keys for a summary, -inf for what a block does not see.
     bias = torch.cat(seen, 1).to(accumulation_dtype(key.dtype)).log()[None, :, None]  # (1, S, 1, window + C + level)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *drawn: Tensor | None) -> Tensor:
-        found = []
-        for of_queries, of_keys, noise in zip(query_chunks, key_chunks, drawn[2:], strict=True):
-            means = chunk_means(of_queries.take(query), of_queries.valid)
-            tokens = of_keys.take(key), of_keys.take(value)
-            found.append(summarize(means, tokens, of_keys.valid, drawn[:2], noise, options.scale))
+        summaries = []
+        for query_part, key_part, noise in zip(query_chunks, key_chunks, drawn[2:], strict=True):
+            means = chunk_means(query_part.take(query), query_part.valid)
+            tokens = key_part.take(key), key_part.take(value)
+            summaries.append(summarize(means, tokens, key_part.valid, drawn[:2], noise, options.scale))
 
-        def together(x: Tensor, summaries: tuple[Tensor, ...]) -> Tensor:
+        def together(x: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
             """Concatenate the keys of each block's window, all chunks, and the other half of each level's group."""
             near = pad_to_blocks(x, window)  # (BH, S, window, .) for S windows
-            far = summaries[0].unsqueeze(1).expand(-1, num_windows, -1, -1)  # (BH, S, C, .)
-            groups = [x.index_select(1, i).unsqueeze(2) for x, i in zip(summaries[1:], siblings, strict=True)]
+            far = parts[0].unsqueeze(1).expand(-1, num_windows, -1, -1)  # (BH, S, C, .)
+            groups = [x.index_select(1, i).unsqueeze(2) for x, i in zip(parts[1:], siblings, strict=True)]
             return torch.cat((near, far, *groups), 2)  # (BH, S, window + C + level, .)
 
         blocks = pad_to_blocks(query if order is None else query.index_select(1, order), block_q)
-        mean_keys, betas = zip(*found, strict=True)
+        mean_keys, betas = zip(*summaries, strict=True)
         tensors = blocks, together(key, mean_keys), together(value, betas), bias.expand(len(blocks), -1, -1, -1)
         out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out.flatten(1, 2)
         return out[:, :q_len] if slot is None else out.index_select(1, slot)
 
-    drawn = options.of_rows(batch_heads, *(options.draw(i, chunks.num_chunks) for i, chunks in enumerate(key_chunks)))
+    drawn = options.repeated(batch_heads, *(options.draw(i, chunks.num_chunks) for i, chunks in enumerate(key_chunks)))
     pairs = block_q if keeps_pairs(query, key, bias, options.scale, options.dropout_p) else 0
     size = slice_size(bias.numel() * max(dim, value.shape[2], pairs), device)
     return sliced(some_heads, query, key, value, *drawn, size=size, draws=options.dropout_p > 0.0)

@@ -73,7 +73,7 @@ def interval_attention(query: Tensor, key: Tensor, value: Tensor, options: Chunk
             out = torch.cat((out, near.out), 1)
         return out.flatten(1, 2)[:, :length]  # (BH, N, Dv)
 
-    drawn = options.of_rows(batch_heads, *(options.draw(i, level.num_chunks) for i, level in enumerate(levels, 1)))
+    drawn = options.repeated(batch_heads, *(options.draw(i, level.num_chunks) for i, level in enumerate(levels, 1)))
     size = slice_size(2 * value[0].numel(), device)
     return sliced(some_heads, query, key, value, *drawn, size=size, draws=options.dropout_p > 0.0)
 
@@ -204,7 +204,7 @@ def summary_attention_naive(
     for start, stop, seen_from, stream, number in chunks:
         queries = query[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
         means, some = (queries.mean(1), key[:, start:stop].mean(1)), root * key[:, start:stop]
-        *maps, noise = options.of_rows(batch_heads, options.draw(stream, number + 1))
+        *maps, noise = options.repeated(batch_heads, options.draw(stream, number + 1))
         mu = [x if w is None else torch.einsum("hde,he->hd", w.double(), x) for x, w in zip(means, maps, strict=True)]
         omega = root * (mu[0] * (1 if options.scale >= 0 else -1) + mu[1])
         omega = omega if noise is None else omega + noise[:, number]
