@@ -88,16 +88,16 @@ class Chunks(NamedTuple):
         return view
 
 
-def chunks_between(start: Tensor, stop: Tensor, size: int, length: int) -> Chunks:
-    """Make the chunks of the tokens from `start` to `stop` - 1, int64 (C,), at most `size`, of a sequence."""
+def chunks_between(start: Tensor, stop: Tensor, size: int, length: int, *, are_equal: bool = False) -> Chunks:
+    """Make the chunks of the tokens from `start` to `stop` - 1, int64 (C,), at most `size`, of a sequence.
+
+    `are_equal` tells that all but the last have `size` tokens and begin where the one before ends.
+    """
     token = start[:, None] + integers(size, start.device)
-    return Chunks(len(start), size, token.clamp(max=length - 1), token < stop[:, None])
-
-
-def equal_chunks(count: int, size: int, length: int, device: torch.device) -> Chunks:
-    """Cut a sequence into chunks of `size` tokens, the last of which may have fewer."""
-    token = integers(count * size, device).view(count, size)
-    return Chunks(count, size, None, None if count * size <= length else token < length)
+    valid = token < stop[:, None]
+    if are_equal:
+        return Chunks(len(start), size, None, None if len(start) * size <= length else valid)
+    return Chunks(len(start), size, token.clamp(max=length - 1), valid)
 
 
 def chunk_means(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -171,10 +171,7 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
         start, stop = (
             (index // in_parts * size + (index % in_parts + i) * size // in_parts).clamp(max=kv_len) for i in (0, 1)
         )
-        is_equal = size % in_parts == 0  # then chunks are views
-        key_chunks.append(
-            equal_chunks(len(index), most, kv_len, device) if is_equal else chunks_between(start, stop, most, kv_len)
-        )
+        key_chunks.append(chunks_between(start, stop, most, kv_len, are_equal=size % in_parts == 0))
         # Query i of m covers the positions from i n / m to (i + 1) n / m among n keys.
         first, last = start * q_len // kv_len, (stop * q_len + kv_len - 1) // kv_len
         query_part = chunks_between(first, last, ceil_div(most * q_len, kv_len) + 1, q_len)
