@@ -139,14 +139,7 @@ def near_field_pairs(
 
 @torch.no_grad()
 def residual_matrix(
-    method_or_config: str | MethodConfig,
-    query: Tensor,
-    key: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    seed: int = 0,
+    method_or_config: str | MethodConfig, query: Tensor, key: Tensor, *, seed: int = 0, **options: Any
 ) -> Tensor:
     """D^-1 A_res of KDEformer's Eq. 10: the softmax matrix with 0 at the pairs of a method's near field.
 
@@ -158,7 +151,6 @@ def residual_matrix(
     Raises:
         UnsupportedAttentionError: as `softmax_matrix` and `near_field_pairs`.
     """
-    options: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal, "scale": scale}
     pairs = near_field_pairs(method_or_config, query, key, seed=seed, **options)
     return softmax_matrix(query, key, **options).masked_fill_(pairs, 0.0)
 

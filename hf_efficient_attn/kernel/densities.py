@@ -95,7 +95,7 @@ def _log_densities(
         levels.append((mu, len(remaining)))
         stream = 1_000_000 * len(levels)
         estimate = kde.gaussian_kde(hashed, asked[remaining], mu=mu, tables=tables, seed=seed, stream=stream)
-        evaluations += estimate.evaluations
+        evaluations += tables * len(remaining)
         sure = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
         out[remaining[sure]] = estimate.mean[sure].log() + factor[remaining[sure]]
         mu, remaining = mu / 2.0, remaining[~sure]

@@ -263,9 +263,9 @@ def plan_product(
         miss = 0.25 * delta * (_MISSED * eps) ** 2 / _MASS
         per_rest = factor * num_light**2 * num_keys / num_queries
         radius = math.sqrt(-2.0 * math.log(threshold))
-        choice = kde.choose_hash(distances, radius, miss, num_light, per_rest, lowest - fixed)
-        if choice.cost + fixed < lowest:
-            best, lowest = (threshold, is_heavy, is_light, largest, pilot, choice.family), choice.cost + fixed
+        family, cost = kde.choose_hash(distances, radius, miss, num_light, per_rest, lowest - fixed)
+        if cost + fixed < lowest:
+            best, lowest = (threshold, is_heavy, is_light, largest, pilot, family), cost + fixed
     if best is None:
         return sample
     threshold, is_heavy, is_light, largest, pilot, family = best

@@ -109,10 +109,9 @@ def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
     if isinstance(plan, int):  # the exact product is cheaper
         return
     for block, found, _ in kde.shared_buckets(plan.tables, _PAIRS):
-        own = torch.arange(block.start, block.stop, device=found.device)
-        own = own[~plan.whole[own]]
-        most_draws = max(1, int(plan.draws[own].max()) if len(own) else 1)
-        for some in own.split(max(1, _PAIRS // most_draws)) if len(own) else ():
+        own = (~plan.whole[block]).nonzero().squeeze(1) + block.start
+        most_draws = int(plan.draws[own].max()) if len(own) else 0
+        for some in own.split(max(1, _PAIRS // max(1, most_draws))) if len(own) else ():
             yield kde.part_of(some, found, plan.draws[some], plan.light, plan.heavy, head.seed)
 
 

@@ -42,10 +42,10 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
-from hf_efficient_attn.methods._shared.heads import decode_exactly, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.chunks import Draw, Heads, Masks, chunk_noise, window_attention
+from hf_efficient_attn.ops.chunks import ChunkOptions, chunk_noise, window_attention
 from hf_efficient_attn.ops.chunks_causal import (
     interval_attention,
     interval_chunks,
@@ -103,49 +103,39 @@ def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_:
     return {name: torch.eye(head_dim).repeat(num_heads, 1, 1) for name in _MAPS}
 
 
-def _maps(config: EvaConfig, query: Tensor, options: AttentionOptions) -> list[Tensor | None]:
-    """Return W_q and W_k (H, D, D) in the accumulation dtype; None if the proposal is not learned."""
+def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> ChunkOptions:
+    """Make the options of the forms for queries (B, H, Nq, D)."""
     check_parameters(config, query, options)
-    maps = (options.parameters.get(name) for name in _MAPS)
-    return [None if x is None else x.to(accumulation_dtype(query.dtype)) for x in maps]
-
-
-def _call(
-    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
-) -> tuple[Heads, Masks, Draw]:
-    """Make the tensors and masks of the forms, and the function that draws the numbers of the chunks."""
-    maps = _maps(config, query, options)
-    same_tokens = not of_queries and query.shape[2] == key.shape[2]
-    query_mask = options.key_mask if same_tokens else (*of_queries, None)[0]
+    (_, num_heads, _, head_dim), dtype = query.shape, accumulation_dtype(query.dtype)
+    query_map, key_map = (None if x is None else x.to(dtype) for x in map(options.parameters.get, _MAPS))
     drawn = None if config.proposal == "mean" else options.seed
-    draw = functools.partial(chunk_noise, query.shape, accumulation_dtype(query.dtype), query.device, drawn)
-    return Heads(query, key, value, *maps), Masks(options.key_mask, query_mask, same_tokens), draw
+    draw = functools.partial(chunk_noise, num_heads, head_dim, dtype, query.device, drawn)
+    sizes = config.window_size, config.num_landmarks
+    return ChunkOptions(*sizes, (query_map, key_map), draw, options.scale, options.dropout_p)
 
 
 def forward(
-    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *query_mask: Tensor
 ) -> Tensor:
     """Fast form; see `register_method`.
 
-    FLuRKA, whose keys are not tokens, also passes the mask of the queries, bool (B, Nq) or None.
+    FLuRKA, whose keys are not tokens, also passes the mask of the queries, bool (B, Nq).
     """
-    heads, masks, draw = _call(config, query, key, value, options, *of_queries)
-    excluded = None if masks.queries is None else ~masks.queries[:, None, :, None]  # (B, 1, Nq, 1)
-    heads = heads if excluded is None else heads._replace(query=query.masked_fill(excluded, 0.0))
-    attention = interval_attention if options.is_causal else window_attention
-    cut = config.window_size, config.num_landmarks
-    out = attention(heads, masks, draw, *cut, scale=options.scale, dropout_p=options.dropout_p)  # (BH, Nq, Dv)
-    out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
-    return out if excluded is None else out.masked_fill(excluded, 0.0)
+    chosen = _options(config, query, options)
+    if options.is_causal:
+        form = functools.partial(interval_attention, options=chosen)
+        return by_heads(form, query, key, value, options, moves_valid_first=True)
+    form = functools.partial(window_attention, options=chosen)
+    return without_padding(form, query, key, value, options, 0, *query_mask)
 
 
 def naive(
-    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *of_queries: Tensor | None
+    config: EvaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *query_mask: Tensor
 ) -> Tensor:
-    """Readable form: one batch row at a time without its padding, chunk by chunk, with dense scores."""
-    call, sizes = _call(config, query, key, value, options, *of_queries), (config.window_size, config.num_landmarks)
+    """Readable form: sequences without their padding, chunk by chunk, with dense scores."""
     cut = interval_chunks if options.is_causal else window_chunks
-    return summary_attention_naive(*call, lambda position: cut(position, *sizes), options.scale).to(value.dtype)
+    form = functools.partial(summary_attention_naive, options=_options(config, query, options), cut=cut)
+    return without_padding(form, query, key, value, options, 0, *query_mask)
 
 
 register_method(EvaConfig, forward=forward, naive=naive, decode=decode_exactly, initial_parameters=initial_parameters)

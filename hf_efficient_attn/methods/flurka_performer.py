@@ -8,9 +8,9 @@ the contracted keys. With more and more features the output converges to the out
 from dataclasses import dataclass
 
 from hf_efficient_attn.methods._shared.feature_maps import FavorFeatures
+from hf_efficient_attn.methods._shared.projections import NAMES as TABLES
 from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
 from hf_efficient_attn.ops.features import NAMES as MAPS
-from hf_efficient_attn.ops.projections import NAMES as TABLES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,14 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, ShardedForm, option
-from hf_efficient_attn.methods._shared.projections import ProjectionConfig, initial_parameters, tables
+from hf_efficient_attn.methods._shared.heads import unflatten_heads
+from hf_efficient_attn.methods._shared.projections import STARTS_FROM, ProjectionConfig, initial_parameters, tables
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.projections import STARTS_FROM, naive_contraction, projection_attention
-from hf_efficient_attn.ops.shards import Shards
+from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.landmarks import attention_to_few_keys
+from hf_efficient_attn.ops.projections import contractions, naive_contraction, projected_key_mask
+from hf_efficient_attn.ops.shards import Shards, total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +67,21 @@ def forward(
     shards: Shards | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As a `ShardedForm` it exchanges the contracted keys and values."""
-    both = tables(config, key.shape[2] if shards is None else shards.total, options)  # (P, M) each
-    return projection_attention(
-        query, key, value, options.key_mask, both, scale=options.scale, dropout_p=options.dropout_p, shards=shards
+    dtype, num_heads, kv_len = product_dtype(query), query.shape[1], key.shape[2]
+    key_mask, own = options.key_mask, slice(None)
+    if shards is not None:
+        kv_len, key_mask, own = shards.total, shards.key_mask, shards.own
+    both = contractions(tables(config, kv_len, options), key_mask, kv_len, sum_dtype(query))
+    parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H_kv, P, .)
+    parts = parts if shards is None else total(parts, shards.group)
+    keys, values = (
+        table.scale(x).to(dtype).repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1)
+        for table, x in zip(both, parts, strict=True)
     )
+    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(num_heads, 0)  # (BH, P)
+    flat = query.flatten(0, 1), keys, values, bias
+    out = attention_to_few_keys(*flat, scale=options.scale, dropout_p=options.dropout_p, dtype=value.dtype)
+    return unflatten_heads(out, query.shape)
 
 
 def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -101,22 +101,21 @@ def initial_parameters(config: NystromformerConfig, *, num_heads: int, **_: int)
     return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
 
 
-def _kernel(config: NystromformerConfig, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
-    """Check and return the kernels of the convolution (H, kernel) in the accumulation dtype, or None without one."""
+def _prepare(
+    config: NystromformerConfig, query: Tensor, key: Tensor, options: AttentionOptions
+) -> tuple[Tensor | None, LandmarkOptions]:
+    """Return the kernels of the convolution (H, kernel) in the accumulation dtype, or None, and the options."""
     check_parameters(config, query, options)
+    iterations = config.pinv_iterations if config.pinv == "iterative" else 0
+    chosen = LandmarkOptions(config.num_landmarks, iterations, options.scale)
     if not config.conv_kernel_size:
-        return None
+        return None, chosen
     if query.shape[2] != key.shape[2]:
         raise UnsupportedAttentionError(
             "nystromformer: the convolution adds the tokens of V to those of the output, which needs as many keys as "
             f"queries; there are {query.shape[2]} queries and {key.shape[2]} keys; set conv_kernel_size=0"
         )
-    return options.parameters["conv_weight"].to(accumulation_dtype(query.dtype))  # (H, kernel)
-
-
-def _landmarks(config: NystromformerConfig, options: AttentionOptions) -> LandmarkOptions:
-    iterations = config.pinv_iterations if config.pinv == "iterative" else 0
-    return LandmarkOptions(config.num_landmarks, iterations, options.scale)
+    return options.parameters["conv_weight"].to(accumulation_dtype(query.dtype)), chosen
 
 
 def forward(
@@ -128,7 +127,7 @@ def forward(
     shards: Shards | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As a `ShardedForm` it exchanges the landmarks."""
-    kernel = _kernel(config, query, key, options)
+    kernel, chosen = _prepare(config, query, key, options)
     if exporting_to_onnx() and (kernel is not None or config.pinv == "solve"):
         raise UnsupportedAttentionError(
             "nystromformer cannot be exported to ONNX with pinv='solve' or a convolution: set pinv='iterative' and "
@@ -138,7 +137,7 @@ def forward(
     if shards is None and few:
         out = exactly(query, key, value, options)
     else:
-        tensors, chosen = (query, key, value, options.key_mask), _landmarks(config, options)
+        tensors = query, key, value, options.key_mask
         out = landmark_attention(*tensors, chosen, dropout_p=options.dropout_p, shards=shards)  # (BH, Nq, Dv)
         out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     return add_convolution(out, value, kernel, options.key_mask)
@@ -146,7 +145,7 @@ def forward(
 
 def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, with dense matrices."""
-    kernel, chosen = _kernel(config, query, key, options), _landmarks(config, options)
+    kernel, chosen = _prepare(config, query, key, options)
     return landmark_naive(query, key, value, options.key_mask, chosen, kernel)
 
 

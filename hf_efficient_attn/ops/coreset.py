@@ -10,8 +10,7 @@ union of coresets ("merge and reduce", Har-Peled & Mazumdar 2004, "On coresets f
 They merge one after the other and not in a tree, so that a single coreset is kept.
 
 - Landmarks are pivots of randomized pivoted Cholesky (`choose_pivots`), moved by steps of Lloyd's algorithm. In these
-an
-  old landmark counts once for each key that it represents.
+  an old landmark counts once for each key that it represents.
 - Every landmark has positive weights: the sum of the values in its cluster, and its number of keys. The sum over the
   landmarks is then attention to the means of clusters.
 - Every landmark also has Nystrom weights: the positive weights, corrected by (K + ridge I)^-1 for what they miss at the
@@ -89,21 +88,21 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     return sums.index_add(0, flat_index(cluster, count).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
 
 
-def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Tensor:
+def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
     """Compute (K + ridge I)^-1 R by Cholesky, for matrices that are symmetric positive semidefinite up to rounding.
 
     The result is differentiable once. Where the decomposition fails, a multiple of I replaces K + ridge I.
 
     Args:
         kernel: K, (BH, m, m), in the accumulation dtype.
-        right: R, (BH, m, N), or None for I.
+        right: R, (BH, m, N).
         ridge: positive; for matrices with a diagonal of 1 far above the rounding of a sum of m numbers.
 
     Returns:
         (BH, m, N).
     """
     one, safe = (
-        constant(_identity, kernel.shape[-1], factor, kernel.dtype, device=kernel.device)
+        constant(identity, kernel.shape[-1], factor, kernel.dtype, device=kernel.device)
         for factor in (1.0, kernel.shape[-1] ** 0.5)
     )
     system = torch.add(kernel, one, alpha=ridge)  # (BH, m, m)
@@ -111,39 +110,22 @@ def regularized_solve(kernel: Tensor, right: Tensor | None, ridge: float) -> Ten
         lower, failed = torch.linalg.cholesky_ex(system)
         # A product with the inverse takes less time than triangular solves for many right-hand sides.
         inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))
-    if not (torch.is_grad_enabled() and (kernel.requires_grad or (right is not None and right.requires_grad))):
-        return inverse if right is None else torch.bmm(inverse, right)
-    right = one if right is None else right
+    solved = torch.bmm(inverse, right)
+    if not (torch.is_grad_enabled() and (kernel.requires_grad or right.requires_grad)):
+        return solved
     # A step of refinement has the value of the solution, and its gradient by R and K.
-    solved = (inverse @ right).detach()
+    solved = solved.detach()
     return solved + inverse @ (right - system @ solved)
 
 
-def _identity(size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def identity(size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a multiple of the identity matrix."""
     return torch.eye(size, dtype=dtype, device=device) * factor
 
 
 def with_ones(x: Tensor) -> Tensor:
     """Append a column of ones, for the denominators: (..., Dv) -> (..., Dv + 1)."""
     return pad(x, (0, 1), value=1.0)
-
-
-class _Coreset(NamedTuple):
-    """A weighted coreset: exp(scale q . key + bias) @ [values, ones] are numerator and denominator of the output.
-
-    Attributes:
-        key: (BH, m, D).
-        bias: (BH, m).
-        weighted: (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1.
-        middle: (BH, 1, Dv), the middle of the range of each feature of the values.
-        half: (BH, 1, Dv), half of the size of the range.
-    """
-
-    key: Tensor
-    bias: Tensor
-    weighted: Tensor
-    middle: Tensor
-    half: Tensor
 
 
 def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
@@ -173,24 +155,39 @@ def attend_to_coreset(
     Returns:
         (BH, Nq, Dv).
     """
+    limit = 1.0 / (1.0 - dropout_p)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor) -> Tensor:
-        return _attend(query, _weighted_coreset(key, value, keys, kernel_scale, dropout_p), scale, dropout_p)
+        weighted, bias, middle, half = _weighted(key, value, keys, kernel_scale, drops=dropout_p > 0.0)
+        tensors = query[:, None], keys[:, None]
+        sums = attend(*tensors, weighted[:, None], bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
+        numerator, denominator = sums[..., :-1], sums[..., -1:]  # (BH, Nq, Dv), (BH, Nq, 1)
+        if dropout_p > 0.0:
+            numerator = attend(*tensors, weighted[:, None, :, :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
+        # Where the denominator is not positive, this divides by infinity.
+        ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
+        return torch.addcmul(middle, ratio.clamp(-limit, limit), half)
 
     size = slice_size(query.shape[1] * keys.shape[1] // 4, query.device)
     return sliced(some_heads, query, key, value, keys, kernel_scale, size=size, draws=dropout_p > 0.0)
 
 
-def _weighted_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, dropout_p: float) -> _Coreset:
-    """Compute the weights of coreset keys (BH, m, D) for centered keys (BH, Nk, D)."""
+def _weighted(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, drops: bool) -> tuple[Tensor, ...]:
+    """Weigh the values by coreset keys (BH, m, D), for centered keys (BH, Nk, D).
+
+    Numerator and denominator of the output are exp(scale q . k + bias) @ [values, ones].
+
+    Returns:
+        (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1; the bias
+        (BH, 1, 1, m); and `middle` and `half` (BH, 1, Dv), of the range of each feature of the values.
+    """
     # Sum the kernel's row of each coreset key over all keys: exp(lse) [out, 1].
     rows = keys * kernel_scale  # (BH, m, D)
     out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))
     ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))
-    if dropout_p > 0.0:  # outputs are between 0 and multiples of the values
-        middle, half = torch.zeros_like(ends[0]), ends.abs().amax(0)
-    else:
-        middle, half = 0.5 * (ends[1] + ends[0]), 0.5 * (ends[1] - ends[0])
+    middle, half = 0.5 * (ends[1] + ends[0]), 0.5 * (ends[1] - ends[0])
+    if drops:  # outputs are between 0 and multiples of the values
+        middle, half = torch.zeros_like(middle), ends.abs().amax(0)
     # If a feature is constant, its range is rounding.
     finfo = torch.finfo(value.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
@@ -203,25 +200,8 @@ def _weighted_coreset(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Te
     weighted = regularized_solve(kernel, with_ones((out - middle) / unit) * weights, RIDGE)  # (BH, m, Dv + 1)
     # The size of the weights goes into the exponent of the query.
     size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
-    bias = (size.log() + log_size).squeeze(2).to(key.dtype)
-    return _Coreset(keys, bias, (weighted / size).to(key.dtype), middle, half)
-
-
-def _attend(query: Tensor, coreset: _Coreset, scale: float, dropout_p: float) -> Tensor:
-    """Compute attention of queries (BH, Nq, D) to the coreset: (BH, Nq, Dv)."""
-    tensors, values, bias = (
-        (query[:, None], coreset.key[:, None]),
-        coreset.weighted[:, None],
-        coreset.bias[:, None, None],
-    )
-    sums = attend(*tensors, values, bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
-    numerator, denominator = sums[..., :-1], sums[..., -1:]  # (BH, Nq, Dv), (BH, Nq, 1)
-    if dropout_p > 0.0:
-        numerator = attend(*tensors, values[..., :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
-    # Where the denominator is not positive, this divides by infinity.
-    ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
-    limit = 1.0 / (1.0 - dropout_p)
-    return torch.addcmul(coreset.middle, ratio.clamp(-limit, limit), coreset.half)
+    bias = (size.log() + log_size).view(len(key), 1, 1, -1).to(key.dtype)
+    return (weighted / size).to(key.dtype), bias, middle, half
 
 
 class GrowingCoreset(NamedTuple):
@@ -275,17 +255,21 @@ def add_keys(
         new = new.masked_fill(~mask.unsqueeze(2), 0.0)
     points = torch.cat((coreset.key, key.to(dtype)), 1)  # (BH, m + N, D)
     clusters, weights = (torch.cat((old, new), 1) for old in (coreset.clusters, coreset.weights))
-    x, center, factor = _scaled(points, clusters[..., -1:], scale)
-    num_landmarks, exists = coreset.key.shape[1], clusters[..., -1] > 0
+    # Points for the kernel exp(<x, y>): x = (points - center) * factor, and 0 where a point stands for no key.
+    count = clusters[..., -1:]
+    center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
+    x, factor = (points - center).masked_fill(count <= 0, 0.0), _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
+    longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()
+    factors = factor * ((2.0 * _LARGEST_EXPONENT) ** 0.5 / (factor * longest).clamp(min=1e-30)).clamp(max=1.0)
+    x, num_landmarks, exists = x * factors, coreset.key.shape[1], count[..., 0] > 0
     position, valid = candidate_positions(exists, x.shape[1], max(_NUM_CANDIDATES, 2 * num_landmarks), x.device)
     pivots = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
     start = take(x, position.gather(1, pivots.candidate))  # (BH, m, D)
-    sizes = [points.shape[2], clusters.shape[2], clusters.shape[2]]
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
         merged = sliced(_merged, x, clusters, weights, start, pivots.selected, size=size)
-    landmark, clusters, weights = merged.split(sizes, 2)
-    return GrowingCoreset(torch.where(clusters[..., -1:] > 0, landmark / factor + center, 0.0), clusters, weights)
+    landmark, clusters, weights = merged.split((points.shape[2], clusters.shape[2], clusters.shape[2]), 2)
+    return GrowingCoreset(torch.where(clusters[..., -1:] > 0, landmark / factors + center, 0.0), clusters, weights)
 
 
 def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> Partial:
@@ -306,11 +290,6 @@ def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> 
         row_max = safe_row_max(scores.detach().amax(2, keepdim=True))
         basis = (scores - row_max).exp()
         positive, signed = basis @ clusters, basis @ weights  # (BH, Nq, m) @ (BH, m, Dv + 1)
-    return _partial(positive, signed, row_max)
-
-
-def _partial(positive: Tensor, signed: Tensor, row_max: Tensor) -> Partial:
-    """Make a partial from sums (BH, Nq, Dv + 1) by both kinds of weights, which are divided by exp(row_max)."""
     ratio = signed[..., -1:] / positive[..., -1:]  # (BH, Nq, 1)
     total = torch.where((ratio > _SAFE[0]) & (ratio < _SAFE[1]), signed, positive)
     empty = total[..., -1:] <= 0
@@ -319,34 +298,11 @@ def _partial(positive: Tensor, signed: Tensor, row_max: Tensor) -> Partial:
     return Partial(total[..., :-1] / denominator, lse.squeeze(2))
 
 
-def _scaled(points: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale points for the kernel exp(<x, y>): x = (points - center) * factor, and 0 where the count is 0.
-
-    Args:
-        points: (BH, N, D).
-        count: (BH, N, 1).
-        scale: factor of the scores.
-
-    Returns:
-        x (BH, N, D), center (BH, 1, D) and factor (BH, 1, 1).
-    """
-    center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
-    x = (points - center).masked_fill(count <= 0, 0.0)
-    factor = _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
-    longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()
-    factor = factor * ((2.0 * _LARGEST_EXPONENT) ** 0.5 / (factor * longest).clamp(min=1e-30)).clamp(max=1.0)
-    return x * factor, center, factor
-
-
 def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
     """Compute the new coreset of some heads, with its three tensors side by side: (BH, m, D + 2 (Dv + 1)).
 
-    Args:
-        x: (BH, N, D), scaled points.
-        clusters: (BH, N, Dv + 1).
-        weights: (BH, N, Dv + 1).
-        landmark: (BH, m, D), pivots among `x`.
-        selected: bool (BH, m), False for pivots that do not exist.
+    It is made from scaled points x (BH, N, D) with clusters and weights (BH, N, Dv + 1), and begins with pivots
+    (BH, m, D), of which those that are `selected`, bool (BH, m), exist.
     """
     count = clusters[..., -1:]
     for _ in range(_NUM_REFINEMENTS):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, attend
-from hf_efficient_attn.ops.coreset import cluster_sums, nearest
-from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.attend import LOG2_E
+from hf_efficient_attn.ops.coreset import cluster_sums, identity, nearest
+from hf_efficient_attn.ops.shards import Seed, seed_value
 from hf_efficient_attn.ops.thinning import gumbel
 from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, integers, inverse, slice_size, sliced, take
 
@@ -102,8 +102,8 @@ def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) ->
 
     The numbers of an integer seed are kept, so they must not be modified.
     """
-    shape = len(_growing_draws(count)), num_candidates, None
-    return constant(gumbel, *shape, seed, like.dtype, device=like.device)[:, 0]
+    shape = len(_growing_draws(count)), num_candidates, 1
+    return constant(gumbel, *shape, seed_value(seed), like.dtype, device=like.device)[:, 0]
 
 
 @torch.no_grad()
@@ -180,27 +180,6 @@ def _means(sums: Tensor, first: Tensor) -> Tensor:
     return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=1e-35), first)
 
 
-class Rows(NamedTuple):
-    """Exact rows of P probe queries.
-
-    Attributes:
-        position: int64 (P,), the positions of the probes.
-        query: (BH, P, D).
-        out: (BH, P, Dv), the exact output of the probes.
-    """
-
-    position: Tensor
-    query: Tensor
-    out: Tensor
-
-
-def exact_rows(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Rows:
-    """Compute the exact rows of `num_probes` evenly spread queries."""
-    position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
-    probes = query.index_select(1, position)
-    return Rows(position, probes, attend(probes[:, None], key[:, None], value[:, None], scale=options.scale).out[:, 0])
-
-
 class Represented(NamedTuple):
     """Sums over the keys that each landmark represents, in each of S segments of the keys.
 
@@ -260,16 +239,12 @@ def directions(key: Tensor) -> Tensor:
     # Where this is not finite, any groups will do.
     square = torch.bmm(key.mT, key).double()  # (BH, D, D)
     square = square / torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True)
-    square = square + constant(_scaled_identity, key.shape[2], device=key.device)
+    square = square + constant(identity, key.shape[2], _LEAST_VARIANCE, torch.float64, device=key.device)
     basis = torch.bmm(square, square[..., :_GROUP_DIMS])  # (BH, D, F)
     image = torch.bmm(square, basis)  # (BH, D, F)
     lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]
     factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)
     return factor
-
-
-def _scaled_identity(dim: int, device: torch.device) -> Tensor:
-    return torch.eye(dim, dtype=torch.float64, device=device) * _LEAST_VARIANCE
 
 
 @torch.no_grad()
@@ -278,7 +253,7 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
     length, device = points.shape[1], points.device
     levels = min(num_groups, length).bit_length() - 1
     count = ceil_div(length, 1 << levels) << levels
-    copies = constant(_spread_out, length, count, device=device)
+    copies = constant(even_positions, length, count, device=device)  # with more places than tokens, tokens repeat
     points = points if count == length else points.index_select(1, copies)
     # Fourth powers of variances must not overflow.
     points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
@@ -298,14 +273,9 @@ def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tens
     return largest(torch.bmm(query if scale > 0.0 else -query, key.mT), count)
 
 
-def _spread_out(length: int, count: int, device: torch.device) -> Tensor:
-    """Return the token at each of `count` evenly spaced places. With more places than tokens, tokens repeat."""
-    return torch.arange(count, device=device) * length // count
-
-
 def _first_copies(length: int, count: int, device: torch.device) -> Tensor:
-    """Return the first place of each token in `_spread_out`."""
-    return torch.searchsorted(_spread_out(length, count, device), torch.arange(length, device=device))
+    """Return the first of the places of each token, if places are `even_positions`."""
+    return torch.searchsorted(even_positions(length, count, device), torch.arange(length, device=device))
 
 
 def _halves(points: Tensor, levels: int) -> Tensor:

@@ -23,18 +23,16 @@ from torch.nn.functional import avg_pool1d
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend, merge
 from hf_efficient_attn.ops.coreset_landmarks import (
     CoresetOptions,
-    Rows,
     choose_landmarks,
     landmarks_naive,
-    middle_positions,
     represent,
     scores_naive,
 )
 from hf_efficient_attn.ops.exact import bias_between, bias_of, mask_bias
 from hf_efficient_attn.ops.features import Features
 from hf_efficient_attn.ops.linear import FeatureState, query_state, update_state
-from hf_efficient_attn.ops.tokens import ceil_div, constant, integers, pad_to_blocks, slice_size, sliced, take
-from hf_efficient_attn.ops.weighted_coreset import LEAST_SHARE, corrected, corrected_naive, prepare_probes, replaced
+from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size, sliced, take
+from hf_efficient_attn.ops.weighted_coreset import LEAST_SHARE, compute_probes, corrected, corrected_naive, replaced
 
 # The most parts of the sequence with a mean bias of their own.
 _PARTS = 256
@@ -176,11 +174,11 @@ def biased_coreset_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
     out = sliced(some_heads, query, key, value, *tensors, size=rows, draws=draws)
     if not options.num_probes:
         return out
-    probe = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
-    own_bias = Bias(table, bias.query_position[:, probe], bias.key_position).of_pairs()[:, None]  # (BH, 1, P, Nk)
-    probes = query.index_select(1, probe)
-    exact = attend(probes[:, None], key[:, None], value[:, None], own_bias, scale=options.scale).out[:, 0]
-    return corrected(query, out, prepare_probes(Rows(probe, probes, exact)))
+
+    def bias_of_rows(probe: Tensor) -> Tensor:
+        return Bias(table, bias.query_position[:, probe], bias.key_position).of_pairs()[:, None]
+
+    return corrected(query, out, compute_probes(query, key, value, options, bias_of_rows))
 
 
 def _weights(key_bias: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, 
     """Return learned features with maps (..., D, F), or (..., D + 1, F) for "t2r". The scale acts as in `elu_map`."""
     factor = query_factor(scale, head_dim)
     return _without_weights(
-        lambda query: _learned_of_query(_scaled(query, factor), query_map, feature_map),
-        lambda key: _learned_of_key(_scaled(key, None), key_map, feature_map),
+        lambda query: _learned_features(_scaled(query, factor), query_map, feature_map, is_query=True),
+        lambda key: _learned_features(_scaled(key, None), key_map, feature_map, is_query=False)[0],
     )
 
 
@@ -103,7 +103,8 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
     factor. So the product of two features underflows only if it is smaller than the largest product by the range of
     float32. The scale is split evenly between queries and keys; queries take its sign.
     """
-    weight = softmax_features(num_features, head_dim, seed, device) * abs(scale) ** 0.5  # (F, D)
+    # Kept if the seed is a number, because QR takes longer than short attention: (F, D).
+    weight = constant(orthogonal_features, num_features, head_dim, seed, device=device) * abs(scale) ** 0.5
     directions = weight.t() * LOG2_E  # (D, F)
 
     def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,33 +171,21 @@ def _without_weights(
     return Features(query, key)
 
 
-def _learned_of_query(x: Tensor, weight: Tensor, feature_map: str) -> tuple[Tensor, Tensor | None]:
-    """Compute learned features of queries (..., N, D). The features "exp" are divided by their sum."""
-    y = _outputs(x, weight, feature_map)
+def _learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute learned features of tokens (..., N, D). The features "exp" of a query are divided by their sum."""
+    weight = weight.to(x.dtype)
     if feature_map == "t2r":
-        return y.clamp(min=_LEAST), None
+        return (x @ weight[..., :-1, :] + weight[..., -1:, :]).clamp(min=_LEAST), None
+    y = x @ weight  # (..., N, D) @ (..., D, F) -> (..., N, F)
+    y = torch.cat((y, -y), -1)  # (..., N, 2 F)
     if feature_map == "hedgehog":
         return y.softmax(-1).clamp(min=_LEAST), None
+    if not is_query:
+        return y.clamp(_LEAST_LOG, _LARGEST_LOG).mul(LOG2_E).exp2(), None
     size = y.detach().amax(-1, keepdim=True)
     phi = (y - size).mul(LOG2_E).exp2()
     total = phi.sum(-1, keepdim=True)  # (..., N, 1)
     return (phi / total).clamp(min=_LEAST), (total.log2() + size * LOG2_E).squeeze(-1)
-
-
-def _learned_of_key(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
-    y = _outputs(x, weight, feature_map)
-    if feature_map == "exp":
-        return y.clamp(_LEAST_LOG, _LARGEST_LOG).mul(LOG2_E).exp2()
-    return (y if feature_map == "t2r" else y.softmax(-1)).clamp(min=_LEAST)
-
-
-def _outputs(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
-    """Compute the numbers that become features: y + b for "t2r", and [y, -y] for the others."""
-    weight = weight.to(x.dtype)
-    if feature_map == "t2r":
-        return x @ weight[..., :-1, :] + weight[..., -1:, :]
-    y = x @ weight  # (..., N, D) @ (..., D, F) -> (..., N, F)
-    return torch.cat((y, -y), -1)  # (..., N, 2 F)
 
 
 def count_features(feature_map: str, num_features: int) -> int:
@@ -246,8 +235,3 @@ def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: to
     lengths = torch.linalg.vector_norm(normal((num_features, head_dim), seed, 7, device), dim=1, keepdim=True)
     features: Tensor = directions * lengths
     return features
-
-
-def softmax_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
-    """Return `orthogonal_features`, kept if the seed is a number, because QR takes longer than short attention."""
-    return constant(orthogonal_features, num_features, head_dim, seed, device=device)

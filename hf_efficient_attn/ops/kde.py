@@ -51,22 +51,11 @@ class Tables(NamedTuple):
     query_codes: Tensor
 
 
-def kernel_of(squares: Tensor) -> Tensor:
-    """Compute exp(-d^2 / 2) for squared distances d^2 (...)."""
-    return torch.exp(-0.5 * squares)
-
-
 def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-    """Compute the kernel of pairs, some pairs at a time, so that memory stays small.
+    """Compute the kernel of pairs of queries (Nq, d) and keys (n, d), some pairs at a time, so that memory stays small.
 
-    Args:
-        queries: (Nq, d).
-        keys: (n, d).
-        query_index: int64 (...), the query of each pair.
-        key_index: int64 of the same shape, the key of each pair.
-
-    Returns:
-        (...).
+    `query_index` and `key_index`, int64 of one shape, have the query and the key of each pair. The result has this
+    shape.
     """
     out = queries.new_empty(query_index.numel())
     flat_query, flat_key = query_index.reshape(-1), key_index.reshape(-1)
@@ -174,17 +163,9 @@ def shared_buckets(tables: Tables, at_a_time: int = _PAIRS) -> Iterator[tuple[sl
         start = end
 
 
-class Choice(NamedTuple):
-    """A family, its cost per query in kernel evaluations, and the mean over pairs of the k^2 that it misses."""
-
-    family: Hash
-    cost: float
-    rest: float
-
-
 def choose_hash(
     distances: Tensor, radius: float, miss: float, num_keys: int, per_rest: float, max_cost: float
-) -> Choice:
+) -> tuple[Hash, float]:
     """Choose the cheapest tables that miss a pair at distance r <= radius with a probability of at most miss / k(r).
 
     The cost per query in kernel evaluations has three parts: 2 * tables * depth projections, of the query and of a key;
@@ -200,14 +181,14 @@ def choose_hash(
         max_cost: cost above which the exact product is cheaper.
 
     Returns:
-        The choice, with a cost above `max_cost` if no family is cheaper.
+        The family and its cost per query, which is above `max_cost` if no family is cheaper.
     """
     near = torch.linspace(0.0, radius, 24, dtype=torch.float64, device=distances.device)
-    allowed = (miss / kernel_of(near.square())).clamp(max=0.9).log()
+    allowed = (miss * torch.exp(0.5 * near.square())).clamp(max=0.9).log()
     # Any family finds the pairs within the radius. They are so few that a sample says nothing about them.
     far = distances[distances > radius].double()
     squares = torch.exp(-far.square())
-    best = Choice(Hash(radius, 1, 1), math.inf, 0.0)
+    best, lowest = Hash(radius, 1, 1), math.inf
     for factor in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
         width = factor * radius
         log_near, log_far = (collision_chance(d / width).clamp(min=1e-300).log() for d in (near, far))
@@ -215,22 +196,21 @@ def choose_hash(
             bound = (allowed / torch.log1p(-torch.exp(depth * log_near)).clamp(max=-1e-300)).max().item()
             tables = max(1, math.ceil(bound))
             hashing = 2.0 * tables * depth
-            if hashing > min(max_cost, best.cost):
+            if hashing > min(max_cost, lowest):
                 break
             missed = torch.exp(tables * torch.log1p(-torch.exp(depth * log_far).clamp(max=1.0 - 1e-12)))
-            rest = (squares * missed).sum().item() / max(1, distances.numel())
-            found = num_keys * (1.0 - missed).sum().item() / max(1, distances.numel())
-            if hashing + found + per_rest * rest < best.cost:
-                best = Choice(Hash(width, depth, tables), hashing + found + per_rest * rest, rest)
-    return best
+            pairs = num_keys * (1.0 - missed).sum() + per_rest * (squares * missed).sum()
+            cost = hashing + pairs.item() / max(1, distances.numel())
+            if cost < lowest:
+                best, lowest = Hash(width, depth, tables), cost
+    return best, lowest
 
 
 class Density(NamedTuple):
-    """Estimates of a density and their standard errors, (Nq,) each, and the number of kernel evaluations."""
+    """Estimates of densities and their standard errors, float64 (Nq,) each."""
 
     mean: Tensor
     error: Tensor
-    evaluations: int
 
 
 def gaussian_kde(
@@ -252,22 +232,17 @@ def gaussian_kde(
         tables: M. Densities of mu and more have a relative error of about (M mu^(1/2))^(-1/2).
         seed: seed of the hash and of the sampling.
         stream: distinguishes the uses of one seed.
-
-    Returns:
-        Density of (Nq,) float64 tensors.
     """
     num_keys, num_queries = points.shape[0], queries.shape[0]
     radius = math.sqrt(2.0 * math.log(max(2.0, 1.0 / mu)))
     # -depth log p1(d / width) is about depth sqrt(2 / pi) d / width, and should be radius^2 / 8 at d = radius. Twice as
     # much is the square root of the kernel, which gave larger errors on clusters and on normal points alike.
-    width = radius
-    depth = max(1, round(0.125 * radius * width * math.sqrt(math.pi / 2.0)))
+    depth = max(1, round(0.125 * radius * radius * math.sqrt(math.pi / 2.0)))  # cells are as wide as the radius
     step = max(1, min(tables, _NUMBERS // max(1, max(num_keys, num_queries) * depth)))
-    total = torch.zeros(num_queries, dtype=torch.float64, device=queries.device)
-    squares = torch.zeros_like(total)
+    total, squares = torch.zeros(2, num_queries, dtype=torch.float64, device=queries.device)
     query_index = torch.arange(num_queries, device=queries.device)
     for first in range(0, tables, step):
-        family = Hash(width, depth, min(step, tables - first))
+        family = Hash(radius, depth, min(step, tables - first))
         hashed = hash_tables(queries, points, family, seed, stream, first)
         low, size = bucket_bounds(hashed)
         draw = uniform((family.tables, num_queries), seed, _DRAWS * 9 + stream + 3 * first, queries.device)
@@ -281,7 +256,7 @@ def gaussian_kde(
         squares += estimates.square().sum(0)
     mean = total / tables
     error = ((squares / tables - mean.square()).clamp(min=0.0) / max(1, tables - 1)).sqrt()
-    return Density(mean, error, tables * num_queries)
+    return Density(mean, error)
 
 
 class Part(NamedTuple):

@@ -1,6 +1,5 @@
 """Landmarks that are means of segments of the valid tokens, pseudo-inverses, and attention to a few keys."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.functional import conv2d, pad
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge, product_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
-from hf_efficient_attn.ops.tokens import inverse, slice_size, sliced, take, valid_first
+from hf_efficient_attn.ops.tokens import inverse, take, valid_first
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # `damped_solve` damps squared singular values below this share of |A|_1 |A|_inf. They are more noise than signal, and
@@ -143,7 +142,7 @@ def landmark_attention(
         masked_query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
     few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)  # (B,)
     # Each of a few tokens is a landmark by itself.
-    any_few = all_keys is not None and (exporting_to_onnx() or bool(few.any()))
+    any_few = exporting_to_onnx() or bool(few.any())
     sums = [segment_sums(masked_query, of_queries), segment_sums(key, segments)]
     sums += [segment_sums(value, segments)] if any_few else []
     sums = sums if shards is None else total(sums, shards.group)
@@ -157,17 +156,21 @@ def landmark_attention(
     part = attend(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
-    empty = None
-    if all_keys is not None:
-        empty = [(x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)]
-    middle = _landmark_weights(queries.to(acc_dtype), keys.to(acc_dtype), empty, options.scale)  # (BH, L, L)
+    no_keys, no_queries = (
+        (x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)
+    )  # (BH, L)
+    scores = queries.to(acc_dtype) @ keys.to(acc_dtype).mT * options.scale  # (BH, L, L)
+    # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
+    excluded = no_keys & ~no_keys.all(1, keepdim=True)
+    middle = scores.masked_fill(excluded.unsqueeze(1), -torch.inf).softmax(-1)  # A
+    middle = middle.masked_fill(no_keys.unsqueeze(1) | no_queries.unsqueeze(2), 0.0)  # (BH, L, L)
     values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
-    if empty is not None and any_few:
+    if any_few:
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
         values = torch.where(few.repeat_interleave(num_heads)[:, None, None], means[2], values)
-        landmark_bias = mask_bias(~empty[0], acc_dtype)  # (BH, L)
+        landmark_bias = mask_bias(~no_keys, acc_dtype)  # (BH, L)
     # Weights that exceed the range of float16 need the wider dtype.
     result = value.dtype if value.dtype == torch.bfloat16 else dtype
     tensors = query.flatten(0, 1), keys, values.to(dtype), landmark_bias
@@ -178,20 +181,6 @@ def _all_heads(x: Tensor, num_heads: int) -> Tensor:
     """Repeat (B, H_kv, N, .) for all heads: (B H, N, .)."""
     groups = num_heads // x.shape[1]
     return (x if groups == 1 else x.repeat_interleave(groups, 1)).flatten(0, 1)
-
-
-def _landmark_weights(queries: Tensor, keys: Tensor, empty: Sequence[Tensor] | None, scale: float) -> Tensor:
-    """Compute A = softmax(Q~ K~^T) (BH, L, L) for landmarks (BH, L, D); 0 in columns and rows of empty segments.
-
-    `empty` tells which segments of keys and of queries have no token, bool (BH, L) each.
-    """
-    scores = queries @ keys.mT * scale  # (BH, L, D) @ (BH, D, L) -> (BH, L, L)
-    if empty is None:
-        return scores.softmax(-1)
-    # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
-    excluded = empty[0] & ~empty[0].all(1, keepdim=True)
-    weights = scores.masked_fill(excluded.unsqueeze(1), -torch.inf).softmax(-1)
-    return weights.masked_fill(empty[0].unsqueeze(1) | empty[1].unsqueeze(2), 0.0)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
@@ -269,45 +258,30 @@ def attention_to_few_keys(
     Returns:
         (BH, N, Dv); 0 if the bias excludes all keys.
     """
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        tensors = (
-            query.to(key.dtype)[:, None],
-            key[:, None],
-            value[:, None],
-            None if bias is None else bias[:, None, None],
-        )
-        return attend(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
-
-    if query.dtype == key.dtype == dtype:
-        return some_heads(query, key, value, bias)
-    # Only a few heads at a time are copied to another dtype.
-    size = slice_size(query[0].numel(), query.device)
-    return sliced(some_heads, query, key, value, bias, size=size, draws=dropout_p > 0.0)
+    tensors = query.to(key.dtype)[:, None], key[:, None], value[:, None], None if bias is None else bias[:, None, None]
+    return attend(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
 
 
 def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """Add the convolution of the values to an output (B, H, N, Dv), and cast it to their dtype."""
+    """Add the convolution of the valid tokens of value (B, H, N, Dv) with kernel (H, size) to an output like `value`.
+
+    The result has the dtype of `value`.
+    """
     if kernel is not None:
-        out = out.to(kernel.dtype) + token_convolution(value, kernel, key_mask)
+        tokens, weight, order = value.to(kernel.dtype), kernel[:, None, :, None], None
+        if key_mask is not None:
+            order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)  # (BH, N)
+            tokens = take(tokens.flatten(0, 1), order).view(value.shape)
+        more = conv2d(tokens, weight, padding=(kernel.shape[1] // 2, 0), groups=kernel.shape[0])
+        if order is not None and key_mask is not None:
+            more = take(more.flatten(0, 1), inverse(order)).view(value.shape)
+            more = more.masked_fill(~key_mask[:, None, :, None], 0.0)
+        out = out.to(kernel.dtype) + more
     if out.dtype == value.dtype:
         return out
     # If the landmarks are far from the tokens, the weights are large and can exceed the range of float16.
     limit = torch.finfo(value.dtype).max
     return out.clamp(-limit, limit).to(value.dtype)
-
-
-def token_convolution(value: Tensor, kernel: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Convolve the valid tokens of value (B, H, N, Dv) with kernel (H, size): (B, H, N, Dv) in the kernel's dtype."""
-    value, weight = value.to(kernel.dtype), kernel[:, None, :, None]
-    padding, groups = (kernel.shape[1] // 2, 0), kernel.shape[0]
-    if key_mask is None:
-        return conv2d(value, weight, padding=padding, groups=groups)
-    order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)  # (BH, N)
-    valid = take(value.flatten(0, 1), order).view(value.shape)
-    out = conv2d(valid, weight, padding=padding, groups=groups)
-    out = take(out.flatten(0, 1), inverse(order)).view(value.shape)
-    return out.masked_fill(~key_mask[:, None, :, None], 0.0)
 
 
 def landmark_naive(

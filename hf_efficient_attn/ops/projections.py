@@ -10,68 +10,32 @@ Linformer (Wang et al. 2020, arXiv 2006.04768, Eq. 7) uses such tables for seque
   of one sign and close to 0 for Gaussian rows. With n = M the factor is 1, as in the paper.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.attend import accumulation_dtype, product_dtype, sum_dtype
-from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.landmarks import attention_to_few_keys, segment_sizes
-from hf_efficient_attn.ops.shards import Shards, total
+from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.landmarks import segment_sizes
 from hf_efficient_attn.ops.tokens import integers, normal, slice_size, sliced
 
-# Names of the tables of keys and of values as learned parameters.
-NAMES = ("key_projection", "value_projection")
-# If a checkpoint shares one table, the table of the keys also becomes the table of the values.
-STARTS_FROM = {NAMES[1]: NAMES[0]}
 
+def start_tables(projection_dim: int, max_length: int, init: str, seed: int, streams: Sequence[int]) -> list[Tensor]:
+    """Make an initial table for each stream of random numbers: float32 (P, M) each.
 
-def start_tables(
-    projection_dim: int, max_length: int, init: str, seed: int, streams: Sequence[int]
-) -> dict[str, Tensor]:
-    """Make the initial table of keys and, with a second stream of random numbers, of values: float32 (P, M) each.
-
-    Args:
-        projection_dim: P.
-        max_length: M.
-        init: "means": averages of P segments of the tokens. "gaussian": normal numbers of variance 1 / P, in which
-            column j is the same for every M.
-        seed: seed of the Gaussian numbers.
-        streams: one stream for each table. They distinguish the uses of one seed.
+    The tables are averages of P segments of the tokens ("means"), or normal numbers of variance 1 / P ("gaussian"), in
+    which column j is the same for every M.
     """
-    names, shape = NAMES[: len(streams)], (max_length, projection_dim)
     if init == "gaussian":
-        numbers = [normal(shape, seed, stream, torch.device("cpu")).t() * projection_dim**-0.5 for stream in streams]
-        return {name: x.to(torch.float32).contiguous() for name, x in zip(names, numbers, strict=True)}
+        shape, cpu = (max_length, projection_dim), torch.device("cpu")
+        numbers = [normal(shape, seed, stream, cpu).t() * projection_dim**-0.5 for stream in streams]
+        return [x.to(torch.float32).contiguous() for x in numbers]
     sizes = segment_sizes(torch.tensor(max_length), projection_dim)
     ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
     inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
-    return dict.fromkeys(names, inside / sizes.clamp(min=1)[:, None])
-
-
-def projection_tables(method: str, projection_dim: int, kv_len: int, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """Check and return the tables (P, M) of keys and of values. The second is the first unless it is given.
-
-    Raises:
-        UnsupportedAttentionError: a table has another shape, or M is less than `kv_len`.
-    """
-    tables = {NAMES[0]: parameters[NAMES[0]], NAMES[1]: parameters.get(NAMES[1], parameters[NAMES[0]])}
-    for name, table in tables.items():
-        if table.ndim != 2 or table.shape[0] != projection_dim:
-            raise UnsupportedAttentionError(
-                f"{method}: {name} {tuple(table.shape)} does not suit projection_dim={projection_dim}; give a tensor "
-                "(projection_dim, max_length)"
-            )
-        if table.shape[1] < kv_len:
-            raise UnsupportedAttentionError(
-                f"{method}: {kv_len} keys are more than the {table.shape[1]} that {name} has columns for; make the "
-                f"tables with max_length={kv_len} or more, or cut the input"
-            )
-    return list(tables.values())
+    return [inside / sizes.clamp(min=1)[:, None]] * len(streams)
 
 
 class Contraction(NamedTuple):
@@ -136,9 +100,12 @@ class Contraction(NamedTuple):
 def contractions(
     tables: Sequence[Tensor], key_mask: Tensor | None, kv_len: int, dtype: torch.dtype
 ) -> list[Contraction]:
-    """Make the `contraction` of both tables, one object if both are the same table."""
-    first = contraction(tables[0], key_mask, kv_len, dtype)
-    return [first, first if tables[1] is tables[0] else contraction(tables[1], key_mask, kv_len, dtype)]
+    """Apply both tables (P, M) to the valid tokens of a mask, bool (B, Nk) or None, in products of `dtype`.
+
+    The results are one object if both are the same table.
+    """
+    first = _contraction(tables[0], key_mask, kv_len, dtype)
+    return [first, first if tables[1] is tables[0] else _contraction(tables[1], key_mask, kv_len, dtype)]
 
 
 def projected_key_mask(both: Sequence[Contraction], batch: int) -> Tensor:
@@ -146,8 +113,7 @@ def projected_key_mask(both: Sequence[Contraction], batch: int) -> Tensor:
     return (both[0].valid & both[1].valid).expand(batch, -1)
 
 
-def contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: torch.dtype) -> Contraction:
-    """Apply a table (P, M) to the valid tokens of a mask, bool (B, Nk) or None, in products of `dtype`."""
+def _contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: torch.dtype) -> Contraction:
     if key_mask is None and table.shape[1] == kv_len:
         return Contraction(table.to(dtype), None, None, None, table.any(1)[None])
     column = None if key_mask is None else (key_mask.cumsum(1) - 1).clamp(min=0)
@@ -171,19 +137,6 @@ def _factors(table: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
     return by_weight**one_sign * by_norm ** (0.5 - 0.5 * one_sign), valid
 
 
-def naive_projection(table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Project the valid tokens of one sequence, the readable form: x (H, n, D) -> (H, P, D), and bool (P,), valid."""
-    part = table[:, : x.shape[1]]
-    valid = (part != 0).any(1)
-    whole, part = table[valid], part[valid]
-    weight = whole.abs().sum(1) / part.abs().sum(1)
-    norm = torch.linalg.vector_norm(whole, dim=1) / torch.linalg.vector_norm(part, dim=1)
-    one_sign = whole.sum(1).abs() / whole.abs().sum(1)
-    projected = x.new_zeros(x.shape[0], table.shape[0], x.shape[2])
-    projected[:, valid] = part * (weight**one_sign * norm ** (1 - one_sign))[:, None] @ x
-    return projected, valid
-
-
 def naive_contraction(
     tables: Sequence[Tensor], key: Tensor, value: Tensor, key_mask: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -193,9 +146,17 @@ def naive_contraction(
     """
     for b in range(key.shape[0]):
         valid = slice(None) if key_mask is None else key_mask[b]
-        keys, keys_weigh = naive_projection(tables[0].double(), key[b, :, valid].double())
-        values, values_weigh = naive_projection(tables[1].double(), value[b, :, valid].double())
-        yield keys[:, keys_weigh & values_weigh], values[:, keys_weigh & values_weigh]
+        tokens = [x[b, :, valid].double() for x in (key, value)]  # (H, n, .)
+        parts = [table[:, : tokens[0].shape[1]].double() for table in tables]  # (P, n)
+        weigh = (parts[0] != 0).any(1) & (parts[1] != 0).any(1)  # (P,)
+        contracted = []
+        for table, part, x in zip(tables, parts, tokens, strict=True):
+            whole, part = table[weigh].double(), part[weigh]
+            weight = whole.abs().sum(1) / part.abs().sum(1)
+            norm = torch.linalg.vector_norm(whole, dim=1) / torch.linalg.vector_norm(part, dim=1)
+            one_sign = whole.sum(1).abs() / whole.abs().sum(1)
+            contracted.append(part * (weight**one_sign * norm ** (1 - one_sign))[:, None] @ x)
+        yield contracted[0], contracted[1]
 
 
 def contract_hidden_states(
@@ -208,50 +169,15 @@ def contract_hidden_states(
 
     `projections` are affine maps (B, P, W) -> (B, P, H * D), under the autocast of the caller.
     """
-    contracted: list[Tensor] = []
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        for i, table in enumerate(both):
-            same = i > 0 and table is both[0]
+    contracted, keys_and_values = list[Tensor](), []
+    for table, project in zip(both, projections, strict=True):
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            same = contracted and table is both[0]
             x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
             contracted.append(x)  # (B, P, W)
-    keys_and_values = []
-    for table, x, project in zip(both, contracted, projections, strict=True):
         # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
         bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
         x = project(x)
         x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)
         keys_and_values.append(x.to(accumulation_dtype(x.dtype)))
     return keys_and_values
-
-
-def projection_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    tables: Sequence[Tensor],
-    *,
-    scale: float,
-    dropout_p: float,
-    shards: Shards | None = None,
-) -> Tensor:
-    """Compute attention of queries (B, H, Nq, D) to contracted keys and values (B, H_kv, Nk, .): (B, H, Nq, Dv).
-
-    With `shards` the tokens belong to one process, and the sums of all processes are added up.
-    """
-    dtype, groups, kv_len, own = product_dtype(query), query.shape[1] // key.shape[1], key.shape[2], slice(None)
-    if shards is not None:
-        kv_len, key_mask, own = shards.total, shards.key_mask, shards.own
-    both = contractions(tables, key_mask, kv_len, sum_dtype(query))
-    parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H_kv, P, .)
-    parts = parts if shards is None else total(parts, shards.group)
-    keys, values = (
-        table.scale(x).to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
-        for table, x in zip(both, parts, strict=True)
-    )
-    bias = mask_bias(projected_key_mask(both, query.shape[0]), dtype).repeat_interleave(query.shape[1], 0)
-    out = attention_to_few_keys(
-        query.flatten(0, 1), keys, values, bias, scale=scale, dropout_p=dropout_p, dtype=value.dtype
-    )
-    result: Tensor = out.unflatten(0, query.shape[:2])  # (B, H, Nq, Dv)
-    return result

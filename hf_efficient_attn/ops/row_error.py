@@ -81,13 +81,13 @@ class Rows(NamedTuple):
 
     Attributes:
         queries: int64 (BH, p), the indices of the queries, ascending.
-        valid: bool (BH, p), False beyond the number of queries that may be sampled; None if all are valid.
-        population: the number of queries that the sample stands for, an integer or int64 (BH, 1).
+        valid: bool (BH, p), False beyond the number of queries that may be sampled.
+        population: int64 (BH, 1), the number of queries that the sample stands for.
     """
 
     queries: Tensor
-    valid: Tensor | None
-    population: Tensor | int
+    valid: Tensor
+    population: Tensor
 
 
 class RowError(NamedTuple):
@@ -124,30 +124,19 @@ def sample_rows(
         seed: seed of the offsets.
         device: device of the result.
     """
-    count = min(num_rows, q_len)
     if query_mask is None:
-        return Rows(constant(_even_rows, batch_heads, q_len, count, num_heads, seed, device=device), None, q_len)
-    offset = _offsets_of_rows(batch_heads, count, num_heads, seed, device)
-    available = query_mask.sum(1, keepdim=True)
+        query_mask = torch.ones(batch_heads, q_len, dtype=torch.bool, device=device)
+    count, available = min(num_rows, q_len), query_mask.sum(1, keepdim=True)
+    # An offset for each row in its stratum. With a common offset, rows at a regular distance could all meet, or all
+    # miss, what is periodic in the input.
+    offset = uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)  # (BH, p)
     # Of fewer queries than rows, each is a stratum of its own.
     sampled = available.clamp(max=count)
-    step = torch.arange(count, device=device)
-    rank = ((step + offset) * available / sampled.clamp(min=1)).floor().to(torch.int64)
+    rank = ((torch.arange(count, device=device) + offset) * available / sampled.clamp(min=1)).to(torch.int64)
     rank = torch.minimum(rank, (available - 1).clamp(min=0))
     # The query of rank r is the first with r + 1 valid queries up to it.
     index = torch.searchsorted(query_mask.cumsum(1), rank + 1).clamp(max=q_len - 1)
-    return Rows(index, step < sampled, available)
-
-
-def _offsets_of_rows(batch_heads: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
-    """Draw an offset for each row in its stratum: float64 (BH, p)."""
-    # With a common offset, rows at a regular distance could all meet, or all miss, what is periodic in the input.
-    return uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)
-
-
-def _even_rows(batch_heads: int, q_len: int, count: int, num_heads: int, seed: Seed, device: torch.device) -> Tensor:
-    """Sample one query of each of `count` strata: int64 (BH, p)."""
-    return stratified_ranks(count, q_len, _offsets_of_rows(batch_heads, count, num_heads, seed, device))
+    return Rows(index, torch.arange(count, device=device) < sampled, available)
 
 
 @torch.no_grad()
@@ -171,13 +160,16 @@ def row_error(
     count: Tensor | int = exact.shape[1]
     if valid is not None:
         difference, exact = (x.masked_fill(~valid.unsqueeze(2), 0.0) for x in (difference, exact))
-        count = valid.sum(1, keepdim=True)
+        count = valid.sum(1)
     (error, error_share), (size, share) = _leading(difference), _leading(exact)
     estimate = torch.where(error == 0, 0.0, error / size)
     spread = torch.linalg.vector_norm(error_share - share, dim=1)  # (BH,)
-    rows = torch.as_tensor(count, device=exact.device).to(dtype).clamp(min=1.0).view(-1)
-    left = 1.0 if population is None else (1.0 - rows / torch.as_tensor(population, device=rows.device).view(-1))
-    factor = torch.as_tensor(left, dtype=dtype, device=rows.device).clamp(min=0.0).sqrt()
+    rows, all_rows = (
+        torch.as_tensor(x, dtype=dtype, device=exact.device).view(-1)
+        for x in (count, torch.inf if population is None else population)
+    )
+    rows = rows.clamp(min=1.0)
+    factor = (1.0 - rows / all_rows).clamp(min=0.0).sqrt()
     return RowError(estimate, estimate * (1.0 + factor * (0.5 * rows.rsqrt() + spread)))
 
 
@@ -200,51 +192,15 @@ def _leading(x: Tensor) -> tuple[Tensor, Tensor]:
     return total.sqrt() * scale.view(-1), squares / total.clamp(min=tiny).unsqueeze(1)
 
 
-def held_back_bound(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    approximate: Tensor,
-    *,
-    num_probes: int,
-    num_rows: int,
-    scale: float,
-    seed: Seed,
-) -> Tensor:
-    """Bound the error of each head from above, by rows to which the approximation was not fitted.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        approximate: (BH, Nq, Dv), the approximate output.
-        num_probes: number of queries, in the middle of equal strata, to which the approximation was fitted.
-        num_rows: number of other queries whose exact output is computed.
-        scale: factor of the scores.
-        seed: seed of the choice of these queries.
-
-    Returns:
-        (BH,), the bound of `RowError`.
-    """
-    (batch_heads, q_len, _), device = query.shape, query.device
-    probe = stratified_ranks(num_probes, q_len, torch.full((1, 1), 0.5, dtype=torch.float64, device=device))
-    available = torch.ones(1, q_len, dtype=torch.bool, device=device).scatter(1, probe, False)
-    rows = sample_rows(1, q_len, num_rows, available, num_heads=1, seed=seed, device=device)
-    rows = Rows(*(x.expand(batch_heads, -1) if isinstance(x, Tensor) else x for x in rows))  # type: ignore[arg-type]
-    exact = attend(take(query, rows.queries)[:, None], key[:, None], value[:, None], scale=scale).out[:, 0]
-    return row_error(take(approximate, rows.queries), exact, rows.valid, rows.population).bound
-
-
 @torch.no_grad()
 def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
     """Guess cheaply how well landmarks approximate the attention of a head, before computing any of it.
 
     The guess is the error of a copy of the head with a few evenly spaced keys and queries. A few landmarks represent
-    its
-    keys: means of clusters with Nystrom weights, without near keys and probes. The error of the copy is larger than the
-    error of the head, but the order of heads is similar: on MiniLM with 4,096 to 16,384 tokens (216 heads) heads within
-    a bound of .1 have copies with a smaller error than other heads in 87 % of all pairs. The logarithm of the bound
-    differs by a standard deviation of .6 from the guess.
+    its keys: means of clusters with Nystrom weights, without near keys and probes. The error of the copy is larger than
+    the error of the head, but the order of heads is similar: on MiniLM with 4,096 to 16,384 tokens (216 heads) heads
+    within a bound of .1 have copies with a smaller error than other heads in 87 % of all pairs. The logarithm of the
+    bound differs by a standard deviation of .6 from the guess.
 
     It takes (BH, Nq, D), (BH, Nk, D) and (BH, Nk, Dv), and returns (BH,) in the accumulation dtype, not negative.
     """
@@ -336,7 +292,10 @@ def attend_within_bound(
     columns = torch.tensor(levels, device=device)
     growth = columns.double().view(-1, 1, 1) / forms.columns  # (levels, 1, 1); costs are (levels, B, H)
     cost = _LARGEST_COST * (forms.length / num_keys) ** COST_POWER * growth**_COLUMNS_POWER + NUM_ROWS / num_keys
-    log_bound = _first_guess(heads, forms.columns, scale).view(shape)  # (B, H)
+    log_bound = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)  # (B, H)
+    if num_keys > 2 * NUM_KEYS:  # in a sequence that is hardly longer than its copy, an attempt costs less than it
+        error = screening_error(*heads, scale=scale).double().view(shape)
+        log_bound = torch.log(_COPY_FACTOR * (error * NUM_LANDMARKS / forms.columns) ** _GROWTH)
     cost = cost * (1.0 + _NEAR_COST * (5.0 * log_bound.exp() / forms.max_error - 1.0).clamp(0.0, 1.0))
     possible, spread = torch.ones_like(cost, dtype=torch.bool), torch.full_like(cost[0], _COPY_SPREAD)
     budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
@@ -345,23 +304,21 @@ def attend_within_bound(
     while True:
         probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + _GROWTH * growth.log()) / spread)
         gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)  # (B, H) each
-        price = cost.gather(0, level.unsqueeze(0))[0].masked_fill(gain <= 0, 0.0)
-        risk = (1.0 - probability.gather(0, level.unsqueeze(0))[0]) * price
+        chance, price = (x.gather(0, level.unsqueeze(0))[0] for x in (probability, cost))  # (B, H) each
+        price, is_first = price.masked_fill(gain <= 0, 0.0), spread == _COPY_SPREAD
         order = gain.argsort(dim=1, descending=True, stable=True)  # (B, H)
-        within = risk.gather(1, order).cumsum(1) <= budget
-        first = (price * (spread == _COPY_SPREAD)).gather(1, order)
-        within &= first.cumsum(1) <= _FIRST_COST
-        chosen = (gain > 0) & within.gather(1, order.argsort(1))
+        risk, first = (x.gather(1, order).cumsum(1) for x in ((1.0 - chance) * price, price * is_first))
+        chosen = (gain > 0) & ((risk <= budget) & (first <= _FIRST_COST)).gather(1, order.argsort(1))
         if not bool(chosen.any()):
             break
-        guessed, tried = log_bound.clone(), chosen & (spread == _COPY_SPREAD)
+        guessed, tried = log_bound.clone(), chosen & is_first
         for number, count in enumerate(levels):
             some = (chosen & (level == number)).flatten().nonzero()[:, 0]
             if not len(some):
                 continue
             q, k, v = (x.index_select(0, some) for x in heads)
             part = forms.approximate(q, k, v, count)
-            bound = _bound((q, k, v, part), forms, NUM_ROWS, scale, seed)
+            bound = _bound((q, k, v, part), forms, scale, seed)
             good = bound <= forms.max_error
             out[some[good]], columns_of[some[good]] = part[good], count
             log_bound.view(-1)[some] = bound.double().log() + _GROWTH * math.log(count / forms.columns)
@@ -380,20 +337,22 @@ def attend_within_bound(
     return out, columns_of
 
 
-def _bound(heads: tuple[Tensor, ...], forms: Forms, num_rows: int, scale: float, seed: Seed) -> Tensor:
-    """Bound the error of heads: query, key, value and output (BH, N, .). Uses more rows where it is just too large."""
-    bound = held_back_bound(*heads, num_probes=forms.num_probes, num_rows=num_rows, scale=scale, seed=seed)
+def _bound(heads: tuple[Tensor, ...], forms: Forms, scale: float, seed: Seed, num_rows: int | None = None) -> Tensor:
+    """Bound the error of heads, query, key, value and output (BH, N, .), by rows to which the output was not fitted.
+
+    Uses more than `NUM_ROWS` rows where the bound is just too large.
+    """
+    (query, key, value, approximate), q_len, device = heads, heads[0].shape[1], heads[0].device
+    # The output was fitted to the queries in the middle of equal strata.
+    middle = torch.full((1, 1), 0.5, dtype=torch.float64, device=device)
+    probe = stratified_ranks(forms.num_probes, q_len, middle)
+    available = torch.ones(1, q_len, dtype=torch.bool, device=device).scatter(1, probe, False)
+    rows = sample_rows(1, q_len, num_rows or NUM_ROWS, available, num_heads=1, seed=seed, device=device)
+    index, valid, population = (x.expand(len(query), -1) for x in rows)
+    exact = attend(take(query, index)[:, None], key[:, None], value[:, None], scale=scale).out[:, 0]
+    bound = row_error(take(approximate, index), exact, valid, population).bound
     close = ((bound > forms.max_error) & (bound < _CLOSE * forms.max_error)).nonzero()[:, 0]
-    if num_rows == NUM_ROWS and len(close):
+    if num_rows is None and len(close):
         some = tuple(x.index_select(0, close) for x in heads)
-        bound = bound.index_copy(0, close, _bound(some, forms, _MORE_ROWS * num_rows, scale, seed))
+        bound = bound.index_copy(0, close, _bound(some, forms, scale, seed, _MORE_ROWS * NUM_ROWS))
     return bound
-
-
-def _first_guess(heads: tuple[Tensor, Tensor, Tensor], columns: int, scale: float) -> Tensor:
-    """Guess the logarithm of the bound of each head: float64 (BH,)."""
-    # In a sequence that is hardly longer than its copy, an attempt costs less than the copy.
-    if heads[1].shape[1] <= 2 * NUM_KEYS:
-        return heads[1].new_full(heads[1].shape[:1], -torch.inf, dtype=torch.float64)
-    error = screening_error(*heads, scale=scale).double()
-    return torch.log(_COPY_FACTOR * (error * NUM_LANDMARKS / columns) ** _GROWTH)

@@ -186,31 +186,6 @@ def heads_of(rank: int, size: int, num_heads: int) -> slice:
     return slice(first, first + each + (rank < more))
 
 
-def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
-    """Exchange the tokens of all heads for all tokens of some heads: each (B, H, n, .) -> (B, h, N, .).
-
-    Each tensor's heads are divided by `heads_of`.
-    """
-    heads = [[heads_of(r, shards.size, x.shape[1]) for x in tensors] for r in range(shards.size)]
-    parts = [[x[:, some] for x, some in zip(tensors, of_rank, strict=True)] for of_rank in heads]
-    own = [some.stop - some.start for some in heads[shards.rank]]
-    shapes = [
-        [(x.shape[0], count, length, x.shape[3]) for x, count in zip(tensors, own, strict=True)]
-        for length in shards.lengths
-    ]
-    received = exchange(parts, shapes, shards.group)
-    return [torch.cat(pieces, 2) for pieces in zip(*received, strict=True)]
-
-
-def to_tokens(x: Tensor, num_heads: int, shards: Shards) -> Tensor:
-    """Invert `to_heads` for a tensor of `num_heads` heads in all: (B, h, N, .) -> (B, H, n, .)."""
-    parts = [[piece] for piece in x.split(list(shards.lengths), 2)]
-    counts = [heads_of(r, shards.size, num_heads) for r in range(shards.size)]
-    length = shards.lengths[shards.rank]
-    shapes = [[(x.shape[0], some.stop - some.start, length, x.shape[3])] for some in counts]
-    return torch.cat([piece for (piece,) in exchange(parts, shapes, shards.group)], 1)
-
-
 def over_heads(
     function: Callable[[Tensor, Tensor, Tensor, HeadSlice], Tensor],
     query: Tensor,
@@ -237,12 +212,25 @@ def over_heads(
         fits = num_heads % size == 0 and size % num_kv_heads == 0
         repeats = (size if fits else num_heads) // num_kv_heads
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    query, key, value = to_heads((query, key, value), shards)  # (B, h, N, .) each
+    # Exchange the tokens of all heads for all tokens of some heads: (B, h, N, .) each.
+    tensors, rank = (query, key, value), shards.rank
+    heads = [[heads_of(r, size, x.shape[1]) for x in tensors] for r in range(size)]
+    counts = [[some.stop - some.start for some in of_rank] for of_rank in heads]
+    parts = [[x[:, some] for x, some in zip(tensors, of_rank, strict=True)] for of_rank in heads]
+    shapes = [
+        [(x.shape[0], count, length, x.shape[3]) for x, count in zip(tensors, counts[rank], strict=True)]
+        for length in shards.lengths
+    ]
+    received = exchange(parts, shapes, shards.group)
+    query, key, value = (torch.cat(pieces, 2) for pieces in zip(*received, strict=True))
     if query.shape[1]:
-        out = function(query, key, value, HeadSlice(heads_of(shards.rank, size, num_heads).start, num_heads))
+        out = function(query, key, value, HeadSlice(heads[rank][0].start, num_heads))
     else:  # nothing to compute, but the other processes wait for the gradients
         out = value + (query.sum() + key.sum())
-    return to_tokens(out, num_heads, shards)
+    # And back: (B, H, n, Dv).
+    parts = [[piece] for piece in out.split(list(shards.lengths), 2)]
+    shapes = [[(len(out), of_rank[0], shards.lengths[rank], out.shape[3])] for of_rank in counts]
+    return torch.cat([piece for (piece,) in exchange(parts, shapes, shards.group)], 1)
 
 
 def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Shards) -> tuple[list[Tensor], int, int]:
@@ -251,26 +239,23 @@ def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Sha
     Returns:
         The tensors (B, H, before + n + after, .), and the numbers of tokens before and after.
     """
+    firsts = [sum(shards.lengths[:rank]) for rank in range(shards.size)]
 
     def bounds(rank: int) -> tuple[int, int]:
-        first = sum(shards.lengths[:rank])
+        first = firsts[rank]
         return max(0, first - left), min(shards.total, first + shards.lengths[rank] + right)
 
     def overlap(sender: int, receiver: int) -> slice:
         """Return the tokens of a sender, counted in its shard, that a receiver needs and does not hold."""
-        first, (low, high) = sum(shards.lengths[:sender]), bounds(receiver)
-        if sender == receiver:
-            return slice(0, 0)
-        start, stop = (min(max(x - first, 0), shards.lengths[sender]) for x in (low, high))
-        return slice(start, max(start, stop))
+        start, stop = (min(max(x - firsts[sender], 0), shards.lengths[sender]) for x in bounds(receiver))
+        return slice(start, start if sender == receiver else max(start, stop))
 
     parts = [[x[:, :, overlap(shards.rank, r)] for x in tensors] for r in range(shards.size)]
     counts = [overlap(r, shards.rank) for r in range(shards.size)]
     shapes = [[(*x.shape[:2], some.stop - some.start, x.shape[3]) for x in tensors] for some in counts]
-    received = exchange(parts, shapes, shards.group)
-    low, high = bounds(shards.rank)
-    out = []
+    received, out = exchange(parts, shapes, shards.group), []
     for i, x in enumerate(tensors):
-        before, after = ([some[i] for some in of] for of in (received[: shards.rank], received[shards.rank + 1 :]))
-        out.append(torch.cat([*before, x, *after], 2))  # (B, H, before + n + after, .)
+        pieces = [x if r == shards.rank else some[i] for r, some in enumerate(received)]
+        out.append(torch.cat(pieces, 2))  # (B, H, before + n + after, .)
+    low, high = bounds(shards.rank)
     return out, shards.first - low, high - shards.own.stop

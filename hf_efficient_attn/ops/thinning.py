@@ -33,7 +33,6 @@ from hf_efficient_attn.ops.tokens import (
     slice_size,
     sliced,
     take,
-    uniform,
     uniform_of_heads,
     valid_first,
 )
@@ -156,22 +155,10 @@ def pivot_tolerance(dtype: torch.dtype) -> float:
 
 
 def gumbel(
-    num_draws: int,
-    num_candidates: int,
-    num_heads: int | None,
-    seed: Seed,
-    dtype: torch.dtype,
-    device: torch.device,
+    num_draws: int, num_candidates: int, num_heads: int, seed: Seed, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Draw standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are.
-
-    Without `num_heads` the numbers are (draws, 1, C), the same for all heads.
-    """
-    streams = range(_DRAWS, _DRAWS + num_draws)
-    if num_heads is None:
-        draws = [uniform((num_candidates, 1), seed, stream, device) for stream in streams]
-    else:
-        draws = [uniform_of_heads(num_candidates, num_heads, seed, stream, device) for stream in streams]
+    """Draw standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are."""
+    draws = [uniform_of_heads(num_candidates, num_heads, seed, _DRAWS + i, device) for i in range(num_draws)]
     return -(-torch.stack(draws).mT.log()).log().to(dtype)
 
 
@@ -330,17 +317,10 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
 
 
 def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor], *, scale: float) -> Tensor:
-    """Compute `thin` in the readable form, for one head of one sequence without padding.
+    """Compute `thin` in the readable form, for float64 keys (Nk, D) and values (Nk, Dv) of one head without padding.
 
-    Args:
-        key: float64 (Nk, D).
-        value: float64 (Nk, Dv).
-        num_samples: M.
-        draws: the numbers of this head from `draw_numbers`, (num_pairs,) for each round.
-        scale: factor of the scores.
-
-    Returns:
-        float64 (Nk,), how many tokens each token stands for; 0 for tokens that are not kept.
+    `draws` are the numbers of this head from `draw_numbers`, (num_pairs,) for each round. Returns float64 (Nk,), how
+    many tokens each token stands for; 0 for tokens that are not kept.
     """
     kv_len, rounds = len(key), _rounds(len(key), num_samples)
     exponent = abs(scale) * key @ key.mT

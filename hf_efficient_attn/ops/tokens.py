@@ -96,8 +96,8 @@ def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, .
     return out
 
 
-# At most so many results are kept, with at most so many bytes together.
-_KEPT, _KEPT_BYTES = 512, 1 << 25
+# At most so many results are kept, with at most so many bytes together. Larger results than `_LARGEST_KEPT` are not.
+_KEPT, _KEPT_BYTES, _LARGEST_KEPT = 512, 1 << 25, 1 << 21
 
 
 def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
@@ -108,9 +108,9 @@ def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) ->
 def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
     """Return make(*arguments, device), and keep the result for the next call with the same arguments.
 
-    The last 512 results are kept, of at most 32 MiB together. A result is not kept if the arguments contain a tensor,
-    such as the seed of a call in training, or if it has no memory of its own: tensors of a graph that is recorded and
-    of `torch.func` transforms have no meaning afterwards.
+    The last 512 results of up to 2 MiB are kept, of at most 32 MiB together. A result is not kept if the arguments
+    contain a tensor, such as the seed of a call in training, or if it has no memory of its own: tensors of a graph that
+    is recorded and of `torch.func` transforms have no meaning afterwards.
 
     Args:
         make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
@@ -123,14 +123,6 @@ def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device)
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     if is_fake or _contain_tensor(arguments):
         return make(*arguments, device)
-    return _kept(make, arguments, device)
-
-
-_results: OrderedDict[Hashable, Tensor] = OrderedDict()
-_lock = threading.Lock()
-
-
-def _kept(make: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device) -> Tensor:
     key = make, arguments, device
     with _lock:
         if key in _results:
@@ -139,14 +131,18 @@ def _kept(make: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch
     # An inference tensor could not be used in a later call with gradients.
     with torch.inference_mode(False), torch.no_grad():
         result = make(*arguments, device)
-    if not _has_memory(result):
+    if not _has_memory(result) or result.untyped_storage().nbytes() > _LARGEST_KEPT:
         return result
     with _lock:
         _results[key] = result
-        size = sum(_bytes_of(x) for x in _results.values())
+        size = sum(x.untyped_storage().nbytes() for x in _results.values())
         while size > _KEPT_BYTES or len(_results) > _KEPT:
-            size -= _bytes_of(_results.popitem(last=False)[1])
+            size -= _results.popitem(last=False)[1].untyped_storage().nbytes()
     return result
+
+
+_results: OrderedDict[Hashable, Tensor] = OrderedDict()
+_lock = threading.Lock()
 
 
 def _contain_tensor(arguments: tuple[Any, ...]) -> bool:
@@ -156,18 +152,14 @@ def _contain_tensor(arguments: tuple[Any, ...]) -> bool:
 def _has_memory(x: Tensor) -> bool:
     """Whether a tensor is a plain one. A tensor that a `torch.func` transform has wrapped has no storage to be read."""
     try:
-        return type(x) is Tensor and _bytes_of(x) >= 0
+        return type(x) is Tensor and x.untyped_storage().nbytes() >= 0
     except (NotImplementedError, RuntimeError):
         return False
 
 
-def _bytes_of(x: Tensor) -> int:
-    return x.untyped_storage().nbytes()
-
-
 def integers(count: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ..., count - 1 as int64 (count,). Short results are kept."""
-    return constant(_integers, count, device=device) if count <= 1 << 18 else _integers(count, device)
+    """Return 0, 1, ..., count - 1 as int64 (count,)."""
+    return constant(_integers, count, device=device)
 
 
 def _integers(count: int, device: torch.device) -> Tensor:
@@ -175,35 +167,19 @@ def _integers(count: int, device: torch.device) -> Tensor:
 
 
 _MASK = 0xFFFFFFFF
-# Longer results are not kept.
-_KEPT_NUMEL = 1 << 18
-
 _Bits = TypeVar("_Bits", int, Tensor)
 
 
 def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
     """Draw float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
-    return _drawn(_uniform, shape, seed_value(seed), stream, device)
-
-
-def _drawn(
-    draw: Callable[..., Tensor], shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device
-) -> Tensor:
-    is_short = math.prod(shape) <= _KEPT_NUMEL
-    return constant(draw, shape, seed, stream, device=device) if is_short else draw(shape, seed, stream, device)
+    return constant(_uniform, shape, seed_value(seed), stream, device=device)
 
 
 def _uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
-    count = math.prod(shape)
-    counters = constant(_counters, count, device=device) if count <= _KEPT_NUMEL else _counters(count, device)
     start: Any = seed * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
-    bits = _mix(counters + _mix(_mix(start) + stream + 1))
+    bits = _mix(_mix(integers(math.prod(shape), device) + 1) + _mix(_mix(start) + stream + 1))
     numbers: Tensor = (bits.to(torch.float64) + 0.5) / 2.0**32
     return numbers.reshape(shape)
-
-
-def _counters(count: int, device: torch.device) -> Tensor:
-    return _mix(integers(count, device) + 1)
 
 
 def _mix(x: _Bits) -> _Bits:
@@ -216,7 +192,7 @@ def _mix(x: _Bits) -> _Bits:
 
 def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
     """Draw independent standard normal float64 numbers (Box-Muller)."""
-    return _drawn(_normal, shape, seed_value(seed), stream, device)
+    return constant(_normal, shape, seed_value(seed), stream, device=device)
 
 
 def _normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
@@ -288,10 +264,9 @@ def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor
     """Take tokens of two tensors (BH, N, D) and (BH, N, Dv) by the same index, with fewer operations than `take`."""
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         return take(key, index), take(value, index)
-    flat = flat_index(index, key.shape[1])
-    return torch.embedding(key.reshape(-1, key.shape[2]), flat), torch.embedding(
-        value.reshape(-1, value.shape[2]), flat
-    )
+    flat, rows = flat_index(index, key.shape[1]), (x.reshape(-1, x.shape[2]) for x in (key, value))
+    keys, values = (torch.embedding(x, flat) for x in rows)
+    return keys, values
 
 
 def flat_index(index: Tensor, length: int) -> Tensor:
@@ -301,7 +276,7 @@ def flat_index(index: Tensor, length: int) -> Tensor:
 
 
 def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device) -> Tensor:
-    """Return the index of each head's first token if the tokens of all heads follow one another."""
+    """Return the index of each head's first token if the tokens of all heads follow one another: (BH, 1, ...)."""
     return (torch.arange(batch_heads, device=device) * length).view(-1, *[1] * (ndim - 1))
 
 
@@ -314,29 +289,6 @@ def inverse(order: Tensor) -> Tensor:
 def valid_first(key_mask: Tensor) -> Tensor:
     """Return the stable order (BH, N) that puts valid tokens before masked ones, for a bool mask (BH, N)."""
     return (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
-
-
-def move_valid_first(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Move the valid tokens of (BH, N, D) inputs to the front, so that blocks are counted from the first valid token.
-
-    Returns:
-        The inputs, and the order (BH, N) in which their tokens are now; None if there is no mask.
-    """
-    if key_mask is None:
-        return query, key, value, None
-    order = valid_first(key_mask)  # (BH, N)
-    # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
-    query = query.masked_fill(~key_mask.unsqueeze(2), 0.0)  # (BH, N, D)
-    return take(query, order), take(key, order), take(value, order), order
-
-
-def restore_order(out: Tensor, order: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """Undo `move_valid_first` for the output (BH, N, Dv). Outputs at masked tokens are 0."""
-    if order is None or key_mask is None:
-        return out
-    return take(out, inverse(order)).masked_fill(~key_mask[:, :, None], 0.0)
 
 
 def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:

@@ -122,9 +122,8 @@ class _Part(NamedTuple):
 @replaced_in_graphs(lambda *_: False)
 def in_transform(*arguments: object) -> bool:
     """Whether a tensor among the arguments belongs to a transform of `torch.func` that is being computed."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    return any(_is_wrapped(x) for x in pytree.tree_leaves(arguments))
+    is_active = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_active and any(_is_wrapped(x) for x in pytree.tree_leaves(arguments))
 
 
 def _is_wrapped(x: object) -> bool:
@@ -238,18 +237,6 @@ class _Call(torch.autograd.Function):
         return out, pytree.tree_map(lambda x: 0, out)
 
 
-@contextlib.contextmanager
-def _saved_tensor_hooks() -> Iterator[None]:
-    """Allow hooks of saved tensors, such as checkpoints. `torch.func` forbids them in what it differentiates itself."""
-    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    torch._C._autograd._saved_tensors_hooks_enable()
-    try:
-        yield
-    finally:
-        if message is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(message)
-
-
 def _apply(part: _Part, *tensors: Tensor) -> Any:
     # Outside of all transforms autograd may record what they compute.
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -265,9 +252,16 @@ def _gradient_of(part: _Part) -> _Part:
     def gradients(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
         wanted = [x for x in leaves if x.requires_grad]
-        with torch.enable_grad(), _saved_tensor_hooks():
-            out = part.function(*leaves)
-            return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+        # `torch.func` forbids hooks of saved tensors, such as checkpoints, in what it differentiates itself.
+        forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        torch._C._autograd._saved_tensors_hooks_enable()
+        try:
+            with torch.enable_grad():
+                out = part.function(*leaves)
+                return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+        finally:
+            if forbidden is not None:
+                torch._C._autograd._saved_tensors_hooks_disable(forbidden)
 
     return _Part(gradients, part.name, part.by_rows, part.draws, is_gradient=True)
 

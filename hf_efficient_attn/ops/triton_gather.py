@@ -10,7 +10,7 @@ Only `hf_efficient_attn.ops.tokens` imports this module, and only for tensors th
 in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,17 +33,8 @@ _TILES = {
 }
 
 
-class Tiling(NamedTuple):
-    """The numbers of queries and keys that a program processes at a time, of warps of 32 threads, and of stages."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> Tiling:
-    """Choose the tiling for blocks of `block_q` queries.
+def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> tuple[int, int, int, int]:
+    """Choose the numbers of queries and keys that a program processes at a time, of warps, and of stages.
 
     The programs fit into the 99 KiB of shared memory that all devices of compute capability 8.0 and later have, and in
     half precision into the registers.
@@ -58,7 +49,7 @@ def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> Tiling:
     largest, block_n = _TILES[wide, max(64, triton.next_power_of_2(dim))][backward]
     block_m = min(largest, max(16, triton.next_power_of_2(block_q)))
     few_rows = not (wide or backward) and block_m < 128
-    return Tiling(block_m, block_n, 4 if few_rows else 8, 1 if backward else 3)
+    return block_m, block_n, 4 if few_rows else 8, 1 if backward else 3
 
 
 @triton.jit
@@ -70,24 +61,22 @@ def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M: tl.constexpr, HAS_ORDER: tl.constexpr):
-    """Find a program's head, its block among the blocks of all heads, and the positions of its existing queries."""
+def _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M: tl.constexpr):
+    """Find a program's head, its block among the blocks of all heads, and the rows of its existing queries."""
     program = tl.program_id(0)
     block = (program // chunks).to(tl.int64)
     head = block // num_blocks
     in_block = (program % chunks) * BLOCK_M + tl.arange(0, BLOCK_M)
     position = (block % num_blocks) * block_q + in_block
     exists = (in_block < block_q) & (position < q_len)
-    if HAS_ORDER:
-        position = tl.load(order + head * q_len + position, mask=exists, other=0).to(tl.int64)
-    return head, block, position, exists
+    return head, block, head * q_len + tl.load(order + head * q_len + position, mask=exists, other=0), exists
 
 
 @triton.jit
-def _load_rows(rows, exists, stride, DIM: tl.constexpr, PADDED: tl.constexpr, position):
-    """Load rows (., DIM) of a matrix by position: (., PADDED), 0 for rows that do not exist."""
+def _load_rows(matrix, row, exists, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Load rows of a matrix (., DIM): (., PADDED), 0 for rows that do not exist."""
     dims = tl.arange(0, PADDED)
-    return tl.load(rows + position[:, None] * stride + dims, mask=exists[:, None] & (dims < DIM), other=0.0)
+    return tl.load(matrix + row[:, None] * DIM + dims, mask=exists[:, None] & (dims < DIM), other=0.0)
 
 
 @triton.jit
@@ -107,14 +96,9 @@ def _forward_kernel(
     order,
     out,
     lse,
-    query_head,
-    query_row,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
     scale,
     q_len,
+    kv_len,
     block_q,
     num_blocks,
     num_keys,
@@ -125,12 +109,11 @@ def _forward_kernel(
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    head, block, position, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M, HAS_ORDER)
-    queries = _load_rows(query + head * query_head, exists, query_row, HEAD_DIM, PADDED_HEAD_DIM, position)
+    head, block, row, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
+    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM)
     queries = queries.to(key.dtype.element_ty)
     scale = scale * _LOG2_E
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -139,8 +122,8 @@ def _forward_kernel(
     for start in range(0, num_keys, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
         positions, weight, used = _keys_of_step(index, log_weight, block * num_keys + entry, entry < num_keys)
-        keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
-        values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
+        keys = _load_rows(key, head * kv_len + positions, used, HEAD_DIM, PADDED_HEAD_DIM)
+        values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
         scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * scale + weight[None, :]  # (BLOCK_M, BLOCK_N)
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # (BLOCK_M,)
         # -inf, the maximum without any key, cannot be subtracted.
@@ -152,9 +135,9 @@ def _forward_kernel(
         row_max = new_max
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    tl.store(lse + head * q_len + position, tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2), exists)
+    tl.store(lse + row, tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2), exists)
     dims = tl.arange(0, PADDED_VALUE_DIM)
-    outs = out + (head * q_len + position[:, None]) * VALUE_DIM + dims
+    outs = out + row[:, None] * VALUE_DIM + dims
     tl.store(outs, (sums / total[:, None]).to(out.dtype.element_ty), exists[:, None] & (dims < VALUE_DIM))
 
 
@@ -174,12 +157,6 @@ def _backward_kernel(
     grad_key,
     grad_value,
     grad_log_weight,
-    query_head,
-    query_row,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
     scale,
     q_len,
     kv_len,
@@ -193,17 +170,15 @@ def _backward_kernel(
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     WITH_LOG_WEIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    head, block, position, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M, HAS_ORDER)
-    queries = _load_rows(query + head * query_head, exists, query_row, HEAD_DIM, PADDED_HEAD_DIM, position)
+    head, block, row, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
+    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM)
     queries = queries.to(key.dtype.element_ty)
-    row = head * q_len + position
-    grad = _load_rows(grad_out, exists, VALUE_DIM, VALUE_DIM, PADDED_VALUE_DIM, row)
-    outs = _load_rows(out, exists, VALUE_DIM, VALUE_DIM, PADDED_VALUE_DIM, row)
+    grad = _load_rows(grad_out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
+    outs = _load_rows(out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
     # d scores = P * (grad_out . v_j - grad_out . out + grad_lse) with P = exp(scores - lse). P = 0 without any key.
     delta = tl.sum(grad.to(tl.float32) * outs.to(tl.float32), 1) - tl.load(grad_lse + row, mask=exists, other=0.0)
     own_lse = tl.load(lse + row, mask=exists, other=float("-inf"))
@@ -213,8 +188,8 @@ def _backward_kernel(
         entry = start + tl.arange(0, BLOCK_N)
         entries = block * num_keys + entry
         positions, weight, used = _keys_of_step(index, log_weight, entries, entry < num_keys)
-        keys = _load_rows(key + head * key_head, used, key_row, HEAD_DIM, PADDED_HEAD_DIM, positions)
-        values = _load_rows(value + head * value_head, used, value_row, VALUE_DIM, PADDED_VALUE_DIM, positions)
+        keys = _load_rows(key, head * kv_len + positions, used, HEAD_DIM, PADDED_HEAD_DIM)
+        values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
         scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * (scale * _LOG2_E) + weight[None, :]
         weights = tl.exp2(scores - own_lse[:, None])  # (BLOCK_M, BLOCK_N)
         own = (head * kv_len + positions)[:, None]
@@ -238,34 +213,33 @@ def _backward_kernel(
 _INTERPRETED = not isinstance(_forward_kernel, triton.JITFunction)
 
 
-def _launch(
-    query: Tensor, key: Tensor, value: Tensor, index: Tensor, block_q: int, backward: bool
-) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Compute a kernel's grid, the sizes that follow `block_q` among its arguments, and its constants."""
-    head_dim, value_dim, num_blocks = query.shape[2], value.shape[2], index.shape[1]
-    padded = [max(16, triton.next_power_of_2(x)) for x in (head_dim, value_dim)]
+def _launch(kernel: Any, given: tuple[Any, ...], others: list[Tensor], **constants: bool) -> None:
+    """Run a kernel on the arguments of `gather_attend` and more tensors, which are outputs in the forward."""
+    query, key, value, index, log_weight, order, block_q, scale = given
+    if order is None:
+        order = torch.arange(query.shape[1], device=query.device).expand(query.shape[:2])
+    (batch_heads, num_blocks, num_keys), head_dim, value_dim = index.shape, query.shape[2], value.shape[2]
     itemsize = max(x.element_size() for x in (key, value))
-    block_m, block_n, num_warps, num_stages = tiling(block_q, max(head_dim, value_dim), itemsize, backward)
-    chunks = -(-block_q // block_m)
-    constants = {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "PADDED_HEAD_DIM": padded[0],
-        "PADDED_VALUE_DIM": padded[1],
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-        "UPCAST": _INTERPRETED and torch.bfloat16 in (key.dtype, value.dtype),
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-    return (query.shape[0] * num_blocks * chunks,), (num_blocks, index.shape[2], chunks), constants
-
-
-def _strides(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
-    """Make the last dimension of tensors contiguous, and return their strides in the other two dimensions."""
-    rows = [x if x.stride(2) == 1 else x.contiguous() for x in tensors]
-    return rows, [x.stride(dim) for x in rows for dim in (0, 1)]
+    tiles = tiling(block_q, max(head_dim, value_dim), itemsize, backward=kernel is _backward_kernel)
+    chunks = -(-block_q // tiles[0])
+    tensors = [x.contiguous() for x in (query, key, value, index, log_weight, order, *others)]
+    sizes = scale, query.shape[1], key.shape[1], block_q, num_blocks, num_keys, chunks
+    with torch.cuda.device_of(query):
+        kernel[(batch_heads * num_blocks * chunks,)](
+            *tensors,
+            *sizes,
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            PADDED_HEAD_DIM=max(16, triton.next_power_of_2(head_dim)),
+            PADDED_VALUE_DIM=max(16, triton.next_power_of_2(value_dim)),
+            BLOCK_M=tiles[0],
+            BLOCK_N=tiles[1],
+            PRECISION="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+            UPCAST=_INTERPRETED and torch.bfloat16 in (key.dtype, value.dtype),
+            num_warps=tiles[2],
+            num_stages=tiles[3],
+            **constants,
+        )
 
 
 def gather_attend(
@@ -302,27 +276,12 @@ def gather_attend(
 
 class _GatherAttend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        index: Tensor,
-        log_weight: Tensor,
-        order: Tensor | None,
-        block_q: int,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        (batch_heads, q_len, _), value_dim = query.shape, value.shape[2]
-        out = value.new_empty(batch_heads, q_len, value_dim)  # (BH, Nq, Dv)
-        lse = torch.empty(batch_heads, q_len, dtype=torch.float32, device=query.device)
-        if not lse.numel():
-            return out, lse
-        grid, sizes, constants = _launch(query, key, value, index, block_q, backward=False)
-        rows, strides = _strides(query, key, value)
-        constants["HAS_ORDER"] = order is not None
-        plan = [index.contiguous(), log_weight.contiguous(), index if order is None else order.contiguous()]
-        with torch.cuda.device_of(query):
-            _forward_kernel[grid](*rows, *plan, out, lse, *strides, scale, q_len, block_q, *sizes, **constants)
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        query, value = given[0], given[2]
+        out = value.new_empty(*query.shape[:2], value.shape[2])  # (BH, Nq, Dv)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        if lse.numel():
+            _launch(_forward_kernel, given, [out, lse])
         return out, lse
 
     @staticmethod
@@ -332,22 +291,16 @@ class _GatherAttend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        (query, key, value, index, log_weight, order, out, lse), block_q = ctx.saved_tensors, ctx.block_q
-        with_log_weight = ctx.needs_input_grad[4]
+        *tensors, out, lse = ctx.saved_tensors
+        (query, key, value, index), with_log_weight = tensors[:4], ctx.needs_input_grad[4]
         grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
-        grad_log_weight = torch.zeros(index.shape if with_log_weight else 0, dtype=torch.float32, device=query.device)
+        grad_key, grad_value, grad_log_weight = (
+            torch.zeros(shape, dtype=torch.float32, device=query.device)
+            for shape in (key.shape, value.shape, index.shape if with_log_weight else 0)
+        )
         if grad_query.numel():
-            grid, sizes, constants = _launch(query, key, value, index, block_q, backward=True)
-            rows, strides = _strides(query, key, value)
-            constants |= {"HAS_ORDER": order is not None, "WITH_LOG_WEIGHT": with_log_weight}
-            plan = [index.contiguous(), log_weight.contiguous(), index if order is None else order.contiguous()]
-            known = [x.contiguous() for x in (out, lse, grad_out, grad_lse)]
-            grads = (grad_query, grad_key, grad_value, grad_log_weight)
-            lengths = (query.shape[1], key.shape[1])
-            with torch.cuda.device_of(query):
-                _backward_kernel[grid](
-                    *rows, *plan, *known, *grads, *strides, ctx.scale, *lengths, block_q, *sizes, **constants
-                )
-        grads_of = (grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype))
-        return *grads_of, None, grad_log_weight if with_log_weight else None, None, None, None
+            grads = [grad_query, grad_key, grad_value, grad_log_weight]
+            others = [out, lse, grad_out, grad_lse, *grads]
+            _launch(_backward_kernel, (*tensors, ctx.block_q, ctx.scale), others, WITH_LOG_WEIGHT=with_log_weight)
+        both = grad_key.to(key.dtype), grad_value.to(value.dtype)
+        return grad_query, *both, None, grad_log_weight if with_log_weight else None, None, None, None

@@ -21,6 +21,7 @@ output is a convex combination of values.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,8 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     CoresetOptions,
     Landmarks,
     Represented,
-    Rows,
     choose_landmarks,
     directions,
-    exact_rows,
     find_near_keys,
     group_queries,
     landmarks_naive,
@@ -43,7 +42,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take, take_both
+from hf_efficient_attn.ops.tokens import constant, integers, slice_size, sliced, take, take_both
 
 # Without the near keys, at least this share of the weights of the landmarks must be left. Less is rounding, and the
 # query attends to its near keys only.
@@ -73,33 +72,22 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
     landmarks, keys, far, probes, heads = _start(query, key, value, options)
     out = far.out
     if heads is not None:
-        tensors = query, key, value, *far, landmarks.key, keys.landmark, keys.key_bias
-        if len(heads) < len(query):
-            some = [x.index_select(0, heads) for x in tensors]
-            out = out.index_copy(0, heads, _with_near_keys(*some, options=options))
-        else:
-            out = _with_near_keys(*tensors, options=options)
+        tensors = [query, key, value, *far, landmarks.key, keys.landmark, keys.key_bias]
+        are_all = len(heads) == len(query)
+        some = _with_near_keys(*(tensors if are_all else [x.index_select(0, heads) for x in tensors]), options=options)
+        out = some if are_all else out.index_copy(0, heads, some)
     return out if probes is None else corrected(query, out, probes)
 
 
-class Start(NamedTuple):
-    """The results before near keys are found.
+def _start(
+    query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions
+) -> tuple[Landmarks, Represented, Partial, "Probes | None", Tensor | None]:
+    """Compute what comes before near keys.
 
-    Attributes:
-        landmarks, keys: the landmarks, and the keys that they represent.
-        far: attention to the landmarks, out (BH, Nq, Dv) and lse (BH, Nq, 1).
-        probes: the probes, or None.
-        heads: int64, the heads with near keys; None if no head has them.
+    Returns:
+        The landmarks; the keys that they represent; attention to the landmarks, out (BH, Nq, Dv) and lse (BH, Nq, 1);
+        the probes, or None; and the heads with near keys, int64, or None if no head has them.
     """
-
-    landmarks: Landmarks
-    keys: Represented
-    far: Partial
-    probes: "Probes | None"
-    heads: Tensor | None
-
-
-def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Start:
     landmarks = choose_landmarks(query, key, options)
     keys = represent(key, value, landmarks)
     tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], keys.bias.view(len(key), 1, 1, -1)
@@ -107,13 +95,13 @@ def _start(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -
     far = Partial(out[:, 0], lse.mT)  # (BH, Nq, Dv), (BH, Nq, 1)
     probes = heads = None
     if options.num_probes:
-        probes = prepare_probes(exact_rows(query, key, value, options))
+        probes = compute_probes(query, key, value, options)
     if options.block_size and options.near_share < 1.0:
         heads = integers(len(key), key.device)
         if probes is not None and options.near_share > 0.0:
             heads = (_missed_share(far.out, probes) > options.near_share).nonzero()[:, 0]
             heads = heads if len(heads) else None
-    return Start(landmarks, keys, far, probes, heads)
+    return landmarks, keys, far, probes, heads
 
 
 class Probes(NamedTuple):
@@ -135,14 +123,26 @@ class Probes(NamedTuple):
     solve: Tensor
 
 
-def prepare_probes(rows: Rows) -> Probes:
-    """Prepare the correction by exact rows."""
-    variance, mean = torch.var_mean(rows.query, 1, keepdim=True, correction=0)  # (BH, 1, D) each
+def compute_probes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: CoresetOptions,
+    bias_of_rows: Callable[[Tensor], Tensor] | None = None,
+) -> Probes:
+    """Compute the exact output of `num_probes` evenly spread queries, and the correction by them.
+
+    `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
+    """
+    position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
+    rows, bias = query.index_select(1, position), None if bias_of_rows is None else bias_of_rows(position)
+    out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
+    variance, mean = torch.var_mean(rows, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
     middle = -mean * size
-    basis = _features(rows.query, size, middle)  # (BH, P, D + 1)
+    basis = _features(rows, size, middle)  # (BH, P, D + 1)
     solve = regularized_solve(torch.bmm(basis.mT, basis), basis.mT, LINEAR_RIDGE)  # (BH, D + 1, P)
-    return Probes(rows.position, rows.out, size, middle, basis, solve)
+    return Probes(position, out, size, middle, basis, solve)
 
 
 def _features(query: Tensor, size: Tensor, middle: Tensor) -> Tensor:
@@ -254,19 +254,17 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
     with torch.no_grad():
         q, k, v = (x.to(dtype) for x in (query, key, value))
         k = k - k.mean(1, keepdim=True)
-        start = _start(q, k, v, options)
+        landmarks, represented, _, _, with_near = _start(q, k, v, options)
         near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)
-        for head in [] if start.heads is None else start.heads.tolist():
+        for head in [] if with_near is None else with_near.tolist():
             own = q[head, None], k[head, None]
             groups = group_queries(own[0] @ directions(own[1]), options.num_groups)
             means = take(own[0], groups.query).mean(2)
             keys = find_near_keys(means, own[1], options.block_size, options.scale)[0]
             group = groups.slot[0] // groups.query.shape[2]
             near[head] = near[head].scatter(1, keys[group], True)
-    heads = zip(
-        query.double(), key.double(), value.double(), start.landmarks.choice, start.keys.landmark, near, strict=True
-    )
-    return torch.stack([_naive_head(head[:3], head[3:], options) for head in heads])
+    tensors = query.double(), key.double(), value.double(), landmarks.choice, represented.landmark, near
+    return torch.stack([_naive_head(head[:3], head[3:], options) for head in zip(*tensors, strict=True)])
 
 
 def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: CoresetOptions) -> Tensor:

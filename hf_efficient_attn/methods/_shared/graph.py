@@ -88,10 +88,6 @@ def _autograd() -> Iterator[None]:
         yield
 
 
-def _leaves(tensors: list[Tensor]) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in tensors]
-
-
 @torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
 def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_grad: bool) -> Tensor:
     """Compute attention (B, H, Nq, Dv) of a method."""
@@ -99,7 +95,7 @@ def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_gra
         out = _run(tensors, others, text).contiguous()
         return out.clone() if any(out.data_ptr() == x.data_ptr() for x in tensors) else out
     with _autograd():  # use the form of a call with a gradient
-        return _run(_leaves(tensors), others, text).detach().contiguous()
+        return _run([x.detach().requires_grad_() for x in tensors], others, text).detach().contiguous()
 
 
 @_attention.register_fake
@@ -111,7 +107,7 @@ def _(tensors: list[Tensor], *_: object) -> Tensor:
 def _attention_backward(grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str) -> list[Tensor]:
     """Compute the gradients of the tensors."""
     with _autograd():
-        leaves = _leaves(tensors)
+        leaves = [x.detach().requires_grad_() for x in tensors]
         out = _run(leaves, others, text)
         grads = torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
     return [x.contiguous() for x in grads]

@@ -11,7 +11,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention, exact_decode
-from hf_efficient_attn.ops.tokens import integers, move_valid_first, restore_order, take, valid_first
+from hf_efficient_attn.ops.tokens import integers, inverse, take, valid_first
 
 
 def by_heads(
@@ -42,9 +42,13 @@ def by_heads(
     shape, (query, key, value, mask) = query.shape, _flatten(query, key, value, options.key_mask)
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
-    query, key, value, order = move_valid_first(query, key, value, mask)  # order (BH, N)
-    out = form(query, key, value).to(value.dtype)
-    return unflatten_heads(restore_order(out, order, mask), shape)
+    if mask is None:
+        return unflatten_heads(form(query, key, value).to(value.dtype), shape)
+    order, masked = valid_first(mask), ~mask[:, :, None]  # (BH, N), (BH, N, 1)
+    # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
+    query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))
+    out = take(form(query, key, value).to(value.dtype), inverse(order))
+    return unflatten_heads(out.masked_fill(masked, 0.0), shape)
 
 
 def without_padding(
@@ -54,12 +58,13 @@ def without_padding(
     value: Tensor,
     options: AttentionOptions,
     exact_length: int = 0,
+    query_mask: Tensor | None = None,
 ) -> Tensor:
     """Call a form, as `by_heads` does, once for all sequences with the same number of valid tokens; 0 for padding.
 
-    So masked tokens take no part, and a sequence has the same output in every batch. The mask of the keys is also the
-    mask of the queries if there are as many. The form need not compute sequences of up to `exact_length` keys. With a
-    bias by distance it gets a `Bias` as well.
+    So masked tokens take no part, and a sequence has the same output in every batch. Without `query_mask`, bool
+    (B, Nq), the mask of the keys is also the mask of the queries if there are as many. The form need not compute
+    sequences of up to `exact_length` keys. With a bias by distance it gets a `Bias` as well.
     """
     table = options.distance_bias
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
@@ -76,22 +81,26 @@ def without_padding(
         if table is not None:
             positions = (integers(x.shape[1], x.device)[None] for x in (query, key))
             bias.append(Bias(table.repeat(len(query) // len(table), 1), *positions))
-        if mask is None:
+        if mask is None and query_mask is None:
             return form_of_length(query, key, value, *bias)
-        out, counts = value.new_zeros(*query.shape[:2], value.shape[2]), mask.sum(1)
-        if not bool(counts.any()):
+        valid = torch.ones_like(key[..., 0], dtype=torch.bool) if mask is None else mask  # (BH, Nk)
+        valid_query = valid if query.shape[1] == key.shape[1] else torch.ones_like(query[..., 0], dtype=torch.bool)
+        if query_mask is not None:
+            valid_query = query_mask.repeat_interleave(len(query) // len(query_mask), 0)  # (BH, Nq)
+        counts = torch.stack((valid_query.sum(1), valid.sum(1)), 1)  # (BH, 2)
+        found = counts.unique(dim=0).tolist()
+        if found == [[query.shape[1], key.shape[1]]]:
+            return form_of_length(query, key, value, *bias)
+        out = value.new_zeros(*query.shape[:2], value.shape[2])
+        if all(0 in count for count in found):
             return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
-        for count in filter(None, counts.unique().tolist()):
-            some = (counts == count).nonzero()[:, 0]
-            order = valid_first(mask[some])[:, :count]  # (some, count)
-            own: list[Any] = [take(x[some], order) for x in (key, value)]  # (some, count, .)
-            is_square = query.shape[1] == key.shape[1]
-            if bias:
-                own.append(Bias(bias[0].table[some], order if is_square else bias[0].query_position, order))
-            if is_square:
-                out = out.index_put((some[:, None], order), form_of_length(take(query[some], order), *own))
-            else:
-                out = out.index_put((some,), form_of_length(query[some], *own))
+        for count in found:
+            if 0 not in count:
+                some = (counts == counts.new_tensor(count)).all(1).nonzero()[:, 0]
+                orders = [valid_first(x[some])[:, :n] for x, n in zip((valid_query, valid), count, strict=True)]
+                own: list[Any] = [take(x[some], orders[i]) for i, x in ((0, query), (1, key), (1, value))]
+                own += [Bias(one.table[some], *orders) for one in bias]
+                out = out.index_put((some[:, None], orders[0]), form_of_length(*own))
         return out
 
     return by_heads(of_all_lengths, query, key, value, options, exact_length)

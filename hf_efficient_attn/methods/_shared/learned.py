@@ -22,10 +22,8 @@ def parameter_shapes(
     return {name: x.shape for name, x in unrecorded(initial).items()}
 
 
-@on_register
-def _forget(name: str) -> None:
-    """Forget all shapes: a method that is registered again may learn other parameters."""
-    parameter_shapes.cache_clear()
+# A method that is registered again may learn other parameters.
+on_register(lambda name: parameter_shapes.cache_clear())
 
 
 def learns(config: MethodConfig) -> bool:

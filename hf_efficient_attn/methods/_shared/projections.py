@@ -22,19 +22,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.attend import sum_dtype
 from hf_efficient_attn.ops.projections import (
-    NAMES,
-    STARTS_FROM,
     contract_hidden_states,
     contractions,
     naive_contraction,
     projected_key_mask,
-    projection_tables,
     start_tables,
 )
+
+# Names of the tables of keys and of values as learned parameters.
+NAMES = ("key_projection", "value_projection")
+# If a checkpoint shares one table, the table of the keys also becomes the table of the values.
+STARTS_FROM = {NAMES[1]: NAMES[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +74,30 @@ class ProjectionConfig(MethodConfig):
 def initial_parameters(config: ProjectionConfig, *, max_length: int, **_: int) -> dict[str, Tensor]:
     """Make `key_projection` (P, M) and, unless it is shared, `value_projection` (P, M)."""
     streams = config.streams if config.share == "none" else config.streams[:1]
-    return start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
+    own = start_tables(config.projection_dim, config.max_length or max_length, config.init, config.seed, streams)
+    return dict(zip(NAMES, own, strict=False))
 
 
 def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> list[Tensor]:
-    """Return the tables (P, M) of keys and of values for `kv_len` tokens, the same one if only the first is given."""
-    return projection_tables(config.method, config.projection_dim, kv_len, dict(options.parameters))
+    """Return the tables (P, M) of keys and of values for `kv_len` tokens, the same one if only the first is given.
+
+    Raises:
+        UnsupportedAttentionError: a table has another shape, or M is less than `kv_len`.
+    """
+    first = options.parameters[NAMES[0]]
+    both = {NAMES[0]: first, NAMES[1]: options.parameters.get(NAMES[1], first)}
+    for name, table in both.items():
+        if table.ndim != 2 or table.shape[0] != config.projection_dim:
+            raise UnsupportedAttentionError(
+                f"{config.method}: {name} {tuple(table.shape)} does not suit projection_dim={config.projection_dim}; "
+                "give a tensor (projection_dim, max_length)"
+            )
+        if table.shape[1] < kv_len:
+            raise UnsupportedAttentionError(
+                f"{config.method}: {kv_len} keys are more than the {table.shape[1]} that {name} has columns for; make "
+                f"the tables with max_length={kv_len} or more, or cut the input"
+            )
+    return list(both.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,29 +129,30 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     options: AttentionOptions,
-    query_mask: Tensor | None,
+    kv_len: int,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Call a form of the kernel's method, with masks of the queries (B, Nq) and of the contracted keys (B, P)."""
-    parameters = {name: x for name, x in options.parameters.items() if name not in NAMES}
+    """Call a form of the kernel's method.
+
+    `options` has the mask of `kv_len` tokens, which also masks as many queries, as in self-attention. `key_mask` (B, P)
+    masks contracted keys.
+    """
+    parameters, masks = {name: x for name, x in options.parameters.items() if name not in NAMES}, []
+    if config.averages_queries:
+        is_masked = options.key_mask is not None and query.shape[2] == kv_len
+        masks.append(options.key_mask if is_masked else torch.ones_like(query[:, 0, :, 0], dtype=torch.bool))
     options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
-    more = (query_mask,) if config.averages_queries else ()
-    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *more)
+    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *masks)
     return out
-
-
-def _query_mask(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor | None:
-    """Return the key mask (B, Nk) as the mask of the queries if there are as many, as in self-attention, else None."""
-    return options.key_mask if query.shape[2] == key.shape[2] else None
 
 
 def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    kv_len, mask = key.shape[2], _query_mask(query, key, options)
+    kv_len = key.shape[2]
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
     # (B, H, P, .), mask (B, P)
     keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, key.shape[0])
-    return _attend(config, "forward", query, keys, values, options, mask, key_mask).to(value.dtype)
+    return _attend(config, "forward", query, keys, values, options, kv_len, key_mask).to(value.dtype)
 
 
 def forward_hidden_states(
@@ -155,23 +177,22 @@ def forward_hidden_states(
     Returns:
         (B, H, N, D) in the dtype of `query`.
     """
-    device, kv_len = query.device.type, hidden_states.shape[1]
-    with torch.autocast(device, enabled=False):
+    kv_len = hidden_states.shape[1]
+    with torch.autocast(query.device.type, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
-    with torch.autocast(device, enabled=False):
-        out = _attend(config, "forward", query, keys, values, options, options.key_mask, key_mask)
-        return out.to(query.dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        return _attend(config, "forward", query, keys, values, options, kv_len, key_mask).to(query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, by the kernel's readable form."""
-    masks, outs = _query_mask(query, key, options), []
-    contracted = naive_contraction(tables(config, key.shape[2], options), key, value, options.key_mask)
-    for b, (keys, values) in enumerate(contracted):
-        own, mask = query[b : b + 1].double(), None if masks is None else masks[b : b + 1]
-        outs.append(_attend(config, "naive", own, keys[None], values[None], options, mask))
+    kv_len, mask, outs = key.shape[2], options.key_mask, []
+    for b, (keys, values) in enumerate(naive_contraction(tables(config, kv_len, options), key, value, mask)):
+        given = options._replace(key_mask=None if mask is None else mask[b : b + 1])
+        own = query[b : b + 1].double(), keys[None], values[None]
+        outs.append(_attend(config, "naive", *own, given, kv_len))
     return torch.cat(outs).to(value.dtype)
 
 

@@ -165,11 +165,7 @@ def _sized(initial_parameters: Callable[..., dict[str, Tensor]]) -> Callable[...
 
 
 def _check(
-    config_class: type[MethodConfig],
-    forward: object,
-    naive: object,
-    initial_parameters: object,
-    recurrence: object,
+    config_class: type[MethodConfig], forward: object, naive: object, initial_parameters: object, recurrence: object
 ) -> None:
     """Check for errors that would otherwise appear when the new method is used."""
     if not (isinstance(config_class, type) and issubclass(config_class, MethodConfig)):
