@@ -1,4 +1,4 @@
-"""Every check of a promise fails on a method, or with a package, that breaks the promise."""
+"""Every check of a promise fails on a method that breaks the promise."""
 
 import pytest
 from hypothesis import Phase
@@ -6,10 +6,9 @@ from hypothesis import Phase
 import broken_methods as bad
 import promises
 from attack_cases import PROMISES, attack
-from hf_efficient_attn.methods._shared import call
 from instances import FIRST
 
-# Methods that break each promise. What is not here is done by the package: `test_finds_what_the_package_breaks`.
+# Methods that break each promise. The package keeps the state.
 BROKEN = {
     "shapes": ["needs_even_lengths"],
     "exact": ["never_converges"],
@@ -31,7 +30,6 @@ BROKEN = {
     "whole_budget": ["stops_short", "never_converges"],
     "largest_tensor": ["builds_all_pairs"],
 }
-BY_THE_PACKAGE = ["state", "refused"]
 
 
 def check_found(name: str, row, cases: int) -> None:
@@ -41,7 +39,7 @@ def check_found(name: str, row, cases: int) -> None:
 
 
 def test_every_promise_has_something_that_breaks_it():
-    assert sorted([*BROKEN, *BY_THE_PACKAGE]) == sorted(PROMISES)
+    assert sorted([*BROKEN, "state"]) == sorted(PROMISES)
 
 
 @pytest.mark.parametrize(("name", "form"), [(name, form) for name, forms in BROKEN.items() for form in forms])
@@ -56,15 +54,14 @@ def test_a_correct_method_breaks_no_promise(name):
         attack(name, row, 8)
 
 
-@pytest.mark.parametrize("name", BY_THE_PACKAGE)
-def test_finds_what_the_package_breaks(name, monkeypatch):
+def test_finds_a_forgotten_state(monkeypatch):
+    with_state = promises.attention_with_state
+
     def forgetting(config, state, *tensors, **options):
         return with_state(config, None, *tensors, **options)
 
-    with_state = promises.attention_with_state
     monkeypatch.setattr(promises, "attention_with_state", forgetting)
-    monkeypatch.setattr(call, "check_call", lambda *_: None)
-    check_found(name, FIRST["linear"], 8)
+    check_found("state", FIRST["linear"], 8)
 
 
 def test_a_seed_without_an_effect_is_noticed():
