@@ -413,6 +413,21 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
     return mask
 
 
+# The heads of calls with learned parameters, which share key heads.
+HEADS, KV_HEADS = 4, 2
+
+
+def parameters_of(config: Any, value: Tensor, num_kv_heads: int = KV_HEADS) -> dict[str, Tensor]:
+    """Learned parameters by name, which differ between the heads: initial values plus noise."""
+    sizes = {"head_dim": 8, "value_dim": 8, "max_length": value.shape[2]}
+    start = registry.get_method(config.method).initial_parameters(
+        config, num_heads=HEADS, num_kv_heads=num_kv_heads, **sizes
+    )
+    return {
+        k: x + 0.3 * numbers(*x.shape, seed=3, dtype=x.dtype) * x.abs().mean().clamp(min=0.1) for k, x in start.items()
+    }
+
+
 def relative_error(approximate: Tensor, exact: Tensor) -> float:
     """The Frobenius norm of the difference divided by that of the exact result."""
     return ((approximate - exact).double().norm() / exact.double().norm()).item()

@@ -8,8 +8,7 @@ from torch.export import Dim
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import methods_with
-from instances import FIRST, INSTANCES, inputs, padding_mask
-from test_heads import HEADS, parameters_of
+from instances import FIRST, HEADS, INSTANCES, inputs, padding_mask, parameters_of
 from tiny_models import tiny_batch, tiny_model
 
 # ONNX has no Cholesky decomposition, and no sort of the tokens that the convolution needs.

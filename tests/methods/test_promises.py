@@ -16,8 +16,20 @@ import promises
 from attack_cases import PROMISES, attack
 from each import each_form
 from hf_efficient_attn.methods import learns
-from instances import AT_LENGTH, DEFAULTS, FIRST, INSTANCES, VARIANTS, Instance, forms, inputs, padding_mask
-from test_heads import HEADS, KV_HEADS, parameters_of
+from instances import (
+    AT_LENGTH,
+    DEFAULTS,
+    FIRST,
+    HEADS,
+    INSTANCES,
+    KV_HEADS,
+    VARIANTS,
+    Instance,
+    forms,
+    inputs,
+    padding_mask,
+    parameters_of,
+)
 
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
 EVERY = [*forms(), *((variant, False) for variant in VARIANTS)]

@@ -9,8 +9,7 @@ import torch.distributed as dist
 import processes
 from hf_efficient_attn.methods import attention, sharded_attention
 from hf_efficient_attn.ops.shards import Shards
-from instances import INSTANCES, inputs
-from test_heads import parameters_of
+from instances import INSTANCES, inputs, parameters_of
 
 HEADS, BATCH = 4, 2
 LENGTHS = {2: (41, 34), 4: (20, 19, 7, 29)}
