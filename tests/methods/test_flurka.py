@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from linformer.linformer import LinformerSelfAttention
 from torch.nn.functional import elu, scaled_dot_product_attention
 
 import hf_efficient_attn as hea
@@ -174,34 +173,6 @@ def test_input_shorter_than_the_tables(length):
     expected = part * (table.norm() / part.norm()) @ value
     out = linformer(query, key, value, projection_dim=1, key_projection=table)
     close(out, expected.expand_as(out))
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("length", [64, 40])
-def test_linformer_package(length, share):
-    """The `linformer` package with the same weights.
-
-    With shared tables that package also uses the keys as values. For shorter input it does not rescale the projections.
-    """
-    torch.manual_seed(0)
-    size = NUM_HEADS * HEAD_DIM
-    layer = LinformerSelfAttention(size, 64, k=12, heads=NUM_HEADS, share_kv=share).double().eval()
-    layer.to_out = torch.nn.Identity()
-    hidden_states = 3.0 * numbers(2, length, size, seed=1)
-    with torch.no_grad():
-        theirs = layer(hidden_states)
-        query, key, value = (
-            f(hidden_states).unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
-            for f in (layer.to_q, layer.to_k, layer.to_k if share else layer.to_v)
-        )
-        # Tables as long as the input are not rescaled.
-        learned = {"key_projection": layer.proj_k[:length].t()}
-        if not share:
-            learned["value_projection"] = layer.proj_v[:length].t()
-        options = {"projection_dim": 12, "share": "kv" if share else "none"}
-        ours = linformer(query, key, value, **options, **learned).transpose(1, 2).flatten(2)
-    close(ours, theirs)
-    assert differs(ours.mean(1, keepdim=True).expand_as(ours), ours, 0.1)
 
 
 # --- models, which contract their hidden states before the projections to keys and values ---

@@ -1,10 +1,8 @@
-"""Reformer: the formulas of the paper in float64, other implementations, and shared queries and keys."""
+"""Reformer: the formulas of the paper in float64, and shared queries and keys."""
 
 import pytest
 import torch
 from torch.nn.functional import normalize
-from transformers import ReformerConfig as TheirConfig
-from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 from each import close
@@ -122,52 +120,6 @@ def test_a_shift_of_all_keys_has_no_effect():
         ours = hea.functional.reformer_attention(query, key, value, **options)
         shifted = hea.functional.reformer_attention(query, key + 20.0, value, **options)
         close(shifted, ours)
-
-
-# Reformer of Transformers. Its chunks attend to themselves and to chunks before and after, in a circle.
-
-
-def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> Rounds:
-    """The plan in which each chunk attends to itself, `before` chunks before it and `after` chunks after it."""
-    largest = torch.iinfo(codes.dtype).max
-    order = (codes if mask is None else codes.masked_fill(~mask[:, None], largest)).argsort(dim=-1, stable=True)
-    chunks = codes.shape[2] // size
-    span = (1 + before + after) * size
-    start = ((torch.arange(chunks) - before) * size).clamp(0, codes.shape[2] - span)
-    count = None if mask is None else mask.sum(1, keepdim=True)
-    return Rounds(order, order, start.expand(*codes.shape[:2], -1), size, span, count)
-
-
-def split(x):
-    return x.unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2)
-
-
-@pytest.mark.parametrize("padding", [0, 21])
-@pytest.mark.parametrize(("before", "after"), [(1, 0), (1, 1), (0, 0)])
-def test_lsh_attention_of_transformers(before, after, padding):
-    """One round with our buckets (it counts pairs of several rounds more than once). Its keys are already scaled."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": NUM_HEADS * HEAD_DIM, "num_attention_heads": NUM_HEADS, "attention_head_size": HEAD_DIM}
-    chunks = {"lsh_attn_chunk_length": 8, "lsh_num_chunks_before": before, "lsh_num_chunks_after": after}
-    layer = LSHSelfAttention(TheirConfig(**sizes, **chunks, num_buckets=[4, 6], is_decoder=False), 0).double().eval()
-    hidden = 3.0 * numbers(2, 96, NUM_HEADS * HEAD_DIM, seed=1)
-    key_mask = torch.ones(2, 96, dtype=torch.bool)
-    key_mask[1, 96 - padding :] = False
-    query, value = flat(split(layer.query_key(hidden)), split(layer.value(hidden)))
-    mask = key_mask.repeat_interleave(NUM_HEADS, 0) if padding else None
-    codes = bucket_codes(query, numbers(3, 1, 2, HEAD_DIM, seed=2), torch.tensor([[2, 3]]))
-    plan = chunk_plan(codes, mask, 8, before, after)
-    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=1.0)
-    # Its padding has its own bucket, after all others.
-    codes = codes if mask is None else codes.masked_fill(~mask[:, None], 24)
-    with torch.no_grad():
-        theirs = layer(hidden, attention_mask=key_mask, buckets=codes.view(2, NUM_HEADS, 96))[0]
-    # Queries whose chunks have all neighbours, so that the circle has no effect.
-    chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.block_q
-    inner = ((chunk >= before) & (chunk < plan.start.shape[2] - after)).all(1) | (before + after == 0)
-    inner = inner & key_mask.repeat_interleave(NUM_HEADS, 0)
-    assert inner.float().mean() > 0.6
-    close(ours[inner], split(theirs).flatten(0, 1)[inner], 1e-5)
 
 
 def test_shared_queries_ignore_the_given_keys_and_their_own_token():
