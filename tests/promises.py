@@ -109,12 +109,12 @@ def check_arguments(instance: Instance, is_causal: bool, padding: str = "none", 
 # 2. Padding.
 
 
-@Promise(
-    lambda d: d.shape(
-        padding=d.choice(*PADDINGS), dtype=d.choice(torch.float32, torch.float64), content=d.any_content()
-    ),
-    share=2.0,
-)
+def _masked(d: Draw) -> dict[str, Any]:
+    dtype = d.choice(torch.float32, torch.float64, torch.bfloat16)
+    return d.shape(padding=d.choice(*PADDINGS), dtype=dtype, content=d.any_content())
+
+
+@Promise(_masked, share=2.0)
 def check_masked_keys(instance: Instance, is_causal: bool, padding: str = "holes", **shape: Any) -> None:
     """The outputs at valid queries are the same bit for bit, whatever the masked keys and values contain."""
     (query, key, value), key_mask = drawn(padding, **{"dtype": torch.float32, **shape})
@@ -129,7 +129,7 @@ def check_masked_keys(instance: Instance, is_causal: bool, padding: str = "holes
         assert torch.equal(out[valid], clean[valid]), f"{garbage} in masked keys changes the output"
 
 
-@Promise(lambda d: d.shape(batch=d.choice(1, 2)))
+@Promise(lambda d: d.shape(batch=d.choice(1, 2), dtype=d.choice(torch.float32, torch.bfloat16)))
 def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) -> None:
     """NaN in masked keys and values reaches no gradient, and their own gradient is 0."""
     query, key, value = inputs(**{"batch": 2, "q_len": 70, **shape})
@@ -147,7 +147,7 @@ def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) ->
         assert torch.equal(masked, torch.zeros_like(masked))
 
 
-@Promise(lambda d: {"is_causal": d.is_causal, "length": d.length(2), **d.heads(content="normal")})
+@Promise(lambda d: {"is_causal": d.is_causal, "length": d.length(2), **d.heads(content="normal", dtype=d.dtype())})
 def check_empty_queries(instance: Instance, is_causal: bool, length: int = 90, **shape: Any) -> None:
     """If all keys of a query are masked or in the future, its output is 0 and all gradients are finite."""
     leaves = [x.requires_grad_() for x in inputs(**{"batch": 2, "q_len": length, **shape})]
@@ -186,11 +186,12 @@ def check_padding(
 # 3. The future.
 
 
-@Promise(
-    lambda d: {**d.length_and_cut(), **d.heads(padding=d.padding(), content=d.any_content())},
-    share=2.0,
-    applies=_is_causal,
-)
+def _any_tokens(d: Draw) -> dict[str, Any]:
+    dtype = d.choice(torch.float32, torch.bfloat16)
+    return {**d.length_and_cut(), **d.heads(padding=d.padding(), content=d.any_content(), dtype=dtype)}
+
+
+@Promise(_any_tokens, share=2.0, applies=_is_causal)
 def check_future(instance: Instance, length: int, cut: int, padding: str = "none", seed: int = 0, **shape: Any) -> None:
     """If all tokens from the cut on and their mask are replaced, the outputs before it are the same bit for bit."""
     # The fused kernel is used if value_dim equals head_dim, and the package's own kernel otherwise.

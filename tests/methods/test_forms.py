@@ -1,7 +1,4 @@
-"""The promises in bfloat16 on the CPU, and with slices of other sizes.
-
-`test_promises.py` checks the forms with slices for the CPU and products in the dtype of the inputs.
-"""
+"""Results in bfloat16 on the CPU, and with slices of other sizes than those of the CPU."""
 
 import dataclasses
 
@@ -9,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import promises
 from each import each_form
 from hf_efficient_attn.ops import attend, tokens
 from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
@@ -56,36 +52,12 @@ def test_the_size_of_a_slice_changes_rounding_only(instance, is_causal, monkeypa
     check_close(*found, 1e-9)
 
 
-@pytest.fixture
-def _half_products(monkeypatch):
+@pytest.fixture(autouse=True)
+def half_products(monkeypatch):
     """Products in bfloat16 on the CPU whatever the processor."""
     monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", True)
 
 
-half_products = pytest.mark.usefixtures("_half_products")
-
-
-@half_products
-@each_form
-def test_promises_in_the_bfloat16_form(instance, is_causal):
-    """The promises that hold in any rounding."""
-    dtype = torch.bfloat16
-    for shape, padding in ((ODD, "empty"), (EVEN, "left")):
-        promises.check_shapes(instance, is_causal, padding, **shape, dtype=dtype)
-    promises.check_masked_keys(instance, is_causal, "holes", **ODD, dtype=dtype)
-    promises.check_masked_gradients(instance, is_causal, dtype=dtype)
-    promises.check_empty_queries(instance, is_causal, dtype=dtype)
-    if is_causal:
-        for cut in (40, 129):
-            promises.check_future(instance, 150, cut, "left", seed=cut, dtype=dtype)
-    # The rounding of products depends on their shapes.
-    promises.check_batch(instance, is_causal, "right", 0.03, **EVEN, dtype=dtype)
-    promises.check_seeds(instance, is_causal, dtype=dtype)
-    promises.check_finite(instance, is_causal, dtype, 1e4, autocast=False)
-    promises.check_sums(instance, is_causal, dtype, q_len=300)
-
-
-@half_products
 @each_form
 def test_the_bfloat16_form_is_close_to_float64(instance, is_causal):
     for shape in (ODD, EVEN):
@@ -102,7 +74,6 @@ def cast(instance: Instance) -> Instance:
     return dataclasses.replace(instance, hyperparameters={**instance.hyperparameters, "compute_dtype": "bfloat16"})
 
 
-@half_products
 @each_form
 def test_compute_dtype_is_a_call_with_bfloat16(instance, is_causal):
     """Bit for bit, with a mask and shared keys; the output and the gradients are float32."""
@@ -114,7 +85,6 @@ def test_compute_dtype_is_a_call_with_bfloat16(instance, is_causal):
     check_close(ours, other, 0.01)
 
 
-@half_products
 def test_dtype_of_products(monkeypatch):
     half, single, double = torch.bfloat16, torch.float32, torch.float64
     x = torch.ones(2)

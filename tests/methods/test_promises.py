@@ -16,6 +16,7 @@ import promises
 from attack_cases import PROMISES, attack
 from each import each_form
 from hf_efficient_attn.methods import learns
+from hf_efficient_attn.ops import attend
 from instances import (
     AT_LENGTH,
     DEFAULTS,
@@ -30,6 +31,13 @@ from instances import (
     padding_mask,
     parameters_of,
 )
+
+
+@pytest.fixture(autouse=True)
+def half_products(monkeypatch):
+    """Products of bfloat16 inputs are computed in bfloat16 whatever the processor."""
+    monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", True)
+
 
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
 EVERY = [*forms(), *((variant, False) for variant in VARIANTS)]
