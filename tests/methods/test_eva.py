@@ -31,11 +31,10 @@ def estimate(query, key, value, scale: float, noise=None, maps=None):
     return sum(key) / len(key), sum(x * v for x, v in zip(xi, value, strict=True)) / sum(xi)
 
 
-def paper(query, key, value, scale: float, near, chunks, noises=None, queries_of=slice, maps=None):
+def paper(query, key, value, scale: float, near, chunks, noises=None, maps=None):
     """The output of one head's queries by the paper's sums.
 
-    near(i) is the set E of query i, chunks(i) the list of its chunks as (start, stop), and queries_of(start, stop)
-    selects the queries of a chunk.
+    near(i) is the set E of query i, and chunks(i) the list of its chunks as (start, stop).
     """
     outs = []
     for i, q in enumerate(query):
@@ -45,16 +44,11 @@ def paper(query, key, value, scale: float, near, chunks, noises=None, queries_of
             numerator, denominator = numerator + weight * value[m], denominator + weight
         for start, stop in chunks(i):
             chunk, noise = slice(start, stop), None if noises is None else noises[start, stop]
-            mean, beta = estimate(query[queries_of(start, stop)], key[chunk], value[chunk], scale, noise, maps)
+            mean, beta = estimate(query[chunk], key[chunk], value[chunk], scale, noise, maps)
             weight = (stop - start) * math.exp(scale * q @ mean)
             numerator, denominator = numerator + weight * beta, denominator + weight
         outs.append(numerator / denominator)
     return torch.stack(outs)
-
-
-def window_of(window: int, count: int):
-    """The set E in the bidirectional form: i -> the keys of the window that holds position i."""
-    return lambda i: range(i // window * window, min(count, (i // window + 1) * window))
 
 
 # (number of keys, window_size, num_landmarks, chunks of query i)
@@ -84,7 +78,11 @@ def test_output_is_that_of_the_papers_sums(case):
     count, window, landmarks, chunks = CASES[case]
     tensors = inputs(batch=2, q_len=count, head_dim=6, value_dim=5, dtype=torch.float64)
     config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, proposal="learned", seed=5)
-    near, learned = window_of(window, count), maps(num_heads=2)
+    learned = maps(num_heads=2)
+
+    def near(i):
+        """The keys of the window that holds position i."""
+        return range(i // window * window, min(count, (i // window + 1) * window))
 
     def check(ours, **proposal):
         for b, head in ((0, 0), (0, 1), (1, 1)):
@@ -115,36 +113,6 @@ def test_maps_of_a_wrong_shape_are_refused():
                 hea.attention("eva", *tensors, proposal="learned", **{name: wrong})
     with pytest.raises(hea.UnsupportedAttentionError, match=r"does not match .*proposal='normal'"):
         hea.attention("eva", *tensors, **maps(num_heads=2))
-
-
-@pytest.mark.parametrize("queries", [1, 5, 29, 100])
-@pytest.mark.parametrize("case", CASES)
-def test_queries_and_keys_of_different_tokens(case, queries):
-    """Query i of m uses the window at position i n / m, and a chunk's queries are those whose share overlaps it."""
-    count, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(q_len=queries, kv_len=count, head_dim=6, value_dim=5, dtype=torch.float64)
-    config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, **MEAN)
-    ours = hea.attention(config, query, key, value, scale=0.7)
-    # With every second key masked, the windows have different numbers of queries.
-    mask = torch.arange(2 * count) % 2 == 0
-    padded = [torch.full((1, 2, 2 * count, x.shape[3]), 3.0, dtype=torch.float64) for x in (key, value)]
-    for with_padding, x in zip(padded, (key, value), strict=True):
-        with_padding[:, :, mask] = x
-    masked = hea.attention(config, query, *padded, attention_mask=mask[None], scale=0.7)
-    position = [math.floor(i * count / queries) for i in range(queries)]
-    for head in range(2):
-        theirs = paper(
-            *(x[0, head] for x in (query, key, value)),
-            0.7,
-            lambda i: window_of(window, count)(position[i]),
-            lambda i: chunks(position[i]),
-            queries_of=lambda start, stop: [
-                i for i in range(queries) if i * count < stop * queries and (i + 1) * count > start * queries
-            ],
-        )
-        for out in (ours, masked):
-            close(out[0, head], theirs, 1e-10)
-    assert differs(ours, scaled_dot_product_attention(query, key, value, scale=0.7), 0.01)
 
 
 def test_causal_form_by_hand():

@@ -1,4 +1,4 @@
-"""The Nystromformer: landmarks, pseudo-inverses, and the convolution."""
+"""The Nystromformer: pseudo-inverses and the convolution."""
 
 import pytest
 import torch
@@ -7,31 +7,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.methods import get_method
-from hf_efficient_attn.ops.landmarks import (
-    DAMPING,
-    damped_solve,
-    find_segments,
-    iterative_pinv,
-    segment_sums,
-)
+from hf_efficient_attn.ops.landmarks import DAMPING, damped_solve, iterative_pinv
 from instances import inputs, numbers, relative_error
 
 nystromformer = hea.functional.nystromformer_attention
-
-
-# --- landmarks ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("length", "count"), [(1, 1), (12, 4), (13, 4), (15, 4), (3, 7), (7, 7), (1, 5), (40, 1)])
-def test_segment_sums_against_a_loop(length, count, dtype):
-    x = numbers(2, 3, length, 3, dtype=dtype)
-    segments = find_segments(None, length, slice(0, length), count, x.device)
-    ours = segment_sums(x, segments)
-    assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    parts = x.to(ours.dtype).tensor_split(count, 2)
-    assert segments.sizes.tolist() == [[p.shape[2] for p in parts]]
-    close(ours, torch.stack([p.sum(2) for p in parts], 2), 1e-12 if dtype == torch.float64 else 1e-5)
 
 
 # --- pseudo-inverses ---
@@ -45,16 +24,13 @@ def test_iteration_converges_to_the_pseudo_inverse():
         errors = [relative_error(iterative_pinv(matrix, steps), exact) for steps in (2, 6, 10, 40)]
         assert errors[-1] < 1e-8
         assert count < 3 or errors[0] > errors[1] > errors[2] > errors[3]
-    matrix = torch.zeros(2, 9, 7, dtype=torch.float64)
-    matrix[:, :5, :4] = (3.0 * numbers(2, 5, 4)).softmax(-1)
+    matrix = torch.zeros(2, 9, 7, dtype=torch.float64, requires_grad=True)
+    iterative_pinv(matrix, 6).sum().backward()
+    assert matrix.grad.isfinite().all()
+    matrix.data[:, :5, :4] = (3.0 * numbers(2, 5, 4)).softmax(-1)
     ours = iterative_pinv(matrix, 30)
     close(ours, torch.linalg.pinv(matrix), 1e-8)
-    close(ours[:, :4, :5], iterative_pinv(matrix[:, :5, :4], 30), 1e-12)
-    assert torch.equal(ours[:, 4:], torch.zeros_like(ours[:, 4:]))
-    assert torch.autograd.gradcheck(lambda x: iterative_pinv(x, 4), numbers(3, 4, 6).abs().requires_grad_())
-    leaf = torch.zeros(1, 3, 3, dtype=torch.float64, requires_grad=True)
-    iterative_pinv(leaf, 6).sum().backward()
-    assert leaf.grad.isfinite().all()
+    assert not ours[:, 4:].any()
 
 
 @pytest.mark.parametrize("rank", [1, 5, 8])
@@ -117,12 +93,6 @@ def test_convolution_by_hand():
     kernel = torch.tensor([[1.0, 10.0, 100.0]])
     ours = nystromformer(zeros, zeros, value, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2)
     assert ours.flatten().tolist() == pytest.approx([3 + 210, 3 + 321, 3 + 632, 3 + 63])
-    mask = torch.tensor([[True, False, True, True]])
-    ours = nystromformer(
-        zeros, zeros, value, attention_mask=mask, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2
-    )
-    mean = 10 / 3
-    assert ours[0, 0, mask[0], 0].tolist() == pytest.approx([mean + 310, mean + 631, mean + 63])
 
 
 def test_initial_kernels():
