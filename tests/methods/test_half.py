@@ -13,23 +13,20 @@ from recipes.common.inputs import Activation
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_errors_of_a_method(causal):
-    tensors = inputs(1, 2, 96, 16, dtype=torch.bfloat16)
+    tensors, options = inputs(1, 2, 96, 16, dtype=torch.bfloat16), {"is_causal": causal, "scale": 0.5}
     found = recipe.half_errors(hea.LongformerConfig(), Activation(0, *tensors, 0.5), 16, causal)
-    options, config = {"is_causal": causal, "scale": 0.5}, hea.LongformerConfig().with_budget(16)
-    half, truth = (scaled_dot_product_attention(*x, **options) for x in (tensors, [x.double() for x in tensors]))
-    ours, reference = (hea.attention(config, *x, **options) for x in (tensors, [x.double() for x in tensors]))
-
-    def error(out, expected):
-        return ((out.double() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))).mean().item()
-
-    expected = {
+    given, config = (tensors, [x.double() for x in tensors]), hea.LongformerConfig().with_budget(16)
+    half, truth = (scaled_dot_product_attention(*x, **options) for x in given)
+    ours, reference = (hea.attention(config, *x, **options) for x in given)
+    pairs = {
         "exact": (half, truth),
         "at": (ours, reference),
         "approximation": (reference, truth),
         "in_all": (ours, truth),
     }
-    for name, pair in expected.items():
-        assert found[name] == pytest.approx(error(*pair))
+    for name, (out, expected) in pairs.items():
+        errors = (out.double() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))
+        assert found[name] == pytest.approx(errors.mean().item())
     assert 0 < found["within"] <= 3 * found["exact"] and 0 < found["at"] < 0.01 < found["approximation"]
 
 
