@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from attack_cases import PADDINGS, Draw, Promise
+from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.methods import attention_with_state
 from hf_efficient_attn.ops import causal as causal_ops
 from hf_efficient_attn.ops import near_far as near_far_ops
@@ -38,17 +39,6 @@ def outputs_that_count(key_mask: Tensor | None, out: Tensor) -> Tensor:
     if key_mask is None or key_mask.shape[1] != out.shape[2]:
         return torch.ones(out.shape[:3], dtype=torch.bool)
     return key_mask[:, None].expand(out.shape[:3])
-
-
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """`scaled_dot_product_attention` with a dense mask; the queries are the last positions, and 0 without a key."""
-    q_len, kv_len, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    pairs = torch.ones(q_len, kv_len, dtype=torch.bool)
-    pairs = (pairs.tril(kv_len - q_len) if is_causal else pairs).expand(query.shape[0], 1, -1, -1)
-    pairs = pairs if key_mask is None else pairs & key_mask[:, None, None]
-    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs)
-    return exact.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
 
 
 def drawn(padding: str, **shape: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
@@ -87,7 +77,8 @@ def _within_budget(d: Draw) -> dict[str, Any]:
 def check_exact(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
     """The output is that of `scaled_dot_product_attention` with a dense mask."""
     tensors, key_mask = drawn(padding, **shape)
-    out, exact = instance(*tensors, key_mask, is_causal=is_causal), exact_attention(*tensors, key_mask, is_causal)
+    out = instance(*tensors, key_mask, is_causal=is_causal)
+    exact = exact_output(*tensors, attention_mask=key_mask, is_causal=is_causal)
     if instance.skips_masked_queries and key_mask is not None and out.shape[2] == key_mask.shape[1]:
         exact = exact.masked_fill(~key_mask[:, None, :, None], 0.0)
     assert_close(out, exact, 1e-9)
@@ -227,7 +218,7 @@ def check_last_queries(instance: Instance, last: int, padding: str = "none", see
     query, key, value = inputs(**{"batch": 2, "q_len": 120, "dtype": torch.float64, **shape}, seed=seed)
     key_mask = padding_mask(padding, key.shape[0], key.shape[2], seed)
     if instance.exact_steps:
-        expected = exact_attention(query, key, value, key_mask, True)
+        expected = exact_output(query, key, value, attention_mask=key_mask, is_causal=True)
     else:
         expected = instance(query, key, value, key_mask, is_causal=True)
     ours = instance(query[:, :, -last:], key, value, key_mask, is_causal=True)
@@ -445,7 +436,7 @@ def check_naive_gradients(instance: Instance, is_causal: bool, padding: str = "r
 def budget_error(instance: Instance, is_causal: bool, budget: int, seeds: int = 4, **shape: Any) -> float:
     """The error with a budget relative to exact attention, as a root mean square over seeds."""
     tensors = inputs(**{"head_dim": 8, "num_heads": 4, "dtype": torch.float64, **shape})
-    exact = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    exact = exact_output(*tensors, is_causal=is_causal)
     config = instance.config().with_budget(budget)
     errors = [relative_error(hea.attention(config, *tensors, is_causal=is_causal, seed=s), exact) for s in range(seeds)]
     return (sum(e**2 for e in errors) / seeds) ** 0.5
@@ -489,17 +480,19 @@ class Memory(TorchDispatchMode):
     """Records the largest number of elements of a tensor that an operator returns, and the bytes that are in use.
 
     Attributes:
+        operators: the number of operators.
         numel: the number of elements of the largest tensor.
         peak: the most bytes of all tensors at a time that operators have returned.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = self.peak = 0
+        self.operators = self.numel = self.peak = 0
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
+        self.operators += 1
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):  # a view that is expanded needs no memory of its own
                 storage = x.untyped_storage()

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_efficient_attn as hea
 from each import each_form
 from hf_efficient_attn.ops import attend, tokens
 from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
 from instances import Instance, inputs, padding_mask, relative_error
-from promises import exact_attention, outputs_that_count
+from promises import outputs_that_count
 
 # An odd length, keys that several heads share, and values of another dimension: no dimension is a multiple of 8.
 ODD = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 83, "head_dim": 12, "value_dim": 7}
@@ -34,7 +35,7 @@ def check_close(ours: list[Tensor], other: list[Tensor], tolerance: float) -> No
 
 def error_of(out: Tensor, mask: Tensor, tensors: tuple[Tensor, ...], is_causal: bool) -> float:
     """The error of an output at valid queries relative to exact attention in float64."""
-    exact = exact_attention(*(x.double() for x in tensors), mask, is_causal)
+    exact = hea.analysis.exact_output(*tensors, attention_mask=mask, is_causal=is_causal)
     return relative_error(out, exact.masked_fill(~outputs_that_count(mask, exact).unsqueeze(-1), 0.0))
 
 
