@@ -1,7 +1,7 @@
 """Random cases of the promises: what Hypothesis draws for each of them, from the config of each method."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,11 +129,13 @@ class Promise:
         draw: draws the arguments of the check.
         share: how many cases are drawn, relative to other promises. What takes seconds is rare.
         applies: whether an instance makes this promise.
+        at: arguments of cases at chosen lengths.
     """
 
     draw: Callable[[Draw], dict[str, Any]]
     share: float = 1.0
     applies: Callable[[Instance], bool] = lambda instance: True
+    at: Sequence[dict[str, Any]] = ()
 
     def __call__(self, check: Callable[..., None]) -> Callable[..., None]:
         self.check = check
@@ -152,13 +154,18 @@ def cases(draw: st.DrawFn, name: str, row: Instance, is_causal: bool | None) -> 
 def attack(name: str, row: Instance, examples: int, is_causal: bool | None = None, **options: Any) -> None:
     """Check a promise on random cases of an instance, or of its method with any hyperparameters if `is_causal` is None.
 
-    Hypothesis reduces a failure and shows the arguments of the check, as code.
+    Hypothesis reduces a failure and shows the arguments of the check, as code. An instance is also checked at the chosen
+    lengths for which it has tables.
     """
+    promise = PROMISES[name]
+    for arguments in promise.at if is_causal is not None else ():
+        if arguments["length"] <= row.hyperparameters.get("max_length", 2400):
+            promise.check(row, **({} if "cut" in arguments else {"is_causal": is_causal}), **arguments)
 
     @hypothesis.settings(max_examples=examples, **options)
     @hypothesis.given(cases(name, row, is_causal))
     def run(case: tuple[Instance, dict[str, Any]]) -> None:
         instance, arguments = case
-        PROMISES[name].check(instance, **arguments)
+        promise.check(instance, **arguments)
 
     (run if is_causal is None else hypothesis.seed(f"{name}:{row}:{is_causal}")(run))()

@@ -160,7 +160,8 @@ def _padded(d: Draw) -> dict[str, Any]:
     return {"is_causal": d.is_causal, "length": length, **d.heads(batch=d.choice(1, 2), padding=d.choice(*kinds))}
 
 
-@Promise(_padded, share=2.0)
+# Sampling by values leaves out some of more than 383.
+@Promise(_padded, share=2.0, at=[{"length": 801, "padding": side, "seed": 1} for side in ("left", "right")])
 def check_padding(
     instance: Instance, is_causal: bool, length: int, padding: str = "left", seed: int = 0, **shape: Any
 ) -> None:
@@ -174,7 +175,10 @@ def check_padding(
             assert_close(out[b : b + 1, :, valid], alone, 1e-8)
 
 
-# 3. The future.
+# 3. The future. The cuts are at the block boundaries of the instances (8, 16, 40), at those of blocks and chunks in the
+# primitives (128, 256), and next to them.
+
+CUTS = (7, 8, 16, 39, 40, 127, 128, 129, 255, 256, 257)
 
 
 def _any_tokens(d: Draw) -> dict[str, Any]:
@@ -182,7 +186,7 @@ def _any_tokens(d: Draw) -> dict[str, Any]:
     return {**d.length_and_cut(), **d.heads(padding=d.padding(), content=d.any_content(), dtype=dtype)}
 
 
-@Promise(_any_tokens, share=2.0, applies=_is_causal)
+@Promise(_any_tokens, share=2.0, applies=_is_causal, at=[{"length": 301, "cut": cut, "seed": cut} for cut in CUTS])
 def check_future(instance: Instance, length: int, cut: int, padding: str = "none", seed: int = 0, **shape: Any) -> None:
     """If all tokens from the cut on and their mask are replaced, the outputs before it are the same bit for bit."""
     # The fused kernel is used if value_dim equals head_dim, and the package's own kernel otherwise.
@@ -196,7 +200,11 @@ def check_future(instance: Instance, length: int, cut: int, padding: str = "none
     assert torch.equal(instance(*changed, changed_mask, is_causal=True)[:, :, :cut], out[:, :, :cut])
 
 
-@Promise(lambda d: {**d.length_and_cut(), **d.heads()}, applies=lambda i: _is_causal(i) and not i.switches)
+@Promise(
+    lambda d: {**d.length_and_cut(), **d.heads()},
+    applies=lambda i: _is_causal(i) and not i.switches,
+    at=[{"length": 301, "cut": cut} for cut in (1, 128, 257)],
+)
 def check_length(instance: Instance, length: int, cut: int, **shape: Any) -> None:
     """An output does not depend on the number of later tokens."""
     whole = inputs(**{"dtype": torch.float64, **shape}, q_len=length)
@@ -377,7 +385,8 @@ def _few_tokens(d: Draw) -> dict[str, Any]:
     return {"is_causal": d.is_causal, **sizes, "fast_mode": length > 8 or d.choice(True, True, False)}
 
 
-@Promise(_few_tokens, share=0.4)
+# 270 tokens are more than two chunks.
+@Promise(_few_tokens, share=0.4, at=[{"length": 270, "value_dim": 3, "fast_mode": True}])
 def check_gradients(
     instance: Instance, is_causal: bool, length: int, value_dim: int, fast_mode: bool = False, seed: int = 0
 ) -> None:

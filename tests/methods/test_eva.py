@@ -13,8 +13,6 @@ from hf_efficient_attn.methods import eva
 from hf_efficient_attn.ops.tokens import normal
 from instances import inputs, numbers
 
-MEAN = {"proposal": "mean"}  # omega = mu, which is what `estimate` computes without noise
-
 
 def estimate(query, key, value, scale: float, noise=None, maps=None):
     """Mean key of a chunk and the estimated value beta^_c(omega), computed token by token.
@@ -89,7 +87,7 @@ def test_output_is_that_of_the_papers_sums(case):
             given = {name: of_head(head) for name, of_head in proposal.items()}
             close(ours[b, head], paper(*(x[b, head] for x in tensors), 0.7, near, chunks, **given), 1e-10)
 
-    ours = hea.attention(config, *tensors, scale=0.7, **MEAN)
+    ours = hea.attention(config, *tensors, scale=0.7, proposal="mean")
     check(ours)
     assert differs(ours, scaled_dot_product_attention(*tensors, scale=0.7), 0.05)
     # With the identity, where the maps start, the output is that of proposal="normal".
@@ -123,26 +121,25 @@ def test_causal_form_by_hand():
     tensors = inputs(num_heads=1, q_len=30, head_dim=6, dtype=torch.float64)
     segments = {2: [(0, 1)], 3: [(0, 2)], 4: [(0, 2), (2, 3)], 5: [(0, 4)], 6: [(0, 4), (4, 5)], 7: [(0, 4), (4, 6)]}
 
+    def halves(first, last):
+        middle = (first + last) * 2
+        return [(4 * first, middle), (middle, 4 * last)]
+
     def chunks(i):
-        halves = []
-        for first, last in segments.get(i // 4, []):
-            middle = (first + last) * 2
-            halves += [(4 * first, middle), (middle, 4 * last)]
-        return halves
+        return [half for segment in segments.get(i // 4, []) for half in halves(*segment)]
 
     noises = {}
     for first, last in {pair for pairs in segments.values() for pair in pairs}:
-        middle = (first + last) * 2
         drawn = normal((2, 1, 6), 2, 41 + (last - first).bit_length() - 1, tensors[0].device)[:, 0]
-        noises |= {(4 * first, middle): drawn[0], (middle, 4 * last): drawn[1]}
+        noises |= dict(zip(halves(first, last), drawn, strict=True))
     options = {"window_size": 8, "num_landmarks": 4, "seed": 2, "is_causal": True, "scale": 0.7}
     learned = maps(num_heads=1)
     both = [w[0] for w in learned.values()]
     outs = []
-    for proposal, parameters, given in (("mean", {}, (None, None)), ("normal", {}, (noises, None)),
-                                        ("learned", learned, (noises, both))):  # fmt: skip
-        outs.append(hea.functional.eva_attention(*tensors, **options, proposal=proposal, **parameters)[0, 0])
+    for proposal, parameters, given in (
+        ("mean", {}, (None, None)), ("normal", {}, (noises, None)), ("learned", learned, (noises, both))
+    ):  # fmt: skip
+        outs.append(hea.attention("eva", *tensors, **options, proposal=proposal, **parameters)[0, 0])
         one = [x[0, 0] for x in tensors]
-        theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, given[0], maps=given[1])
-        close(outs[-1], theirs, 1e-10)
+        close(outs[-1], paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, *given), 1e-10)
     assert differs(outs[1], outs[0], 1e-3) and differs(outs[2], outs[1], 1e-3)

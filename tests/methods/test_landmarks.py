@@ -12,7 +12,7 @@ from hf_efficient_attn.ops import weighted_coreset
 from hf_efficient_attn.ops.attend import Partial
 from hf_efficient_attn.ops.coreset_landmarks import directions, find_near_keys, group_queries
 from hf_efficient_attn.ops.thinning import choose_pivots
-from instances import CONTENTS, inputs, numbers, relative_error
+from instances import inputs, numbers, relative_error
 from promises import Memory
 
 wildcat = hea.functional.wildcat_attention
@@ -74,20 +74,12 @@ def test_the_coreset_is_chosen_from_the_candidates():
     assert relative_error(wildcat(*changed, num_samples=20, num_candidates=20), all_of_them[0]) > 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("content", CONTENTS)
-def test_outputs_are_in_the_range_of_every_feature(content, dtype):
-    query, key, value = inputs(q_len=100, content=content, spread=5.0, dtype=dtype)
-    out = wildcat(query, key, value, attention_mask=torch.arange(100)[None] < 80, num_samples=20)[:, :, :80]
-    low, high = value[:, :, :80].amin(2, keepdim=True), value[:, :, :80].amax(2, keepdim=True)
-    rounding = 2 * torch.finfo(dtype).eps * value.abs().max()
-    assert ((low - rounding <= out) & (out <= high + rounding)).all()
-    if content == "few" and dtype == torch.float32:  # a constant feature does not change the others
-        query, key, value = inputs(q_len=300, head_dim=16)
-        constant = torch.full_like(value[..., :1], 0.3)
-        more = wildcat(query, key, torch.cat((value, constant), 3), num_samples=40)
-        assert relative_error(more[..., :-1], wildcat(query, key, value, num_samples=40)) < 1e-4
-        torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))
+def test_a_constant_feature_stays_constant_and_does_not_change_the_others():
+    query, key, value = inputs(q_len=300, head_dim=16)
+    constant = torch.full_like(value[..., :1], 0.3)
+    more = wildcat(query, key, torch.cat((value, constant), 3), num_samples=40)
+    assert relative_error(more[..., :-1], wildcat(query, key, value, num_samples=40)) < 1e-4
+    torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))
 
 
 def gradients(form, tensors, *sizes):

@@ -33,6 +33,15 @@ BOOL = "attention_mask must be bool (2, 20), True = attend; got "
 DTYPE = "the same floating-point dtype; got "
 # (changed arguments of a call, parts of the message)
 CALLS = [
+    *(({name: convert(QUERY)}, f"{name} must be a tensor", f"torch.as_tensor({name})")
+      for name in ("query", "key", "value") for convert in (lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None)),
+    ({"attention_mask": MASK.numpy()}, "give torch.as_tensor(attention_mask)"),
+    ({"attention_mask": MASK.tolist()}, "give torch.as_tensor(attention_mask)"),
+    ({"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
+    ({"is_causal": MASK}, "is_causal must be True or False, not "),
+    ({"scale": "x"}, "scale must be a number, or None"),
+    ({"dropout_p": None}, "dropout_p must be a number, not None"),
+    ({"dropout_p": "x"}, "dropout_p must be a number, not 'x'"),
     ({"attn_mask": MASK}, "'attn_mask'", "use attention_mask, bool (B, Nk)"),
     ({"attn_mask": None}, "'attn_mask'", "use attention_mask, bool (B, Nk)"),
     ({"mask": MASK}, "'mask'", "use attention_mask"),
@@ -62,7 +71,7 @@ CALLS = [
     ({"query": QUERY.int(), "key": KEY.int(), "value": VALUE.int()}, DTYPE),
     *(({"dropout_p": p}, f"dropout_p={p} must be at least 0 and below 1") for p in (-0.1, 1.0, torch.nan)),
     *(({"seed": x}, f"seed must be an integer or None, not {type(x).__name__}") for x in ("0", 1.5, [1])),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -82,20 +91,6 @@ def test_arguments_of_a_call(method):
     refused(lambda: hea.attention(method + "x", *TENSORS), f"unknown attention method '{method}x'", f"mean '{method}'?")
     for budget in (0, -3, 2.5, True, "64", None):
         refused(lambda: config.with_budget(budget), f"a budget of {budget!r} columns is not possible")  # noqa: B023
-
-
-@pytest.mark.parametrize("call", [hea.attention, hea.naive_attention])
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("convert", [lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None])
-def test_arrays_and_lists_instead_of_tensors(call, number, convert):
-    given = [convert(x) if i == number else x for i, x in enumerate(TENSORS)]
-    name = ("query", "key", "value")[number]
-    refused(lambda: call("nearfar", *given), f"nearfar: {name} must be a tensor", f"torch.as_tensor({name})")
-    refused(lambda: call(hea.NearFarConfig(compute_dtype="bfloat16"), *given), f"{name} must be a tensor")
-
-
-def longformer(**options):
-    return lambda: hea.attention("longformer", *TENSORS, **options)
 
 
 def distillation(**options):
@@ -134,15 +129,10 @@ REFUSED = [
     *((lambda x=x: hea.method_info(x), f"unknown attention method {x!r}", "Did you mean 'nearfar'?")
       for x in ("NEARFAR", "NearFar", "near_far", "nearfr")),
     (lambda: hea.attention("linear", QUERY[:, :, 1:], KEY, VALUE, window_size=4), "as many queries as keys; got 19"),
-    (longformer(attention_mask=MASK.numpy()), "longformer: ", "give torch.as_tensor(attention_mask)"),
-    (longformer(attention_mask=MASK.tolist()), "longformer: ", "give torch.as_tensor(attention_mask)"),
-    (longformer(is_causal="no"), "longformer: ", "is_causal must be True or False, not 'no'"),
-    (longformer(is_causal=MASK), "longformer: ", "is_causal must be True or False, not "),
-    (longformer(scale="x"), "longformer: ", "scale must be a number, or None"),
-    (longformer(dropout_p=None), "longformer: ", "dropout_p must be a number, not None"),
-    (longformer(dropout_p="x"), "longformer: ", "dropout_p must be a number, not 'x'"),
-    (longformer(parameters=[MASK]), "longformer: ", "parameters must be a dictionary"),
-    (longformer(distance_bias=np.zeros((2, 3))), "longformer: ", "distance_bias must be a tensor"),
+    *((lambda x=x: hea.attention("longformer", *TENSORS, **x), "longformer: ", message) for x, message in (
+        ({"parameters": [MASK]}, "parameters must be a dictionary"),
+        ({"distance_bias": np.zeros((2, 3))}, "distance_bias must be a tensor"),
+    )),
     (
         lambda: hea.attention("linformer", *TENSORS, **{hea.method_info("linformer").learned_parameters[0]: [1.0]}),
         "must be a tensor, not a list",

@@ -23,17 +23,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
 
 
-class Sizes(NamedTuple):
-    """Sizes of a case: queries, keys, D, Dv, queries of a block, keys of a block."""
-
-    q_len: int = 45
-    kv_len: int = 53
-    head_dim: int = 20
-    value_dim: int = 12
-    block_q: int = 17
-    block_k: int = 37
-
-
 class Case(NamedTuple):
     """The arguments of `gather_attend` for two heads."""
 
@@ -53,22 +42,21 @@ class Case(NamedTuple):
         return Case(*rows, self.index.to(DEVICE, index_dtype), log_weight, order, self.block_q)
 
 
-def case(sizes: Sizes, *, ordered: bool = True, dtype: torch.dtype = torch.float32) -> Case:
-    """A case in float64, of numbers that `dtype` has, where a fifth of the entries is unused."""
+def case(*sizes: int, ordered: bool = True, dtype: torch.dtype = torch.float32) -> Case:
+    """A case in float64, of numbers that `dtype` has, where a fifth of the entries is unused.
+
+    `sizes` are q_len, kv_len, head_dim, value_dim, and the numbers of queries and of keys of a block.
+    """
+    q_len, kv_len, head_dim, value_dim, block_q, block_k = sizes
+    shapes = (2, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, value_dim)
+    rows = [numbers(*shape, seed=i).to(dtype).double().requires_grad_() for i, shape in enumerate(shapes)]
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).double().requires_grad_()
-
-    num_blocks = -(-sizes.q_len // sizes.block_q)
-    rows = [normal(2, *shape) for shape in ((sizes.q_len, sizes.head_dim), (sizes.kv_len, sizes.head_dim))]
-    value = normal(2, sizes.kv_len, sizes.value_dim)
-    index = torch.randint(sizes.kv_len, (2, num_blocks, sizes.block_k), generator=generator)
-    log_weight = normal(*index.shape, dtype=torch.float32).detach()
+    index = torch.randint(kv_len, (2, -(-q_len // block_q), block_k), generator=generator)
+    log_weight = numbers(*index.shape, seed=3).float().double()
     log_weight[torch.rand(*index.shape, generator=generator) < 0.2] = -torch.inf
     log_weight[..., 0] = 0.0
-    order = torch.rand(2, sizes.q_len, generator=generator).argsort(1) if ordered else None
-    return Case(*rows, value, index, log_weight.requires_grad_(), order, sizes.block_q)
+    order = torch.rand(2, q_len, generator=generator).argsort(1) if ordered else None
+    return Case(*rows, index, log_weight.requires_grad_(), order, block_q)
 
 
 def reference(given: Case) -> tuple[Tensor, Tensor]:
@@ -108,13 +96,14 @@ def error(ours: Tensor, expected: Tensor) -> float:
     return ((ours.cpu().double() - expected).norm() / expected.norm()).item()
 
 
+SIZES = (45, 53, 20, 12, 17, 37)
 CASES = [
-    (Sizes(), True),
-    (Sizes(head_dim=16, value_dim=33, block_q=32, block_k=70), False),
+    (SIZES, True),
+    ((45, 53, 16, 33, 32, 70), False),
     # Blocks that two programs process, in a backward tile of 32 or 128 queries, and more dimensions than 128.
-    (Sizes(q_len=150, head_dim=130, block_q=140, block_k=9), True),
-    (Sizes(q_len=1, kv_len=1, head_dim=1, value_dim=1, block_q=1, block_k=1), True),
-    (Sizes(q_len=40, block_q=50), True),
+    ((150, 53, 130, 12, 140, 9), True),
+    ((1, 1, 1, 1, 1, 1), True),
+    ((40, 53, 20, 12, 50, 37), True),
 ]
 
 
@@ -129,7 +118,7 @@ CASES = [
 )
 @pytest.mark.parametrize(("sizes", "ordered"), CASES)
 def test_attention_to_gathered_keys(sizes, ordered, form, dtype, tolerance):
-    given = case(sizes, ordered=ordered, dtype=dtype)
+    given = case(*sizes, ordered=ordered, dtype=dtype)
     ours = given if dtype == torch.float64 else given.to(dtype, torch.int32 if ordered else torch.int64)
     (out, *lse), expected = form(ours), reference(given)
     assert out.dtype == dtype and error(out, expected[0]) < tolerance
@@ -144,7 +133,7 @@ def test_attention_to_gathered_keys(sizes, ordered, form, dtype, tolerance):
 
 @needs_triton
 def test_unused_entries_are_not_read_and_queries_without_keys_get_zero():
-    given = case(Sizes()).to(torch.float32)
+    given = case(*SIZES).to(torch.float32)
     with torch.no_grad():
         given.log_weight[0, 1] = -torch.inf
         given.log_weight[given.index == 7] = -torch.inf

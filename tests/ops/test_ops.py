@@ -40,8 +40,7 @@ def test_merge_of_any_split_is_the_whole(sizes, seed, size):
     parts = [
         attend_naive(query, k, v, scale=1.0) for k, v in zip(key.split(sizes, 1), value.split(sizes, 1), strict=True)
     ]
-    for ours, other in zip(merge(*parts), attend_naive(query, key, value, scale=1.0), strict=True):
-        close(ours, other)
+    close(merge(*parts), attend_naive(query, key, value, scale=1.0))
 
 
 def test_merge_of_empty_parts_in_any_order_with_gradients():
@@ -57,8 +56,7 @@ def test_merge_of_empty_parts_in_any_order_with_gradients():
         merge(parts[0], merge(*parts[1:])),
         merge(merge(*parts[:2]), empty, parts[2]),
     ):
-        close(merged.out, expected.out)
-        close(merged.lse, expected.lse)
+        close(merged, expected)
     assert not expected.out[0, 0].any() and expected.lse[0, 0] == -torch.inf
     grads = torch.autograd.grad(expected.out.sum() + expected.lse[1].sum(), leaves)
     assert all(x.isfinite().all() for x in grads)
@@ -167,17 +165,17 @@ def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
     group = torch.tensor([[0, 3, 1, 2, 3, 0], [2, 2, 0, 1, 1, 3]])
     draws = uniform((2, 6, 9), 0, 0, CPU)
     probabilities = inclusion_probabilities(scores, 9)
-    for a in range(2):
-        for s in range(6):
-            own = slice(a, a + 1), group[a, s].reshape(1)
-            if independent:
-                alone = independent_sample(scores[own], 9, draws[a, s].view(1, 1, 9))
-                together = independent_sample(scores, 9, draws, group)
-            else:
-                alone = systematic_sample(probabilities[own], 9, draws[a, s, 0].view(1, 1))
-                together = systematic_sample(probabilities, 9, draws[..., 0], group)
-            for x, y in zip(together, alone, strict=True):
-                assert torch.equal(x[a, s], y[0, 0])
+    together = (
+        independent_sample(scores, 9, draws, group) if independent
+        else systematic_sample(probabilities, 9, draws[..., 0], group)
+    )  # fmt: skip
+    for a, s in itertools.product(range(2), range(6)):
+        own = slice(a, a + 1), group[a, s].reshape(1)
+        alone = (
+            independent_sample(scores[own], 9, draws[a, s].view(1, 1, 9)) if independent
+            else systematic_sample(probabilities[own], 9, draws[a, s, 0].view(1, 1))
+        )  # fmt: skip
+        assert all(torch.equal(x[a, s], y[0, 0]) for x, y in zip(together, alone, strict=True))
 
 
 @given(st.integers(1, 20), st.integers(1, 50), st.floats(1e-6, 1 - 1e-6))
@@ -199,8 +197,7 @@ def test_stratified_ranks(count, available, offset):
 def test_uniform_and_normal_have_their_distributions():
     for seed, stream in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 7)):
         flat = uniform((20000,), seed, stream, CPU)
-        assert flat.min() > 0
-        assert flat.max() < 1
+        assert flat.min() > 0 and flat.max() < 1
         assert scipy.stats.kstest(flat.numpy(), "uniform").pvalue > 1e-3
         assert scipy.stats.kstest(normal((20000,), seed, stream, CPU).numpy(), "norm").pvalue > 1e-3
         pairs = torch.corrcoef(torch.stack((flat[:-1], flat[1:])))[0, 1]
@@ -286,8 +283,7 @@ def test_the_causal_scan(name, with_state, monkeypatch):
         future = torch.ones(300, length, dtype=torch.bool).triu(length - 300 + 1)
         return dense(now.query, parts, features(name), future)
 
-    for found, wanted in zip(outputs(ours), outputs(naive), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    close(outputs(ours), outputs(naive))
 
 
 def test_the_features_of_very_negative_numbers_are_no_zeros():

@@ -1,9 +1,10 @@
-"""The counter of operations: every kind by hand on small cases, and the table of the paper's two models."""
+"""Tables of recipes: operations, whose counter is checked by hand for every kind, errors in half precision, traffic."""
 
 import re
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -11,11 +12,12 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.ops.attend import attend
 from instances import inputs, numbers
 from recipe_commands import read_csv, run
-from recipes.benchmarks import operations
+from recipes.benchmarks import error as error_table
+from recipes.benchmarks import operations, sequence_parallel
 from recipes.common import counting
 from recipes.common.counting import count
+from recipes.common.inputs import Activation
 
-exact_attention = torch.nn.functional.scaled_dot_product_attention
 X = numbers(4, 8, 16).float()
 INDEX = torch.tensor([2, 0, 1])
 SAME, CROSS = inputs(2, 3, 20, 16, kv_len=12), inputs(2, 3, 20, 16, value_dim=10)
@@ -24,8 +26,8 @@ SAME, CROSS = inputs(2, 3, 20, 16, kv_len=12), inputs(2, 3, 20, 16, value_dim=10
 CASES = [
     ("matmul", lambda: X[0] @ X[1].t(), 2 * 8 * 8 * 16, 0, 0, 0),
     ("baddbmm_", lambda: torch.zeros(4, 8, 8).baddbmm_(X, X.transpose(1, 2)), 2 * 4 * 8 * 8 * 16, 0, 0, 0),
-    ("attention", lambda: exact_attention(*SAME), 2 * 1440 * 32, 1440, 0, 0),
-    ("other values", lambda: exact_attention(*CROSS), 2 * 2400 * 26, 2400, 0, 0),
+    ("attention", lambda: scaled_dot_product_attention(*SAME), 2 * 1440 * 32, 1440, 0, 0),
+    ("other values", lambda: scaled_dot_product_attention(*CROSS), 2 * 2400 * 26, 2400, 0, 0),
     ("exp", lambda: X.exp(), 0, 512, 0, 0),
     ("exp2_", lambda: X.clone().exp2_(), 0, 512, 0, 0),
     ("softmax", lambda: X.softmax(1), 0, 512, 0, 0),
@@ -68,7 +70,7 @@ def test_every_operator_by_hand(call, expected, inference):
 
 def test_gradients_and_conventions():
     leaves = [x.requires_grad_() for x in inputs(1, 2, 24, 16)]
-    found = count(lambda: exact_attention(*leaves).sum().backward())
+    found = count(lambda: scaled_dot_product_attention(*leaves).sum().backward())
     pairs = 2 * 24 * 24
     # Two products in the forward pass; the scores again and four gradients in the backward pass.
     assert found == (2 * pairs * 32 + 2 * pairs * (3 * 16 + 2 * 16), 2 * pairs, 0, 0)
@@ -196,3 +198,82 @@ def test_refusals_are_one_line(capsys):
         assert run(operations, option, value) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+# Errors in half precision.
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_of_a_method(causal):
+    tensors, options = inputs(1, 2, 96, 16, dtype=torch.bfloat16), {"is_causal": causal, "scale": 0.5}
+    found = error_table.half_errors(hea.LongformerConfig(), Activation(0, *tensors, 0.5), 16, causal)
+    given, config = (tensors, [x.double() for x in tensors]), hea.LongformerConfig().with_budget(16)
+    half, truth = (scaled_dot_product_attention(*x, **options) for x in given)
+    ours, reference = (hea.attention(config, *x, **options) for x in given)
+    pairs = {
+        "exact": (half, truth),
+        "at": (ours, reference),
+        "approximation": (reference, truth),
+        "in_all": (ours, truth),
+    }
+    for name, (out, expected) in pairs.items():
+        errors = (out.double() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))
+        assert found[name] == pytest.approx(errors.mean().item())
+    assert 0 < found["within"] <= 3 * found["exact"] and 0 < found["at"] < 0.01 < found["approximation"]
+
+
+@pytest.mark.parametrize(("within", "reached"), [(0.0029, True), (0.0031, False)])
+def test_verdict_of_errors(within, reached):
+    row = {"method": "kdeformer", "dtype": "bfloat16", "exact": 0.001, "within": within}
+    assert [verdict.reached for verdict in error_table.half_verdicts([row])] == [reached]
+
+
+def test_the_command_of_errors(tmp_path, capsys):
+    path = tmp_path / "half.csv"
+    arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path), "--check"]
+    methods = ["--method", "nearfar,linear,nystromformer:pinv=solve"]
+    assert run(error_table, *arguments, *methods, "--half", "bfloat16,float16") == 0
+    out = capsys.readouterr().out
+    rows = read_csv(path)
+    names = ["nearfar", "linear", "nystromformer (pinv=solve)"]
+    assert [(row["dtype"], row["method"]) for row in rows] == [(d, n) for d in ("bfloat16", "float16") for n in names]
+    bfloat16, float16 = (float(row["exact"]) for row in rows[::3])
+    assert float16 < bfloat16 / 4
+    assert [bool(row["within"]) for row in rows[:3]] == [True, False, True]
+    assert "random: 64 tokens, 1 layers, 8 heads of 64, 2 inputs; budget 16" in out
+
+
+# What processes send.
+
+HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_summaries_do_not_grow_with_the_length(length):
+    sent = {
+        name: sequence_parallel.traffic(hea.method_info(name).config_class(), length, HOW).forward.total()
+        for name in ("linear", "performer", "linformer", "nystromformer", "longformer")
+    }
+    assert sent == {
+        "linear": 16 * (64 * (64 + 8) + 1) * 4,
+        "performer": 16 * (256 * (64 + 8) + 1) * 4,
+        "linformer": 16 * 256 * (64 + 64) * 4,
+        "nystromformer": 16 * 64 * (2 * 64 + 64 + 1) * 4,
+        "longformer": 16 * 2 * 256 * (64 + 64) * 2,
+    }
+
+
+@pytest.mark.parametrize("kv_heads", [16, 8, 4, 1])
+def test_tokens_for_heads(kv_heads):
+    how = HOW._replace(shape=(1, 16, kv_heads, 64))
+    found = sequence_parallel.traffic(None, 65_536, how)
+    # Fewer key heads than processes are sent in copies, one for each process.
+    assert found.forward.total() == found.backward.total() == 65_536 // 8 * (2 * 16 + 2 * max(8, kv_heads)) * 64 * 2
+    assert found.calls == 2
+
+
+def test_the_command_of_traffic(tmp_path):
+    path = tmp_path / "sent.csv"
+    assert run(sequence_parallel, "--length", 8192, "--causal", "--csv", path) == 0
+    rows = read_csv(path)
+    assert [row["method"] for row in rows] == ["linear", "longformer", "performer", "tokens for heads"]
