@@ -154,8 +154,8 @@ def cases(draw: st.DrawFn, name: str, row: Instance, is_causal: bool | None) -> 
 def attack(name: str, row: Instance, examples: int, is_causal: bool | None = None, **options: Any) -> None:
     """Check a promise on random cases of an instance, or of its method with any hyperparameters if `is_causal` is None.
 
-    Hypothesis reduces a failure and shows the arguments of the check, as code. An instance is also checked at the chosen
-    lengths for which it has tables.
+    Hypothesis reduces a failure and shows the arguments of the check, as code. An instance is also checked at those of
+    the chosen lengths for which it has tables.
     """
     promise = PROMISES[name]
     for arguments in promise.at if is_causal is not None else ():

@@ -7,6 +7,7 @@ check of a config then runs on them. Their budgets are so small that sequences o
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -125,15 +126,11 @@ class Instance:
         varied = dataclasses.replace(self, hyperparameters={}, small={}).row(**hyperparameters)
         return dataclasses.replace(varied, random=None)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
-        return self._run(hea.attention, query, key, value, mask, **options)
-
-    def naive(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
-        return self._run(hea.naive_attention, query, key, value, mask, **options)
-
-    def _run(self, form, query, key, value, mask, **options) -> Tensor:
+    def __call__(self, query, key, value, mask=None, *, form=hea.attention, **options) -> Tensor:
         tensors, more = self.adapt(query, key, value, mask)
         return form(self.config(), *tensors, attention_mask=mask, **more, **options)
+
+    naive = partialmethod(__call__, form=hea.naive_attention)
 
 
 # About ten tokens for each projection, and tables as long as most of the sequences of the tests.
