@@ -1,6 +1,7 @@
 """auto: when attention is exact, and how heads are judged, beyond what the promises check."""
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,16 +78,12 @@ def test_heads_that_need_exact_attention_cost_next_to_no_attempts(monkeypatch, a
 
 def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     """With the whole batch it would depend on the batch."""
-    seen = []
-
-    def length(method, total_dim, **options):
-        seen.append((method, total_dim, options["dtype"], options["is_causal"], options["relative_cost"]))
-        return 150
-
+    length = Mock(return_value=150)
     monkeypatch.setattr(module, "crossover_length", length)
-    tensors = inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16)
-    auto(*tensors, columns=64, is_causal=True)
-    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(0.3125 * 8 ** (5 / 12)))]
+    auto(*inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16), columns=64, is_causal=True)
+    expected = {"dtype": torch.bfloat16, "is_causal": True, "relative_cost": pytest.approx(0.3125 * 8 ** (5 / 12))}
+    assert length.call_count == 1 and length.call_args.args == ("nearfar", 16)
+    assert length.call_args.kwargs | expected == length.call_args.kwargs
 
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():

@@ -1,6 +1,7 @@
 """EVA against its paper's sums, written out with plain exponentials, and the properties that follow from them."""
 
 import math
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -105,10 +106,9 @@ def test_output_is_that_of_the_papers_sums(case):
 
 def test_maps_of_a_wrong_shape_are_refused():
     tensors = inputs(q_len=20, head_dim=6)
-    for wrong in (numbers(3, 6, 6), numbers(2, 6, 5), numbers(6, 6), numbers(2, 2, 6, 6)):
-        for name in ("proposal_query", "proposal_key"):
-            with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads with head_dim=6: give"):
-                hea.attention("eva", *tensors, proposal="learned", **{name: wrong})
+    for shape, name in product(((3, 6, 6), (2, 6, 5), (6, 6), (2, 2, 6, 6)), maps(num_heads=2)):
+        with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads with head_dim=6: give"):
+            hea.attention("eva", *tensors, proposal="learned", **{name: numbers(*shape)})
     with pytest.raises(hea.UnsupportedAttentionError, match=r"does not match .*proposal='normal'"):
         hea.attention("eva", *tensors, **maps(num_heads=2))
 
