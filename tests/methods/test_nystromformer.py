@@ -7,10 +7,17 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.methods import get_method
-from hf_efficient_attn.ops.landmarks import DAMPING, damped_solve, iterative_pinv
+from hf_efficient_attn.ops.landmarks import DAMPING, damped_solve, find_segments, iterative_pinv, segment_sums
 from instances import inputs, numbers, relative_error
 
 nystromformer = hea.functional.nystromformer_attention
+
+
+def test_segments_are_summed_in_float32():
+    x = numbers(2, 3, 700, 3, dtype=torch.bfloat16)
+    ours = segment_sums(x, find_segments(None, 700, slice(0, 700), 3, x.device))
+    assert ours.dtype == torch.float32
+    close(ours, torch.stack([part.float().sum(2) for part in x.tensor_split(3, 2)], 2), 1e-4)
 
 
 # --- pseudo-inverses ---

@@ -92,6 +92,20 @@ def test_the_fast_form_equals_the_readable_form_at_default_hyperparameters(insta
     promises.check_naive(instance, is_causal, num_heads=1, q_len=300 if "performer" in instance.method else 700)
 
 
+@pytest.mark.parametrize("method", FIRST)
+def test_every_row_equals_its_readable_form(method):
+    """With padding, shared keys and gradients, also for rows that are not in the core suite."""
+    shape = {"batch": 2, "q_len": 83, "num_kv_heads": 1, "head_dim": 6, "value_dim": 5}
+    for instance, is_causal in forms():
+        if instance.method == method:
+            promises.check_naive(instance, is_causal, "holes", **shape)
+            if instance.rectangular and not is_causal:
+                promises.check_naive(instance, is_causal, "left", **shape, kv_len=120, scale=0.7)
+            promises.check_naive_gradients(
+                instance, is_causal, "none" if instance.reads_positions else "right", **shape
+            )
+
+
 # 5. Seeds, of sequences that are approximated.
 
 

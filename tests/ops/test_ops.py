@@ -253,11 +253,11 @@ def tokens(length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> To
     return Tokens(query, key, value, key_mask)
 
 
-def dense(query, parts, features, future=None):
+def dense(query, parts, features, future):
     """Attention to the keys of all parts, and its lse."""
     key, value, mask = (torch.cat(x, 1) for x in zip(*(part[1:] for part in parts), strict=True))
     scores = log_weights_naive(query, key, features).masked_fill(~mask[:, None], -torch.inf)
-    scores = scores if future is None else scores.masked_fill(future, -torch.inf)
+    scores = scores.masked_fill(future, -torch.inf)
     return scores.softmax(-1).nan_to_num(0.0) @ value, scores.logsumexp(-1)
 
 
