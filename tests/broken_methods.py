@@ -71,12 +71,6 @@ def sorts_the_sequence(c: Call) -> Tensor:
     return scores.softmax(-1).nan_to_num(0.0) @ c.value
 
 
-def draws_without_a_seed(c: Call) -> Tensor:
-    generator = torch.Generator()
-    generator.seed()
-    return c.turned(generator, c.query.shape[3])
-
-
 def sums_in_half(c: Call) -> Tensor:
     """A running sum of the weights in the input dtype. In bfloat16 it stops growing at 256."""
     weights = c._replace(query=c.query.float(), key=c.key.float()).scores()
@@ -85,18 +79,6 @@ def sums_in_half(c: Call) -> Tensor:
     for j in range(weights.shape[-1]):
         total = total + weights[..., j : j + 1]
     return (weights.float() @ c.value.float() / total.float()).to(c.value.dtype)
-
-
-def never_subtracts_the_maximum(c: Call) -> Tensor:
-    weights = c.scores().exp()
-    return weights / weights.sum(-1, keepdim=True) @ c.value
-
-
-def forgets_the_denominator(c: Call) -> Tensor:
-    """The denominator has no gradient. Only the gradient of the values is right."""
-    weights = (c.scores() - 3.0).exp()
-    total = weights.sum(-1, keepdim=True).detach()
-    return weights / total.masked_fill(total == 0, 1.0) @ c.value
 
 
 def builds_all_pairs(c: Call) -> Tensor:
@@ -133,13 +115,7 @@ METHODS: dict[str, Callable[[Call], Tensor]] = {
     "queries_without_keys_give_means": lambda c: c.scores().clamp(min=-1e9).softmax(-1) @ (c.value + 1.0),
     "needs_even_lengths": lambda c: c.dense(query=c.query.unflatten(2, (-1, 2)).flatten(2, 3)),
 }
-METHODS |= {
-    form.__name__: form
-    for form in (
-        sorts_the_sequence, draws_without_a_seed, sums_in_half, never_subtracts_the_maximum, forgets_the_denominator,
-        builds_all_pairs, writes_to_its_inputs,
-    )
-}  # fmt: skip
+METHODS |= {form.__name__: form for form in (sorts_the_sequence, sums_in_half, builds_all_pairs, writes_to_its_inputs)}
 
 
 def form_of(name: str) -> Callable[..., Tensor]:

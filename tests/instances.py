@@ -7,6 +7,7 @@ check of a config then runs on them. Their budgets are so small that sequences o
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ _COST = dict.fromkeys(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Instance:
     """One method with the hyperparameters under test.
 
@@ -43,7 +44,6 @@ class Instance:
         random: whether the seed has an effect; None if that is unknown.
         reads_positions: whether masked tokens inside the sequence still count in the distances between the others.
         averages: whether the weights of a query are positive and sum to 1.
-        exact_steps: whether decoding attends to all keys exactly instead of approximating as on the whole sequence.
         skips_masked_queries: whether the outputs of masked tokens are 0 when queries and keys are the same tokens.
         square: whether it needs as many queries as keys, although the method has a rectangular form.
         call_seed: whether the seed of a call has the same effect as that of the config.
@@ -64,7 +64,6 @@ class Instance:
     random: bool | None = False
     reads_positions: bool = False
     averages: bool = True
-    exact_steps: bool = False
     skips_masked_queries: bool = False
     square: bool = False
     call_seed: bool = True
@@ -80,6 +79,9 @@ class Instance:
         values = ",".join(str(v) for v in self.hyperparameters.values())
         return f"{self.method}({values})" if values else self.method
 
+    def __repr__(self) -> str:
+        return f"FIRST[{self.method!r}].vary({self.hyperparameters})"
+
     @property
     def info(self):
         return hea.method_info(self.method)
@@ -88,6 +90,11 @@ class Instance:
     def budget(self) -> int:
         """The length of the longest sequence that is computed exactly; 0 if the method never switches by length."""
         return self.config().exact_length
+
+    @property
+    def exact_steps(self) -> bool:
+        """Whether decoding attends to all keys exactly instead of approximating as on the whole sequence."""
+        return self.config().decodes_exactly
 
     @property
     def reduced(self) -> "Instance":
@@ -119,15 +126,11 @@ class Instance:
         varied = dataclasses.replace(self, hyperparameters={}, small={}).row(**hyperparameters)
         return dataclasses.replace(varied, random=None)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
-        return self._run(hea.attention, query, key, value, mask, **options)
-
-    def naive(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options) -> Tensor:
-        return self._run(hea.naive_attention, query, key, value, mask, **options)
-
-    def _run(self, form, query, key, value, mask, **options) -> Tensor:
+    def __call__(self, query, key, value, mask=None, *, form=hea.attention, **options) -> Tensor:
         tensors, more = self.adapt(query, key, value, mask)
         return form(self.config(), *tensors, attention_mask=mask, **more, **options)
+
+    naive = partialmethod(__call__, form=hea.naive_attention)
 
 
 # About ten tokens for each projection, and tables as long as most of the sequences of the tests.
@@ -174,15 +177,15 @@ def _projected(method: str, **facts: Any) -> Instance:
 
 
 _AUTO = _exact(
-    "auto", small={"crossover": 9}, exact_steps=True, averages=False, splits_scale=True, cost={"columns": 1},
+    "auto", small={"crossover": 9}, averages=False, splits_scale=True, cost={"columns": 1},
     facts=_auto_facts,
 )  # fmt: skip
 _KDEFORMER, _HYPERATTENTION = (
-    _exact(method, exact_steps=True, facts=lambda c: {"data_dependent": c.column_scores == "kde"})
+    _exact(method, facts=lambda c: {"data_dependent": c.column_scores == "kde"})
     for method in ("kdeformer", "hyperattention")
 )
 _EVA = _exact(
-    "eva", splits_scale=True, exact_steps=True, skips_masked_queries=True,
+    "eva", splits_scale=True, skips_masked_queries=True,
     facts=lambda c: {"random": c.proposal != "mean"},
 )  # fmt: skip
 _FLURKA_EVA, _FLURKA_LINEAR = (
@@ -192,7 +195,7 @@ _FLURKA_PERFORMER, _LINFORMER = _projected("flurka_performer"), _projected("linf
 _LINEAR = Instance("linear", facts=_feature_facts)
 _LONGFORMER = _exact("longformer", random=False, reads_positions=True, cost=_COST | {"window_size": 2})
 _NEARFAR = _exact(
-    "nearfar", exact_steps=True, averages=False, splits_scale=True,
+    "nearfar", averages=False, splits_scale=True,
     cost=_COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0},
 )  # fmt: skip
 _NYSTROMFORMER = _exact(
@@ -405,6 +408,21 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
     if kind == "empty":
         mask[0] = False
     return mask
+
+
+# The heads of calls with learned parameters, which share key heads.
+HEADS, KV_HEADS = 4, 2
+
+
+def parameters_of(config: Any, value: Tensor, num_kv_heads: int = KV_HEADS) -> dict[str, Tensor]:
+    """Learned parameters by name, which differ between the heads: initial values plus noise."""
+    sizes = {"head_dim": 8, "value_dim": 8, "max_length": value.shape[2]}
+    start = registry.get_method(config.method).initial_parameters(
+        config, num_heads=HEADS, num_kv_heads=num_kv_heads, **sizes
+    )
+    return {
+        k: x + 0.3 * numbers(*x.shape, seed=3, dtype=x.dtype) * x.abs().mean().clamp(min=0.1) for k, x in start.items()
+    }
 
 
 def relative_error(approximate: Tensor, exact: Tensor) -> float:

@@ -1,24 +1,27 @@
 """The checks of the promises that every method keeps.
 
 A check is a function of an instance that raises `AssertionError` if the promise is broken. `test_promises.py` runs each
-check on every instance and on random hyperparameters, with inputs that `attack_cases.py` draws. `**shape` are arguments
-of `inputs`.
+check on every instance and on random hyperparameters, with arguments that the function above it draws. `**shape` are
+arguments of `inputs`.
 """
 
 import dataclasses
 import itertools
-import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
+from attack_cases import PADDINGS, Draw, Promise
+from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.methods import attention_with_state
 from hf_efficient_attn.ops import causal as causal_ops
 from hf_efficient_attn.ops import near_far as near_far_ops
@@ -38,48 +41,48 @@ def outputs_that_count(key_mask: Tensor | None, out: Tensor) -> Tensor:
     return key_mask[:, None].expand(out.shape[:3])
 
 
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """`scaled_dot_product_attention` with a dense mask; the queries are the last positions, and 0 without a key."""
-    q_len, kv_len, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    pairs = torch.ones(q_len, kv_len, dtype=torch.bool)
-    pairs = (pairs.tril(kv_len - q_len) if is_causal else pairs).expand(query.shape[0], 1, -1, -1)
-    pairs = pairs if key_mask is None else pairs & key_mask[:, None, None]
-    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs)
-    return exact.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
-
-
 def drawn(padding: str, **shape: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Query, key and value, and the key mask."""
     tensors = inputs(**{"dtype": torch.float64, **shape})
     return tensors, padding_mask(padding, tensors[1].shape[0], tensors[1].shape[2])
 
 
+def _is_causal(instance: Instance) -> bool:
+    return instance.info.causal
+
+
 # 1. Shapes, and exactness within the budget.
 
 
+@Promise(lambda d: d.shape(padding=d.padding(), dtype=d.dtype(), content=d.any_content()))
 def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
     """The output has the right shape and dtype and is finite, and it is an average of values."""
     (query, key, value), key_mask = drawn(padding, **{"dtype": torch.float32, **shape})
     out = instance(query, key, value, key_mask, is_causal=is_causal)
-    assert out.shape == (*query.shape[:3], value.shape[3])
-    assert out.dtype == value.dtype
-    assert out.isfinite().all()
+    assert (out.shape, out.dtype) == ((*query.shape[:3], value.shape[3]), value.dtype) and out.isfinite().all()
     if instance.averages:
         # The tables of the projections are float32 in any case.
         rounding = 1.0 + 20.0 * max(torch.finfo(dtype).eps for dtype in (value.dtype, torch.float32))
         assert out.abs().max() <= value.abs().max() * rounding + 1e-6, "an output exceeds all values"
 
 
-def check_exact(instance: Instance, is_causal: bool, length: int, padding: str = "none", **shape: Any) -> None:
+def _within_budget(d: Draw) -> dict[str, Any]:
+    length = d.choice(1, d.instance.budget, d.between(1, d.instance.budget))
+    return d.shape(length, padding=d.padding(), content=d.any_content())
+
+
+@Promise(_within_budget, applies=lambda i: i.budget > 0)
+def check_exact(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
     """The output is that of `scaled_dot_product_attention` with a dense mask."""
-    tensors, key_mask = drawn(padding, **{"batch": 2, "q_len": length, **shape})
-    out, exact = instance(*tensors, key_mask, is_causal=is_causal), exact_attention(*tensors, key_mask, is_causal)
+    tensors, key_mask = drawn(padding, **shape)
+    out = instance(*tensors, key_mask, is_causal=is_causal)
+    exact = exact_output(*tensors, attention_mask=key_mask, is_causal=is_causal)
     if instance.skips_masked_queries and key_mask is not None and out.shape[2] == key_mask.shape[1]:
         exact = exact.masked_fill(~key_mask[:, None, :, None], 0.0)
     assert_close(out, exact, 1e-9)
 
 
+@Promise(lambda d: d.shape(padding=d.padding()))
 def check_arguments(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
     """Grouped queries use the keys of their group; strides have no influence; inputs are not modified."""
     tensors, key_mask = drawn(padding, **shape)
@@ -95,24 +98,29 @@ def check_arguments(instance: Instance, is_causal: bool, padding: str = "none", 
 # 2. Padding.
 
 
+def _masked(d: Draw) -> dict[str, Any]:
+    dtype = d.choice(torch.float32, torch.float64, torch.bfloat16)
+    return d.shape(padding=d.choice(*PADDINGS), dtype=dtype, content=d.any_content())
+
+
+@Promise(_masked, share=2.0)
 def check_masked_keys(instance: Instance, is_causal: bool, padding: str = "holes", **shape: Any) -> None:
     """The outputs at valid queries are the same bit for bit, whatever the masked keys and values contain."""
-    (query, key, value), key_mask = drawn(padding, **{"dtype": torch.float32, **shape})
-    is_self_attention = query.shape[2] == key.shape[2]
-    clean = instance(query, key, value, key_mask, is_causal=is_causal)
+    tensors, key_mask = drawn(padding, **{"dtype": torch.float32, **shape})
+    clean = instance(*tensors, key_mask, is_causal=is_causal)
     valid = outputs_that_count(key_mask, clean)
     for garbage in (torch.nan, torch.inf, -torch.inf, 1e30):
-        changed = [x.masked_fill(~key_mask[:, None, :, None], garbage) for x in (key, value)]
+        changed = [x.masked_fill(~key_mask[:, None, :, None], garbage) for x in tensors[1:]]
         # In self-attention the padding has queries as well, and only the outputs of those may change.
-        changed_query = query.masked_fill(~key_mask[:, None, :, None], garbage) if is_self_attention else query
-        out = instance(changed_query, *changed, key_mask, is_causal=is_causal)
+        query = tensors[0].masked_fill(~valid.unsqueeze(3), garbage)
+        out = instance(query, *changed, key_mask, is_causal=is_causal)
         assert torch.equal(out[valid], clean[valid]), f"{garbage} in masked keys changes the output"
 
 
+@Promise(lambda d: d.shape(batch=d.choice(1, 2), dtype=d.choice(torch.float32, torch.bfloat16)))
 def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) -> None:
     """NaN in masked keys and values reaches no gradient, and their own gradient is 0."""
-    query, key, value = inputs(**{"batch": 2, "q_len": 70, **shape})
-    key_mask = padding_mask("holes", *key.shape[0:3:2])
+    (query, key, value), key_mask = drawn("holes", **{"batch": 2, "q_len": 70, "dtype": torch.float32, **shape})
     key_mask[0, :3] = False
     leaves = [query, *(x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (key, value))]
     leaves = [x.requires_grad_() for x in leaves]
@@ -121,26 +129,29 @@ def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) ->
     # Where nothing is attended to, there may be no graph, which means a gradient of 0.
     grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
     assert all(grad.isfinite().all() for grad in grads)
-    for leaf, grad in zip(leaves[1:], grads[1:], strict=True):
-        masked = grad[~key_mask[:, None, :].expand(leaf.shape[:3])]
-        assert torch.equal(masked, torch.zeros_like(masked))
+    assert not any(grad.masked_fill(key_mask[:, None, :, None], 0.0).any() for grad in grads[1:])
 
 
+@Promise(lambda d: {"is_causal": d.is_causal, "length": d.length(2), **d.heads(content="normal", dtype=d.dtype())})
 def check_empty_queries(instance: Instance, is_causal: bool, length: int = 90, **shape: Any) -> None:
     """If all keys of a query are masked or in the future, its output is 0 and all gradients are finite."""
     leaves = [x.requires_grad_() for x in inputs(**{"batch": 2, "q_len": length, **shape})]
     key_mask = torch.zeros(2, length, dtype=torch.bool)
     key_mask[1, length // 2 :] = True
     out = instance(*leaves, key_mask, is_causal=is_causal)
-    assert torch.equal(out[0], torch.zeros_like(out[0]))
-    if is_causal:
-        before = out[1, :, : length // 2]
-        assert torch.equal(before, torch.zeros_like(before))
-    assert out.isfinite().all()
-    assert out[1, :, length // 2 :].abs().amax(-1).min() > 0
+    assert not out[0].any() and not (is_causal and out[1, :, : length // 2].any())
+    assert out.isfinite().all() and out[1, :, length // 2 :].abs().amax(-1).min() > 0
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves, materialize_grads=True))
 
 
+def _padded(d: Draw) -> dict[str, Any]:
+    kinds = ("left", "right") if d.instance.reads_positions else ("left", "right", "holes", "empty", "one")
+    length = d.length(1, d.choice(70, 150))
+    return {"is_causal": d.is_causal, "length": length, **d.heads(batch=d.choice(1, 2), padding=d.choice(*kinds))}
+
+
+# Sampling by values leaves out some of more than 383.
+@Promise(_padded, share=2.0, at=[{"length": 801, "padding": side, "seed": 1} for side in ("left", "right")])
 def check_padding(
     instance: Instance, is_causal: bool, length: int, padding: str = "left", seed: int = 0, **shape: Any
 ) -> None:
@@ -154,9 +165,18 @@ def check_padding(
             assert_close(out[b : b + 1, :, valid], alone, 1e-8)
 
 
-# 3. The future.
+# 3. The future. The cuts are at the block boundaries of the instances (8, 16, 40), at those of blocks and chunks in the
+# primitives (128, 256), and next to them.
+
+CUTS = (7, 8, 16, 39, 40, 127, 128, 129, 255, 256, 257)
 
 
+def _any_tokens(d: Draw) -> dict[str, Any]:
+    dtype = d.choice(torch.float32, torch.bfloat16)
+    return {**d.length_and_cut(), **d.heads(padding=d.padding(), content=d.any_content(), dtype=dtype)}
+
+
+@Promise(_any_tokens, share=2.0, applies=_is_causal, at=[{"length": 301, "cut": cut, "seed": cut} for cut in CUTS])
 def check_future(instance: Instance, length: int, cut: int, padding: str = "none", seed: int = 0, **shape: Any) -> None:
     """If all tokens from the cut on and their mask are replaced, the outputs before it are the same bit for bit."""
     # The fused kernel is used if value_dim equals head_dim, and the package's own kernel otherwise.
@@ -170,6 +190,11 @@ def check_future(instance: Instance, length: int, cut: int, padding: str = "none
     assert torch.equal(instance(*changed, changed_mask, is_causal=True)[:, :, :cut], out[:, :, :cut])
 
 
+@Promise(
+    lambda d: {**d.length_and_cut(), **d.heads()},
+    applies=lambda i: _is_causal(i) and not i.switches,
+    at=[{"length": 301, "cut": cut} for cut in (1, 128, 257)],
+)
 def check_length(instance: Instance, length: int, cut: int, **shape: Any) -> None:
     """An output does not depend on the number of later tokens."""
     whole = inputs(**{"dtype": torch.float64, **shape}, q_len=length)
@@ -177,18 +202,35 @@ def check_length(instance: Instance, length: int, cut: int, **shape: Any) -> Non
     assert_close(out, instance(*whole, is_causal=True)[:, :, :cut], 1e-9)
 
 
+def _last_queries(d: Draw) -> dict[str, Any]:
+    length = d.length(2)
+    # More than 128 new queries are not decoded, but computed like a whole sequence.
+    most = min(length - 1, 128) if d.instance.exact_steps else length - 1
+    last = min(d.choice(1, 1, 2, d.length()), most)
+    return {"last": last, **d.heads(padding=d.padding(), batch=d.choice(1, 2), q_len=length)}
+
+
+@Promise(_last_queries, applies=_is_causal)
 def check_last_queries(instance: Instance, last: int, padding: str = "none", seed: int = 0, **shape: Any) -> None:
     """With a cache the output is the end of the whole sequence, or exact attention if the method decodes exactly."""
     query, key, value = inputs(**{"batch": 2, "q_len": 120, "dtype": torch.float64, **shape}, seed=seed)
     key_mask = padding_mask(padding, key.shape[0], key.shape[2], seed)
     if instance.exact_steps:
-        expected = exact_attention(query, key, value, key_mask, True)
+        expected = exact_output(query, key, value, attention_mask=key_mask, is_causal=True)
     else:
         expected = instance(query, key, value, key_mask, is_causal=True)
     ours = instance(query[:, :, -last:], key, value, key_mask, is_causal=True)
     assert_close(ours, expected[:, :, -last:], 1e-8)
 
 
+def _cuts(d: Draw) -> dict[str, Any]:
+    length = d.length()
+    every = length < 30 and d.choice(False, False, True)
+    cuts = range(length) if every else sorted(d.draw(st.sets(st.integers(0, length), max_size=20)))
+    return {"cuts": list(cuts), **d.heads(padding=d.padding(), q_len=length)}
+
+
+@Promise(_cuts, share=2.0, applies=lambda i: i.info.recurrent)
 def check_state(instance: Instance, cuts: list[int], padding: str = "none", **shape: Any) -> None:
     """Causal attention of one chunk of tokens after the other, each from the state before it, is the causal form."""
     (query, key, value), key_mask = drawn(padding, **{"batch": 2, **shape})
@@ -204,6 +246,7 @@ def check_state(instance: Instance, cuts: list[int], padding: str = "none", **sh
 # 4. The batch.
 
 
+@Promise(lambda d: d.shape(padding=d.padding(), batch=d.choice(2, 3, 4)))
 def check_batch(
     instance: Instance, is_causal: bool, padding: str = "none", tolerance: float = 1e-8, **shape: Any
 ) -> None:
@@ -219,6 +262,7 @@ def check_batch(
 # 5. Seeds.
 
 
+@Promise(lambda d: d.shape(dtype=d.dtype(), content=d.any_content()))
 def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
     """The seed alone determines the output, and the global generator is not used."""
     tensors = inputs(**{"q_len": 130, **shape})
@@ -247,6 +291,20 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
 # 6. Finite outputs.
 
 
+def _large_logits(d: Draw) -> dict[str, Any]:
+    dtype = d.choice(torch.float32, torch.bfloat16, torch.float16)
+    return {
+        "is_causal": d.is_causal,
+        "dtype": dtype,
+        "logit": d.choice(0.0, 1.0, 30.0, 100.0, 1e3, 1e4),
+        "autocast": dtype != torch.float32 and d.choice(False, True),
+        "length": d.length(),
+        "head_dim": d.choice(1, 4, 16, 64),
+        "seed": d.seed(),
+    }
+
+
+@Promise(_large_logits)
 def check_finite(
     instance: Instance,
     is_causal: bool,
@@ -260,25 +318,26 @@ def check_finite(
 ) -> None:
     """Logits of both signs up to `logit`. With head_dim 64, q . k before scaling exceeds the largest float16 number."""
     size = (logit * head_dim**0.5 / head_dim) ** 0.5
-    query, key, value = (x.sign() * size for x in inputs(q_len=length, head_dim=head_dim, seed=seed))
-    key = torch.where(torch.arange(length)[:, None] % 3 == 0, query, key)
-    key = torch.where(torch.arange(length)[:, None] % 3 == 1, -query, key)
-    value = inputs(q_len=length, head_dim=head_dim, spread=100.0, seed=seed)[2]
+    query, key, value = inputs(q_len=length, head_dim=head_dim, seed=seed)
+    query, key, value, turn = query.sign() * size, key.sign() * size, 100.0 * value, torch.arange(length)[:, None] % 3
+    key = torch.where(turn == 0, query, torch.where(turn == 1, -query, key))
     leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
     key_mask = padding_mask("left", 1, length, 3)
-    context = torch.autocast("cpu", dtype=dtype, enabled=autocast)
-    with context:
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
         given = [x.float() if autocast else x for x in leaves]
         for mask in (None, key_mask):
             out = instance(*given, mask, is_causal=is_causal)
-            assert out.dtype == dtype
-            assert out.isfinite().all()
+            assert out.dtype == dtype and out.isfinite().all()
             assert not instance.averages or out.abs().max() <= value.abs().max() * 1.01
     if dtype != torch.float16:
         grads = torch.autograd.grad(out.float().sum(), leaves, materialize_grads=True)
         assert all(grad.isfinite().all() for grad in grads)
 
 
+@Promise(
+    lambda d: d.shape(d.length(), batch=1, dtype=d.choice(torch.bfloat16, torch.float16), spread=0.05),
+    applies=lambda i: i.averages,
+)
 def check_sums(instance: Instance, is_causal: bool, dtype: torch.dtype, **shape: Any) -> None:
     """Weights are summed in float32: the average of 700 equal values is this value up to the precision of `dtype`."""
     query, key, value = inputs(**{"q_len": 700, "head_dim": 16, "spread": 0.05, **shape}, dtype=dtype)
@@ -308,6 +367,14 @@ def held_plans() -> Iterator[None]:
         yield
 
 
+def _few_tokens(d: Draw) -> dict[str, Any]:
+    length = d.length(5, 20)
+    sizes = {"length": length, "value_dim": d.choice(1, 2, 3), "seed": d.seed()}
+    return {"is_causal": d.is_causal, **sizes, "fast_mode": length > 8 or d.choice(True, True, False)}
+
+
+# 270 tokens are more than two chunks.
+@Promise(_few_tokens, share=0.4, at=[{"length": 270, "value_dim": 3, "fast_mode": True}])
 def check_gradients(
     instance: Instance, is_causal: bool, length: int, value_dim: int, fast_mode: bool = False, seed: int = 0
 ) -> None:
@@ -329,6 +396,7 @@ def check_gradients(
             raise AssertionError(str(error)) from error
 
 
+@Promise(lambda d: d.shape(padding=d.padding(), scale=d.choice(None, None, 0.0, -0.5, 1.7)), share=2.0)
 def check_naive(
     instance: Instance, is_causal: bool, padding: str = "none", scale: float | None = None, **shape: Any
 ) -> None:
@@ -340,6 +408,10 @@ def check_naive(
     assert_close(ours[valid], other[valid], 1e-9)
 
 
+# In the readable form queries without a key have no gradient, and in a window such are queries far in the padding.
+@Promise(
+    lambda d: d.shape(padding="none" if d.instance.reads_positions else d.choice("none", "right"), batch=d.choice(1, 2))
+)
 def check_naive_gradients(instance: Instance, is_causal: bool, padding: str = "right", **shape: Any) -> None:
     """The gradients of the fast form are those of the readable form."""
     tensors = [x.requires_grad_() for x in inputs(**{"batch": 2, "dtype": torch.float64, **shape})]
@@ -361,12 +433,19 @@ def check_naive_gradients(instance: Instance, is_causal: bool, padding: str = "r
 def budget_error(instance: Instance, is_causal: bool, budget: int, seeds: int = 4, **shape: Any) -> float:
     """The error with a budget relative to exact attention, as a root mean square over seeds."""
     tensors = inputs(**{"head_dim": 8, "num_heads": 4, "dtype": torch.float64, **shape})
-    exact = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    exact = exact_output(*tensors, is_causal=is_causal)
     config = instance.config().with_budget(budget)
     errors = [relative_error(hea.attention(config, *tensors, is_causal=is_causal, seed=s), exact) for s in range(seeds)]
     return (sum(e**2 for e in errors) / seeds) ** 0.5
 
 
+def _budget(d: Draw) -> dict[str, Any]:
+    # The global tokens are a part of the budget.
+    smallest = d.instance.hyperparameters.get("global_tokens", 0) // 2 + 1
+    return {"is_causal": d.is_causal, "length": d.length(smallest), **d.heads(num_heads=4, num_kv_heads=4)}
+
+
+@Promise(_budget, applies=lambda i: i.limit in ("exact", "bounded"))
 def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
     """The error is 0 if the budget is as large as the sequence."""
     assert budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length, **shape) < 1e-9
@@ -391,73 +470,50 @@ def check_converges_in_expectation(instance: Instance, is_causal: bool, length: 
     assert all(small < large / 2 for large, small in itertools.pairwise(errors)), errors
 
 
-# 9. Refusals.
-
-BOOL, DTYPE = r"must be bool \(\d+, \d+\)", "the same floating-point dtype"
-DROPOUT, SEED = "dropout_p=.* must be at least 0 and below 1", "seed must be an integer or None, not "
-# Name -> (what the message says, the changed arguments of a call that must be refused). The query has four heads.
-REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], dict[str, Any]]]] = {
-    "4-D mask": (r"4-D attention mask .*bool mask of shape \(\d+, \d+\)", lambda q, k, v: {"attention_mask": k > 9}),
-    "float mask": (BOOL + ".*, True = attend; got torch.float32", lambda q, k, v: {"attention_mask": k[:, 0, :, 0]}),
-    "integer mask": (BOOL + ".*torch.int64", lambda q, k, v: {"attention_mask": k[:, 0, :, 0].long()}),
-    "shorter mask": (BOOL, lambda q, k, v: {"attention_mask": k[:, 0, 1:, 0] < 9}),
-    "mask of another batch": (BOOL, lambda q, k, v: {"attention_mask": k[:1, 0, :, 0] < 9}),
-    "1-D mask": (BOOL, lambda q, k, v: {"attention_mask": k[0, 0, :, 0] < 9}),
-    "3-D mask": (BOOL, lambda q, k, v: {"attention_mask": k[:, 0] < 9}),
-    "3-D inputs": ("batch, num_heads, length, head_dim", lambda q, k, v: {"query": q[0], "key": k[0], "value": v[0]}),
-    "fewer keys than values": ("do not fit together", lambda q, k, v: {"key": k[:, :, :-1]}),
-    "another head_dim": ("do not fit together", lambda q, k, v: {"key": torch.cat((k, k), 3)}),
-    "another batch": ("do not fit together", lambda q, k, v: {"query": torch.cat((q, q))}),
-    "key heads that do not divide": (
-        "number of key heads, 3, must divide the number of query heads, 4",
-        lambda q, k, v: {"key": k.repeat(1, 3, 1, 1)[:, :3], "value": v.repeat(1, 3, 1, 1)[:, :3]},
-    ),
-    "no key heads": ("number of key heads, 0", lambda q, k, v: {"key": k[:, :0], "value": v[:, :0]}),
-    "another dtype of keys": (DTYPE, lambda q, k, v: {"key": k.double()}),
-    "another dtype of values": (DTYPE, lambda q, k, v: {"value": v.half()}),
-    "integers": (DTYPE, lambda q, k, v: {"query": q.int(), "key": k.int(), "value": v.int()}),
-    "negative dropout": (DROPOUT, lambda q, k, v: {"dropout_p": -0.1}),
-    "dropout of 1": (DROPOUT, lambda q, k, v: {"dropout_p": 1.0}),
-    "dropout of NaN": (DROPOUT, lambda q, k, v: {"dropout_p": torch.nan}),
-    "seed that is a string": (SEED + "str", lambda q, k, v: {"seed": "0"}),
-    "seed that is a fraction": (SEED + "float", lambda q, k, v: {"seed": 1.5}),
-    "seed that is a list": (SEED + "list", lambda q, k, v: {"seed": [1]}),
-    "unknown hyperparameter": ("unknown hyperparameter 'qqq'", lambda q, k, v: {"qqq": 1}),
-}
+# 11. Memory.
 
 
-def check_refused(instance: Instance, what: str, **shape: Any) -> None:
-    """The call is refused, and the message states what is refused, why, and what to do instead."""
-    message, changes = REFUSED[what]
-    tensors = inputs(**{"batch": 2, "q_len": 50, **shape, "num_heads": 4, "dtype": torch.float32})
-    arguments = dict(zip(("query", "key", "value"), tensors, strict=True)) | changes(*tensors)
-    refusal = None
-    try:
-        hea.attention(instance.config(), **arguments)
-    except hea.UnsupportedAttentionError as error:
-        refusal = str(error)
-    assert refusal is not None, f"{what}: not refused"
-    assert re.search(message, refusal) and "\n" not in refusal, f"{what}: the message is {refusal}"
+class Memory(TorchDispatchMode):
+    """Records the largest number of elements of a tensor that an operator returns, and the bytes that are in use.
 
-
-# 10. Memory. `test_promises.py` measures the memory of a process as well.
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements of a tensor that an operator returns."""
+    Attributes:
+        operators: the number of operators.
+        numel: the number of elements of the largest tensor.
+        peak: the most bytes of all tensors at a time that operators have returned.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.operators = self.numel = self.peak = 0
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
+        self.operators += 1
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):  # a view that is expanded needs no memory of its own
-                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+                storage = x.untyped_storage()
+                self.numel = max(self.numel, storage.nbytes() // x.element_size())
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._sizes.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._sizes.values()))
         return result
 
 
+LargestTensor = Memory  # where only `numel` counts
+
+
+@Promise(
+    lambda d: {
+        "is_causal": d.is_causal,
+        "length": d.between(400, 600),
+        "num_heads": 1,
+        "content": d.any_content(),
+    },
+    share=0.05,
+    applies=lambda i: i.hyperparameters.get("max_length", 2400) >= 2400,
+)
 def check_largest_tensor(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
     """Four times the length makes no tensor more than eight times as large. One for all pairs is 16 times as large.
 
@@ -465,9 +521,9 @@ def check_largest_tensor(instance: Instance, is_causal: bool, length: int, **sha
     """
     sizes: list[int] = []
     for q_len in (length, 4 * length, 16 * length):
-        with LargestTensor() as largest:
+        with Memory() as memory:
             instance(*inputs(**shape, q_len=q_len), is_causal=is_causal)
-        if sizes and largest.numel <= 8 * sizes[-1]:
+        if sizes and memory.numel <= 8 * sizes[-1]:
             return
-        sizes.append(largest.numel)
+        sizes.append(memory.numel)
     raise AssertionError(f"the largest tensors for {length} tokens, 4 and 16 times as many have {sizes} numbers")

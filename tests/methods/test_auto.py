@@ -1,6 +1,7 @@
 """auto: when attention is exact, and how heads are judged, beyond what the promises check."""
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,22 +25,23 @@ def rows(monkeypatch):
 
 def _mixed(length=700):
     """Two heads that few landmarks approximate well, and two whose queries attend to many keys that are all unlike."""
-    query, key, value = (numbers(1, 4, length, 8, seed=i).float() for i in range(3))
+    query, key, value = inputs(1, 4, length, 8)
     centers = numbers(1, 2, 8, 8, seed=4).float()
     key[:, :2] = centers[:, :, torch.arange(length) * 7 % 8] + 0.05 * key[:, :2]
     return query, key, value
 
 
-def _errors(ours, tensors):
-    exact = scaled_dot_product_attention(*tensors)
+def _errors(tensors, **options):
+    """The error of each head, with 64 columns."""
+    ours, exact = auto(*tensors, columns=64, **options), scaled_dot_product_attention(*tensors)
     return [relative_error(ours[:, h], exact[:, h]) for h in range(ours.shape[1])]
 
 
 def test_heads_above_the_bound_are_exact_and_the_others_are_not():
     tensors = _mixed()
-    errors = _errors(auto(*tensors, columns=64, crossover=400), tensors)
+    errors = _errors(tensors, crossover=400)
     assert all(1e-4 < error <= 0.1 for error in errors[:2]) and max(errors[2:]) < 1e-5
-    assert min(_errors(auto(*tensors, columns=64, crossover=100, max_error=0.0), tensors)[2:]) > 0.1
+    assert min(_errors(tensors, crossover=100, max_error=0.0)[2:]) > 0.1
 
 
 @pytest.fixture
@@ -60,35 +62,28 @@ def attempts(monkeypatch):
 
 
 def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
-    tensors = _mixed()
-    errors = _errors(auto(*tensors, columns=64, crossover=100), tensors)
+    errors = _errors(_mixed(), crossover=100)
     assert len({columns for _, columns in attempts}) > 1
     assert all(1e-4 < error <= 0.1 for error in errors)
 
 
 def test_heads_that_need_exact_attention_cost_next_to_no_attempts(monkeypatch, attempts):
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in _mixed(1200)]  # 2 sequences of 8 heads
-    assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
+    assert max(_errors(tensors, crossover=400)) < 1e-5
     assert not attempts  # the copies tell
-    monkeypatch.setattr(
-        row_error, "screening_error", lambda query, *rest, **options: query.new_full(query.shape[:1], 0.1)
-    )
-    assert max(_errors(auto(*tensors, columns=64, crossover=400), tensors)) < 1e-5
+    monkeypatch.setattr(row_error, "screening_error", lambda query, *_, **__: query.new_full(query.shape[:1], 0.1))
+    assert max(_errors(tensors, crossover=400)) < 1e-5
     assert 2 <= sum(heads for heads, _ in attempts) <= 6  # of 16
 
 
 def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     """With the whole batch it would depend on the batch."""
-    seen = []
-
-    def length(method, total_dim, **options):
-        seen.append((method, total_dim, options["dtype"], options["is_causal"], options["relative_cost"]))
-        return 150
-
+    length = Mock(return_value=150)
     monkeypatch.setattr(module, "crossover_length", length)
-    tensors = inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16)
-    auto(*tensors, columns=64, is_causal=True)
-    assert seen == [("nearfar", 16, torch.bfloat16, True, pytest.approx(0.3125 * 8 ** (5 / 12)))]
+    auto(*inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16), columns=64, is_causal=True)
+    expected = {"dtype": torch.bfloat16, "is_causal": True, "relative_cost": pytest.approx(0.3125 * 8 ** (5 / 12))}
+    assert length.call_count == 1 and length.call_args.args == ("nearfar", 16)
+    assert length.call_args.kwargs | expected == length.call_args.kwargs
 
 
 def test_the_built_in_crossover_decides_before_the_machine_is_measured():
@@ -133,12 +128,11 @@ def test_the_static_form():
     sizes = {"columns": 64, "crossover": 100}
     options = {**sizes, "static_form": "exact"}
     torch.testing.assert_close(auto(*leaves, **options), scaled_dot_product_attention(*tensors))
-    ours, exact = auto(*tensors, is_causal=True, **options), scaled_dot_product_attention(*tensors, is_causal=True)
-    torch.testing.assert_close(ours, exact)
+    exact = scaled_dot_product_attention(*tensors, is_causal=True)
+    torch.testing.assert_close(auto(*tensors, is_causal=True, **options), exact)
     torch.testing.assert_close(auto(*tensors, **options), auto(*tensors, **sizes))
     assert relative_error(auto(*tensors, **options), scaled_dot_product_attention(*tensors)) > 1e-3
-    unbounded = (auto(*tensors, **x, max_error=0.0) for x in (options, sizes))
-    torch.testing.assert_close(*unbounded)
+    torch.testing.assert_close(*(auto(*tensors, **x, max_error=0.0) for x in (options, sizes)))
 
 
 def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():

@@ -1,6 +1,7 @@
 """EVA against its paper's sums, written out with plain exponentials, and the properties that follow from them."""
 
 import math
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +13,6 @@ from each import close, differs
 from hf_efficient_attn.methods import eva
 from hf_efficient_attn.ops.tokens import normal
 from instances import inputs, numbers
-
-MEAN = {"proposal": "mean"}  # omega = mu, which is what `estimate` computes without noise
 
 
 def estimate(query, key, value, scale: float, noise=None, maps=None):
@@ -31,11 +30,10 @@ def estimate(query, key, value, scale: float, noise=None, maps=None):
     return sum(key) / len(key), sum(x * v for x, v in zip(xi, value, strict=True)) / sum(xi)
 
 
-def paper(query, key, value, scale: float, near, chunks, noises=None, queries_of=slice, maps=None):
+def paper(query, key, value, scale: float, near, chunks, noises=None, maps=None):
     """The output of one head's queries by the paper's sums.
 
-    near(i) is the set E of query i, chunks(i) the list of its chunks as (start, stop), and queries_of(start, stop)
-    selects the queries of a chunk.
+    near(i) is the set E of query i, and chunks(i) the list of its chunks as (start, stop).
     """
     outs = []
     for i, q in enumerate(query):
@@ -45,16 +43,11 @@ def paper(query, key, value, scale: float, near, chunks, noises=None, queries_of
             numerator, denominator = numerator + weight * value[m], denominator + weight
         for start, stop in chunks(i):
             chunk, noise = slice(start, stop), None if noises is None else noises[start, stop]
-            mean, beta = estimate(query[queries_of(start, stop)], key[chunk], value[chunk], scale, noise, maps)
+            mean, beta = estimate(query[chunk], key[chunk], value[chunk], scale, noise, maps)
             weight = (stop - start) * math.exp(scale * q @ mean)
             numerator, denominator = numerator + weight * beta, denominator + weight
         outs.append(numerator / denominator)
     return torch.stack(outs)
-
-
-def window_of(window: int, count: int):
-    """The set E in the bidirectional form: i -> the keys of the window that holds position i."""
-    return lambda i: range(i // window * window, min(count, (i // window + 1) * window))
 
 
 # (number of keys, window_size, num_landmarks, chunks of query i)
@@ -84,14 +77,18 @@ def test_output_is_that_of_the_papers_sums(case):
     count, window, landmarks, chunks = CASES[case]
     tensors = inputs(batch=2, q_len=count, head_dim=6, value_dim=5, dtype=torch.float64)
     config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, proposal="learned", seed=5)
-    near, learned = window_of(window, count), maps(num_heads=2)
+    learned = maps(num_heads=2)
+
+    def near(i):
+        """The keys of the window that holds position i."""
+        return range(i // window * window, min(count, (i // window + 1) * window))
 
     def check(ours, **proposal):
         for b, head in ((0, 0), (0, 1), (1, 1)):
             given = {name: of_head(head) for name, of_head in proposal.items()}
             close(ours[b, head], paper(*(x[b, head] for x in tensors), 0.7, near, chunks, **given), 1e-10)
 
-    ours = hea.attention(config, *tensors, scale=0.7, **MEAN)
+    ours = hea.attention(config, *tensors, scale=0.7, proposal="mean")
     check(ours)
     assert differs(ours, scaled_dot_product_attention(*tensors, scale=0.7), 0.05)
     # With the identity, where the maps start, the output is that of proposal="normal".
@@ -109,42 +106,11 @@ def test_output_is_that_of_the_papers_sums(case):
 
 def test_maps_of_a_wrong_shape_are_refused():
     tensors = inputs(q_len=20, head_dim=6)
-    for wrong in (numbers(3, 6, 6), numbers(2, 6, 5), numbers(6, 6), numbers(2, 2, 6, 6)):
-        for name in ("proposal_query", "proposal_key"):
-            with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads with head_dim=6: give"):
-                hea.attention("eva", *tensors, proposal="learned", **{name: wrong})
+    for shape, name in product(((3, 6, 6), (2, 6, 5), (6, 6), (2, 2, 6, 6)), maps(num_heads=2)):
+        with pytest.raises(hea.UnsupportedAttentionError, match=rf"eva: {name} .*2 heads with head_dim=6: give"):
+            hea.attention("eva", *tensors, proposal="learned", **{name: numbers(*shape)})
     with pytest.raises(hea.UnsupportedAttentionError, match=r"does not match .*proposal='normal'"):
         hea.attention("eva", *tensors, **maps(num_heads=2))
-
-
-@pytest.mark.parametrize("queries", [1, 5, 29, 100])
-@pytest.mark.parametrize("case", CASES)
-def test_queries_and_keys_of_different_tokens(case, queries):
-    """Query i of m uses the window at position i n / m, and a chunk's queries are those whose share overlaps it."""
-    count, window, landmarks, chunks = CASES[case]
-    query, key, value = inputs(q_len=queries, kv_len=count, head_dim=6, value_dim=5, dtype=torch.float64)
-    config = hea.EvaConfig(window_size=window, num_landmarks=landmarks, **MEAN)
-    ours = hea.attention(config, query, key, value, scale=0.7)
-    # With every second key masked, the windows have different numbers of queries.
-    mask = torch.arange(2 * count) % 2 == 0
-    padded = [torch.full((1, 2, 2 * count, x.shape[3]), 3.0, dtype=torch.float64) for x in (key, value)]
-    for with_padding, x in zip(padded, (key, value), strict=True):
-        with_padding[:, :, mask] = x
-    masked = hea.attention(config, query, *padded, attention_mask=mask[None], scale=0.7)
-    position = [math.floor(i * count / queries) for i in range(queries)]
-    for head in range(2):
-        theirs = paper(
-            *(x[0, head] for x in (query, key, value)),
-            0.7,
-            lambda i: window_of(window, count)(position[i]),
-            lambda i: chunks(position[i]),
-            queries_of=lambda start, stop: [
-                i for i in range(queries) if i * count < stop * queries and (i + 1) * count > start * queries
-            ],
-        )
-        for out in (ours, masked):
-            close(out[0, head], theirs, 1e-10)
-    assert differs(ours, scaled_dot_product_attention(query, key, value, scale=0.7), 0.01)
 
 
 def test_causal_form_by_hand():
@@ -155,26 +121,25 @@ def test_causal_form_by_hand():
     tensors = inputs(num_heads=1, q_len=30, head_dim=6, dtype=torch.float64)
     segments = {2: [(0, 1)], 3: [(0, 2)], 4: [(0, 2), (2, 3)], 5: [(0, 4)], 6: [(0, 4), (4, 5)], 7: [(0, 4), (4, 6)]}
 
+    def halves(first, last):
+        middle = (first + last) * 2
+        return [(4 * first, middle), (middle, 4 * last)]
+
     def chunks(i):
-        halves = []
-        for first, last in segments.get(i // 4, []):
-            middle = (first + last) * 2
-            halves += [(4 * first, middle), (middle, 4 * last)]
-        return halves
+        return [half for segment in segments.get(i // 4, []) for half in halves(*segment)]
 
     noises = {}
     for first, last in {pair for pairs in segments.values() for pair in pairs}:
-        middle = (first + last) * 2
         drawn = normal((2, 1, 6), 2, 41 + (last - first).bit_length() - 1, tensors[0].device)[:, 0]
-        noises |= {(4 * first, middle): drawn[0], (middle, 4 * last): drawn[1]}
+        noises |= dict(zip(halves(first, last), drawn, strict=True))
     options = {"window_size": 8, "num_landmarks": 4, "seed": 2, "is_causal": True, "scale": 0.7}
     learned = maps(num_heads=1)
     both = [w[0] for w in learned.values()]
     outs = []
-    for proposal, parameters, given in (("mean", {}, (None, None)), ("normal", {}, (noises, None)),
-                                        ("learned", learned, (noises, both))):  # fmt: skip
-        outs.append(hea.functional.eva_attention(*tensors, **options, proposal=proposal, **parameters)[0, 0])
+    for proposal, parameters, given in (
+        ("mean", {}, (None, None)), ("normal", {}, (noises, None)), ("learned", learned, (noises, both))
+    ):  # fmt: skip
+        outs.append(hea.attention("eva", *tensors, **options, proposal=proposal, **parameters)[0, 0])
         one = [x[0, 0] for x in tensors]
-        theirs = paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, given[0], maps=given[1])
-        close(outs[-1], theirs, 1e-10)
+        close(outs[-1], paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, *given), 1e-10)
     assert differs(outs[1], outs[0], 1e-3) and differs(outs[2], outs[1], 1e-3)

@@ -1,27 +1,18 @@
 """The methods: the arguments of a call, configs, registration, functional forms, numbers by hand."""
 
 import dataclasses
-import importlib
 import inspect
 import json
-import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
 from broken_methods import BrokenConfig, broken, form_of
 from each import close, differs, each_form, each_instance, each_method
-from hf_efficient_attn import cli, methods
+from hf_efficient_attn import methods
 from hf_efficient_attn.methods import get_method, make_config
-from instances import INSTANCES, forms, inputs, padding_mask, relative_error, unregister
-from tiny_models import output, tiny_batch, tiny_model
+from instances import INSTANCES, forms, inputs, padding_mask, relative_error
 
 # The arguments of a call.
 
@@ -58,14 +49,13 @@ def test_dropout_keeps_the_mean_and_draws_from_the_global_generator(instance, is
 @pytest.mark.parametrize("instance", [i for i, is_causal in forms() if is_causal], ids=str)
 def test_more_or_fewer_causal_queries_than_keys(instance):
     """The first of more queries attend to nothing. Many last queries are the last chunk of a prompt."""
-    query, key, value = inputs(q_len=400, dtype=torch.float64)
+    query, key, value = tensors = inputs(q_len=400, dtype=torch.float64)
     out = instance(query[:, :, :90], key[:, :, :70], value[:, :, :70], is_causal=True)
     assert not out[:, :, :20].any()
     fewer = instance(query[:, :, 20:90], key[:, :, :70], value[:, :, :70], is_causal=True)
     assert torch.equal(out[:, :, 20:], fewer)
     if instance.exact_steps:  # the samples depend on the given queries, so only the size of the error is the same
-        whole = instance(query, key, value, is_causal=True)[:, :, 200:]
-        exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)[:, :, 200:]
+        whole, exact = (form(*tensors, is_causal=True)[:, :, 200:] for form in (instance, hea.analysis.exact_output))
         ours = instance(query[:, :, 200:], key, value, is_causal=True)
         assert relative_error(ours, exact) < 1.5 * relative_error(whole, exact)
 
@@ -129,12 +119,11 @@ def test_config_fields(instance):
         (lambda: hea.LongformerConfig(global_tokens=3).with_budget(3), "budget of 3 .* integer of 4 or more"),
         (lambda: hea.KDEformerConfig.from_dict({"method": "linear"}), "KDEformerConfig cannot be made.*'linear'"),
         (lambda: hea.LongformerConfig.from_dict({"windowsize": 3}), "'windowsize'.*Did you mean 'window_size'"),
-        (lambda: hea.KDEformerConfig(num_hashes=63), "must be at most 62"),
-        (lambda: hea.ScatterbrainConfig(num_hashes=63), "must be at most 62"),
-        (lambda: hea.ReformerConfig().with_budget(1), "budget of 1 columns .* an integer of 2 or more"),
-        (lambda: hea.ScatterbrainConfig().with_budget(1), "budget of 1 columns .* an integer of 2 or more"),
-        (lambda: hea.EvaConfig().with_budget(1), "budget of 1 columns .* an integer of 2 or more"),
-        (lambda: hea.FlurkaPerformerConfig().with_budget(1), "an integer of 2 or more"),
+        *((lambda x=x: x(num_hashes=63), "at most 62") for x in (hea.KDEformerConfig, hea.ScatterbrainConfig)),
+        *(
+            (lambda x=x: x().with_budget(1), "budget of 1 columns .* an integer of 2 or more")
+            for x in (hea.ReformerConfig, hea.ScatterbrainConfig, hea.EvaConfig, hea.FlurkaPerformerConfig)
+        ),
         (lambda: hea.FlurkaEvaConfig().with_budget(2), "an integer of 3 or more"),
         (lambda: hea.NystromformerConfig(conv_kernel_size=4), "conv_kernel_size=4 is even"),
         (lambda: hea.LinearConfig(feature_map="hedghog"), "Did you mean 'hedgehog'"),
@@ -160,34 +149,7 @@ def test_the_cost_of_a_query_is_the_budget(instance):
         assert {k: values[k] for k in same} == same
 
 
-# The registry and `hea.register_method`.
-
-
-def test_a_method_in_a_file_of_its_own(tmp_path, monkeypatch):
-    """A model runs with it, a checkpoint keeps it and its hyperparameters, and the command line shows it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "guides"))
-    module = importlib.import_module("random_keys")
-    try:
-        assert hea.RandomKeysConfig is module.RandomKeysConfig and "RandomKeysConfig" in dir(hea)
-        model = hea.convert(tiny_model("bert"), "random_keys", num_samples=7)
-        batch, folder = tiny_batch("bert"), tmp_path / "checkpoint"
-        model.save_pretrained(folder)
-        loaded = AutoModel.from_pretrained(folder)
-        expected = {"method": "random_keys", "num_samples": 7, "seed": 0, "version": 1}
-        assert loaded.config.efficient_attention == expected
-        by_name, exact = (AutoModel.from_pretrained(folder, attn_implementation=x) for x in ("random_keys", "sdpa"))
-        for other in (loaded, by_name):
-            assert torch.equal(output(other, batch), output(model, batch))
-        assert differs(output(model, batch), output(exact, batch), 1e-3)
-        shown = [CliRunner().invoke(cli.app, words) for words in (["info", "random_keys"], ["methods"])]
-        assert "exact attention to keys drawn" in shown[0].output and "num_samples" in shown[0].output
-        assert re.search(r"^  random_keys +no +no +exact attention", shown[1].output, re.M)
-    finally:
-        del sys.modules["random_keys"]
-        unregister("random_keys")
-        for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            del type(interface)._global_mapping["random_keys"]
-
+# The registry and `hea.register_method`. `test_own_files.py` tests a method in a file of its own.
 
 FACTS = {"method": "mine", "title": "Mine", "paper": "none", "year": 2026, "summary": "exact attention"}
 FACTS |= {"causal": False, "rectangular": True}
@@ -200,10 +162,10 @@ def with_field(name: str, default=None):
     return dataclasses.make_dataclass("Mine", [field], bases=(base,), frozen=True, kw_only=True)
 
 
-NO_IDENTIFIER = "must be a Python identifier"
+# (message, facts of a class or what is no such class, functions)
 INCOMPLETE = [
     *(("special meaning", {"method": x}, {}) for x in ("my_flash", "a/b", "sdpa2", "flex_attention_x", "a|b")),
-    *((NO_IDENTIFIER, {"method": x}, {}) for x in ("my-method", "two words", "eager")),
+    *(("must be a Python identifier", {"method": x}, {}) for x in ("my-method", "two words", "eager")),
     *((f"the class attributes {fact} are missing", {fact: ""}, {}) for fact in FACTS),
     ("needs a forward and a naive form", {}, {"naive": None}),
     ("must be given together", {"learned_parameters": ("weight",)}, {}),
@@ -212,28 +174,20 @@ INCOMPLETE = [
     ("decorate the class", {"size": methods.option(3, "A size.")}, {}),
     (r"must accept \(config, query, key, value, options\)", {}, {"forward": lambda query, key: query}),
     ("define with_budget", {"with_budget": methods.MethodConfig.with_budget}, {}),
-]
-NO_CLASS = [
-    *((x, "must be a subclass of MethodConfig") for x in (FACTS, FACTS["method"], int, BrokenConfig())),
-    (with_field("size"), "'size' needs a default"),
-    *((with_field(name, methods.option(3, "Help.")), f"'{name}' cannot be the name of a hyperparameter")
+    *(("must be a subclass of MethodConfig", x, {}) for x in (FACTS, FACTS["method"], int, BrokenConfig())),
+    ("'size' needs a default", with_field("size"), {}),
+    *((f"'{name}' cannot be the name of a hyperparameter", with_field(name, methods.option(3, "Help.")), {})
       for name in ("scale", "is_causal", "layers")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("message", "changes", "functions"), INCOMPLETE)
-def test_incomplete_registrations_are_refused(message, changes, functions):
+@pytest.mark.parametrize(("message", "given", "functions"), INCOMPLETE)
+def test_incomplete_registrations_are_refused(message, given, functions):
     before = hea.available_methods()
-    functions = {"forward": dense_forward, "naive": dense_forward, **functions}
+    given = type("Mine", (BrokenConfig,), FACTS | given) if isinstance(given, dict) and given != FACTS else given
     with pytest.raises(hea.UnsupportedAttentionError, match=message):
-        hea.register_method(type("Mine", (BrokenConfig,), FACTS | changes), **functions)
+        hea.register_method(given, **{"forward": dense_forward, "naive": dense_forward, **functions})
     assert hea.available_methods() == before
-
-
-@pytest.mark.parametrize(("given", "message"), NO_CLASS)
-def test_what_is_no_class_of_a_config_is_refused(given, message):
-    with pytest.raises(hea.UnsupportedAttentionError, match=message):
-        hea.register_method(given, forward=dense_forward, naive=dense_forward)
 
 
 def test_a_registered_method_is_available_at_once_and_can_be_replaced():
@@ -247,6 +201,7 @@ def test_a_registered_method_is_available_at_once_and_can_be_replaced():
             hea.register_method(config_class, forward=zeros, naive=zeros)
         out = instance(*tensors)
         assert out.abs().sum() > 0 and torch.equal(hea.functional.correct_attention(*tensors), out)
+        assert hea.Config is config_class and "Config" in dir(hea)
         methods.on_register(names.append)
         assert set(names) == set(hea.available_methods())
         other = type("Other", (config_class,), {"title": "Another title"})
@@ -269,8 +224,6 @@ def test_the_functional_form_equals_attention(instance):
     options = {"is_causal": instance.info.causal, "scale": 0.4, "seed": 3}
     ours = form(*tensors, attention_mask=mask, **options, **instance.hyperparameters)
     assert torch.equal(ours, instance(*tensors, mask, **options))
-    with pytest.raises(hea.UnsupportedAttentionError, match="unknown hyperparameter 'qqq'"):
-        form(*tensors, qqq=1)
 
 
 @each_method
@@ -287,14 +240,7 @@ def test_the_functional_form_has_the_hyperparameters_in_its_signature(instance):
     assert form.__name__ == f"{instance.method}_attention" and form.__name__ in dir(hea.functional)
 
 
-# Numbers that can be computed by hand.
-
-
-DEFAULT_CONFIGS = [get_method(name).default for name in hea.available_methods()]
-LOCAL = [config.method for config in DEFAULT_CONFIGS if not config.mixes_queries and not config.needs_square]
-
-
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", [x for x in hea.available_methods() if not get_method(x).default.mixes_queries])
 def test_a_query_has_no_influence_on_others_if_the_method_does_not_mix_queries(name):
     query, key, value = inputs(q_len=40, kv_len=90, head_dim=16)
     out = hea.attention(name, query, key, value)

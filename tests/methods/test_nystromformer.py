@@ -1,38 +1,23 @@
-"""The Nystromformer: landmarks, pseudo-inverses, the convolution, and other implementations."""
+"""The Nystromformer: pseudo-inverses and the convolution."""
 
 import pytest
 import torch
-from nystrom_attention.nystrom_attention import NystromAttention
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.methods import get_method
-from hf_efficient_attn.ops.landmarks import (
-    DAMPING,
-    damped_solve,
-    find_segments,
-    iterative_pinv,
-    segment_sums,
-)
+from hf_efficient_attn.ops.landmarks import DAMPING, damped_solve, find_segments, iterative_pinv, segment_sums
 from instances import inputs, numbers, relative_error
 
 nystromformer = hea.functional.nystromformer_attention
 
 
-# --- landmarks ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("length", "count"), [(1, 1), (12, 4), (13, 4), (15, 4), (3, 7), (7, 7), (1, 5), (40, 1)])
-def test_segment_sums_against_a_loop(length, count, dtype):
-    x = numbers(2, 3, length, 3, dtype=dtype)
-    segments = find_segments(None, length, slice(0, length), count, x.device)
-    ours = segment_sums(x, segments)
-    assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    parts = x.to(ours.dtype).tensor_split(count, 2)
-    assert segments.sizes.tolist() == [[p.shape[2] for p in parts]]
-    close(ours, torch.stack([p.sum(2) for p in parts], 2), 1e-12 if dtype == torch.float64 else 1e-5)
+def test_segments_are_summed_in_float32():
+    x = numbers(2, 3, 700, 3, dtype=torch.bfloat16)
+    ours = segment_sums(x, find_segments(None, 700, slice(0, 700), 3, x.device))
+    assert ours.dtype == torch.float32
+    close(ours, torch.stack([part.float().sum(2) for part in x.tensor_split(3, 2)], 2), 1e-4)
 
 
 # --- pseudo-inverses ---
@@ -46,16 +31,13 @@ def test_iteration_converges_to_the_pseudo_inverse():
         errors = [relative_error(iterative_pinv(matrix, steps), exact) for steps in (2, 6, 10, 40)]
         assert errors[-1] < 1e-8
         assert count < 3 or errors[0] > errors[1] > errors[2] > errors[3]
-    matrix = torch.zeros(2, 9, 7, dtype=torch.float64)
-    matrix[:, :5, :4] = (3.0 * numbers(2, 5, 4)).softmax(-1)
+    matrix = torch.zeros(2, 9, 7, dtype=torch.float64, requires_grad=True)
+    iterative_pinv(matrix, 6).sum().backward()
+    assert matrix.grad.isfinite().all()
+    matrix.data[:, :5, :4] = (3.0 * numbers(2, 5, 4)).softmax(-1)
     ours = iterative_pinv(matrix, 30)
     close(ours, torch.linalg.pinv(matrix), 1e-8)
-    close(ours[:, :4, :5], iterative_pinv(matrix[:, :5, :4], 30), 1e-12)
-    assert torch.equal(ours[:, 4:], torch.zeros_like(ours[:, 4:]))
-    assert torch.autograd.gradcheck(lambda x: iterative_pinv(x, 4), numbers(3, 4, 6).abs().requires_grad_())
-    leaf = torch.zeros(1, 3, 3, dtype=torch.float64, requires_grad=True)
-    iterative_pinv(leaf, 6).sum().backward()
-    assert leaf.grad.isfinite().all()
+    assert not ours[:, 4:].any()
 
 
 @pytest.mark.parametrize("rank", [1, 5, 8])
@@ -118,12 +100,6 @@ def test_convolution_by_hand():
     kernel = torch.tensor([[1.0, 10.0, 100.0]])
     ours = nystromformer(zeros, zeros, value, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2)
     assert ours.flatten().tolist() == pytest.approx([3 + 210, 3 + 321, 3 + 632, 3 + 63])
-    mask = torch.tensor([[True, False, True, True]])
-    ours = nystromformer(
-        zeros, zeros, value, attention_mask=mask, conv_kernel_size=3, conv_weight=kernel, num_landmarks=2
-    )
-    mean = 10 / 3
-    assert ours[0, 0, mask[0], 0].tolist() == pytest.approx([mean + 310, mean + 631, mean + 63])
 
 
 def test_initial_kernels():
@@ -144,28 +120,3 @@ def test_kernels_of_another_shape_are_refused(size, shape):
         nystromformer(*tensors, conv_kernel_size=size, conv_weight=torch.zeros(shape))
     with pytest.raises(hea.UnsupportedAttentionError, match=r"40 queries and 30 keys; set conv_kernel_size=0"):
         nystromformer(*inputs(q_len=40, kv_len=30), conv_kernel_size=3)
-
-
-# --- another implementation ---
-
-
-@pytest.mark.parametrize(("heads", "batch", "residual", "steps"), [(1, 1, False, 6), (1, 1, True, 6), (3, 2, True, 40)])
-def test_nystrom_attention(heads, batch, residual, steps):
-    """One head of one batch row, since that package starts the iteration from norms of the whole batch.
-
-    After convergence it does not matter where the iteration started.
-    """
-    torch.manual_seed(0)
-    sizes = {"dim_head": 8, "heads": heads, "num_landmarks": 8, "pinv_iterations": steps}
-    layer = NystromAttention(heads * 8, **sizes, residual=residual, residual_conv_kernel=5)
-    layer.to_out = torch.nn.Identity()
-    layer, hidden_states = layer.double().eval(), 3.0 * numbers(batch, 72, heads * 8)
-    options = {"num_landmarks": 8, "pinv_iterations": steps}
-    with torch.no_grad():
-        theirs = layer(hidden_states)
-        tensors = [x.unflatten(2, (heads, 8)).transpose(1, 2) for x in layer.to_qkv(hidden_states).chunk(3, -1)]
-        if residual:
-            options |= {"conv_kernel_size": 5, "conv_weight": layer.res_conv.weight[:, 0, :, 0]}
-        ours = nystromformer(*tensors, **options).transpose(1, 2).flatten(2)
-    close(ours, theirs, 1e-9 if heads == 1 else 1e-6)
-    assert relative_error(ours, ours.mean(1, keepdim=True).expand_as(ours)) > 0.1

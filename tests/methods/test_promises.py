@@ -1,28 +1,48 @@
 """The promises that every method keeps: one matrix of random cases, and what has to be tested at chosen sizes.
 
-The checks are in `promises.py`, and `attack_cases.py` draws their arguments. `test_attack.py` shows that each check
-fails on a method that breaks its promise.
+The checks and the draws of their arguments are in `promises.py`. The last tests show that each check fails on a method
+that breaks its promise.
 """
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from torch import Tensor
 
+import broken_methods as bad
 import hf_efficient_attn as hea
 import promises
-from attack_cases import PROMISES, Case, attack, check, drawn_arguments
-from each import each_form, each_instance
+from attack_cases import PROMISES, attack
+from each import each_form
 from hf_efficient_attn.methods import learns
-from instances import DEFAULTS, FIRST, INSTANCES, VARIANTS, forms, inputs
-from test_heads import HEADS, KV_HEADS, parameters_of
+from hf_efficient_attn.ops import attend, tokens
+from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
+from instances import (
+    AT_LENGTH,
+    DEFAULTS,
+    FIRST,
+    HEADS,
+    INSTANCES,
+    KV_HEADS,
+    VARIANTS,
+    Instance,
+    forms,
+    inputs,
+    padding_mask,
+    parameters_of,
+    relative_error,
+)
+from promises import outputs_that_count
+
+
+@pytest.fixture(autouse=True)
+def half_products(monkeypatch):
+    """Products of bfloat16 inputs are computed in bfloat16 whatever the processor."""
+    monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", True)
+
 
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
 EVERY = [*forms(), *((variant, False) for variant in VARIANTS)]
@@ -47,13 +67,7 @@ def number_of_cases(name):
 
 @pytest.mark.parametrize(("name", "instance", "is_causal"), MATRIX)
 def test_promise(name, instance, is_causal):
-    @hypothesis.seed(f"{name}:{instance}:{is_causal}")
-    @hypothesis.settings(max_examples=number_of_cases(name))
-    @hypothesis.given(drawn_arguments(name, instance, is_causal))
-    def run(arguments):
-        check(name, instance, arguments)
-
-    run()
+    attack(name, instance, number_of_cases(name), is_causal)
 
 
 @pytest.mark.parametrize(("name", "method"), ATTACKS)
@@ -62,34 +76,12 @@ def test_attack(name, method):
     attack(name, FIRST[method], number_of_cases(name))
 
 
-# Cases that an attack has found.
-FOUND = [
-    # The queries of masked tokens moved others between blocks of slots, which changed the last bit of their outputs.
-    Case(
-        "masked_keys",
-        "kdeformer",
-        {
-            "block_size": 28, "num_samples": 10, "num_hashes": 2, "near_field": "lsh", "columns": "all",
-            "column_scores": "value_norm",
-        },
-        {
-            "is_causal": True, "padding": "right", "q_len": 92, "num_heads": 1, "value_dim": 5, "seed": 6292,
-            "dtype": torch.float64,
-        },
-    ),
-    # The tables are float32 if the inputs are float64, so an average can exceed the values by their rounding.
-    Case(
-        "shapes",
-        "linformer",
-        {"projection_dim": 1, "max_length": 150},
-        {"is_causal": False, "q_len": 1, "num_heads": 1, "head_dim": 1, "content": "outlier", "dtype": torch.float64},
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", FOUND, ids=range(len(FOUND)))
-def test_what_an_attack_has_found_is_repaired(case):
-    case.check()
+def test_queries_of_masked_tokens_move_no_others():
+    """An attack has found that they moved others between blocks of slots, which changed the last bit of outputs."""
+    values = {"block_size": 28, "num_samples": 10, "num_hashes": 2, "near_field": "lsh", "columns": "all"}
+    instance = FIRST["kdeformer"].vary({**values, "column_scores": "value_norm"})
+    shape = {"q_len": 92, "num_heads": 1, "value_dim": 5, "seed": 6292, "dtype": torch.float64}
+    promises.check_masked_keys(instance, True, "right", **shape)
 
 
 # 2. The readable form, of sequences longer than all budgets and chunks. The Performer's has (N, N, features) numbers.
@@ -100,44 +92,18 @@ def test_the_fast_form_equals_the_readable_form_at_default_hyperparameters(insta
     promises.check_naive(instance, is_causal, num_heads=1, q_len=300 if "performer" in instance.method else 700)
 
 
-@each_form
-def test_padding_of_longer_sequences(instance, is_causal):
-    """Sampling by values leaves out some of more than 383."""
-    if "max_length" in instance.hyperparameters:
-        pytest.skip("its tables have a longest sequence")
-    for padding in ("left", "right"):
-        promises.check_padding(instance, is_causal, 801, padding, seed=1)
-
-
-# 3. The future. The block boundaries of the instances (8, 16, 40), those of blocks and chunks in the primitives (128,
-# 256), and the positions next to them.
-
-
-CUTS = (7, 8, 16, 39, 40, 127, 128, 129, 255, 256, 257)
-
-
-@pytest.mark.parametrize("instance", [i for i, is_causal in forms() if is_causal], ids=str)
-def test_later_tokens_have_no_influence_at_block_boundaries(instance):
-    for cut in CUTS:
-        promises.check_future(instance, 301, cut, seed=cut)
-    for cut in (1, 128, 257):
-        promises.check_length(instance, 301, cut)
-
-
-# 4. The batch.
-
-
-@pytest.mark.exhaustive
-@each_form
-def test_sequences_of_a_large_batch_are_independent(instance, is_causal):
-    """The batch is so large that the primitives compute a few heads at a time."""
-    # Methods whose work depends on the data compute one head at a time in any case, and are slow.
-    short, long = (300, 700) if instance.data_dependent else (1500, 5000)
-    if "max_length" in instance.hyperparameters:
-        instance = instance.vary({**instance.hyperparameters, "max_length": long})
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    promises.check_batch(instance, is_causal, "right", q_len=short, **heads)
-    promises.check_batch(instance, is_causal, q_len=long, batch=2, **heads)
+@pytest.mark.parametrize("method", FIRST)
+def test_every_row_equals_its_readable_form(method):
+    """With padding, shared keys and gradients, also for rows that are not in the core suite."""
+    shape = {"batch": 2, "q_len": 83, "num_kv_heads": 1, "head_dim": 6, "value_dim": 5}
+    for instance, is_causal in forms():
+        if instance.method == method:
+            promises.check_naive(instance, is_causal, "holes", **shape)
+            for kv_len in (40, 120) if instance.rectangular and not is_causal else ():
+                promises.check_naive(instance, is_causal, "left", **shape, kv_len=kv_len, scale=0.7)
+            promises.check_naive_gradients(
+                instance, is_causal, "none" if instance.reads_positions else "right", **shape
+            )
 
 
 # 5. Seeds, of sequences that are approximated.
@@ -148,20 +114,7 @@ def test_seeds(instance, is_causal):
     promises.check_seeds(instance, is_causal)
 
 
-# 7. Gradients of sequences longer than the chunks of 128 tokens, and for each element of short ones.
-
-
-@pytest.mark.parametrize(("instance", "is_causal"), EVERY, ids=str)
-def test_gradients_agree_with_finite_differences(instance, is_causal):
-    promises.check_gradients(instance, is_causal, 140, 2, fast_mode=True)
-    promises.check_gradients(instance, is_causal, 270, 3, fast_mode=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("instance", "is_causal"), EVERY, ids=str)
-def test_every_element_of_the_gradients(instance, is_causal):
-    promises.check_gradients(instance, is_causal, 13, 2)
-
+# 7. Gradients of learned parameters.
 
 LEARNING = [(i, c) for i, c in EVERY if learns(i.config())]
 
@@ -189,117 +142,186 @@ def test_gradients_of_learned_parameters(instance, is_causal):
 # 8. The budget.
 
 
-@each_form
+@pytest.mark.parametrize(("instance", "is_causal"), [(i, c) for i, c in forms() if i.limit != "none"], ids=str)
 def test_convergence_to_exact_attention_with_the_budget(instance, is_causal):
-    if instance.limit == "none":
-        pytest.skip("the method defines its own attention")
     if instance.limit == "expectation":
         promises.check_converges_in_expectation(instance, is_causal)
     else:
         promises.check_converges(instance, is_causal)
 
 
-# 9. Refusals: the message states what is refused, why, and what to do instead.
+# 11. Memory.
+
+# With gradients these reach the size of their slices late, and take seconds.
+LATE = ("approx_kmv", "auto")
 
 
-def refuses(sentence: str):
-    return pytest.raises(hea.UnsupportedAttentionError, match=sentence)
-
-
-@each_instance
-def test_refuses_forms_that_the_method_does_not_have(instance):
-    query, key, value = inputs(q_len=50, kv_len=60)
-    if instance.rectangular:
-        assert instance(query, key, value).shape == query.shape
-    else:
-        with refuses("as many queries as keys; got 50 and 60"):
-            instance(query, key, value)
-    if not instance.info.causal:
-        with refuses(rf"{instance.method}: it has no causal form\. Methods that have one: .*longformer"):
-            instance(query, key[:, :, :50], value[:, :, :50], is_causal=True)
-
-
-@each_instance
-def test_refuses_impossible_budgets(instance):
-    for budget in (0, -3, 2.5, True, "64", None):
-        with refuses("budget of .* columns is not possible"):
-            instance.config().with_budget(budget)
-
-
-@each_instance
-def test_refuses_unknown_names_and_suggests_the_most_similar(instance):
-    tensors = inputs(q_len=20)
-    name, known = instance.method, list(instance.config().to_dict())[-1]
-    with refuses(rf"unknown attention method '{name}x'\. Did you mean '{name}'\? Known: .*performer"):
-        hea.attention(name + "x", *tensors)
-    with refuses(rf"{name}: unknown hyperparameter '{known}x'\. Did you mean '{known}'\?"):
-        hea.attention(name, *tensors, **{known + "x": 1})
-    with refuses(rf"{name}: unknown hyperparameter 'qqq'\. Known: .*{known}"):
-        hea.attention(name, *tensors, qqq=1)
-    with refuses("unknown attention method 3"):
-        hea.attention(3, *tensors)
-
-
-# 10. Memory.
-
-LONG = 32768
-CHILD = """
-import json, sys
-import instances
-import hf_efficient_attn as hea
-
-def status(key):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1024
-
-def reset():
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-for name, causal, backward, masked in json.loads(sys.argv[1]):
-    instance = instances.Instance(name, instances.AT_LENGTH.get(name, {}))
-    for length in (1024, int(sys.argv[2])):
-        tensors = [x.requires_grad_(backward) for x in instances.inputs(num_heads=1, q_len=length, head_dim=64)]
-        mask = instances.padding_mask("left", 1, length) if masked else None
-        reset()
-        before = status("VmRSS")
-        out = instance(*tensors, mask, is_causal=causal)
-        if backward:
-            out.sum().backward()
-        peak = status("VmHWM")
-    print(json.dumps([name, causal, backward, masked, peak - before]), flush=True)
-"""
-
-
-def check_memory(cases: list, limit: float) -> None:
-    """A call in a child process needs at most `limit` times the memory of its inputs, in addition to them.
-
-    One byte per pair would be 42 times as much.
-    """
-    here, inputs_mib = Path(__file__).parents[1], 3 * LONG * 64 * 4 / 2**20
-    path = os.pathsep.join((str(here), str(here.parent)))
-    # Freed tensors are returned to the system at once, so that one case does not affect the next.
-    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
-    command = [sys.executable, "-c", CHILD, json.dumps(cases), str(LONG)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for *case, extra in map(json.loads, done.stdout.splitlines()):
-        assert extra < limit * inputs_mib, f"{case}: {extra:.0f} MiB in addition to inputs of {inputs_mib:.0f} MiB"
-
-
-needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the test reads the peak from /proc, which only Linux has"
+@pytest.mark.parametrize(
+    ("instance", "is_causal"),
+    [pytest.param(i, c, marks=[pytest.mark.exhaustive] * (i.method in LATE)) for i in DEFAULTS for c in i.forms],
+    ids=str,
 )
+def test_memory_grows_linearly(instance, is_causal):
+    """It grows by less than 25 times what the inputs grow by, with a mask and gradients.
+
+    One byte per pair would be 13 times as much for each tensor of all pairs.
+    """
+    lengths, peaks, sizes = (8192, 16384) if instance.method in LATE else (2048, 8192), [], []
+    for length in lengths:
+        leaves = [x.requires_grad_() for x in inputs(num_heads=1, q_len=length, head_dim=64)]
+        instance, mask = Instance(instance.method, AT_LENGTH.get(instance.method, {})), padding_mask("left", 1, length)
+        with promises.Memory() as memory:
+            instance(*leaves, mask, is_causal=is_causal).sum().backward()
+        peaks.append(memory.peak)
+        sizes.append(sum(x.nbytes for x in leaves))
+    assert peaks[1] - peaks[0] < 25 * (sizes[1] - sizes[0])
 
 
-@pytest.mark.exhaustive
-@needs_proc
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-def test_memory_is_linear(masked):
-    check_memory([(i.method, c, False, masked) for i in DEFAULTS for c in i.forms], limit=10)
+# Results in bfloat16 and with slices of other sizes than those of the CPU.
+
+# An odd length, keys that several heads share, and values of another dimension: no dimension is a multiple of 8.
+ODD = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 83, "head_dim": 12, "value_dim": 7}
+# FlashAttention and its form for the CPU need values of the dimension of the keys.
+EVEN = ODD | {"q_len": 96, "head_dim": 16, "value_dim": 16}
 
 
-@needs_proc
-@pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
-def test_memory_is_linear_with_gradients(is_causal):
-    check_memory([(i.method, is_causal, True, True) for i in DEFAULTS if is_causal in i.forms], limit=25)
+def results(instance: Instance, is_causal: bool, mask: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Outputs at valid queries, and the gradients of a weighted sum of them."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = instance(*leaves, mask, is_causal=is_causal)
+    weight = inputs(1, *out.shape[1:], dtype=torch.float64, seed=7)[0]
+    out = out.masked_fill(~outputs_that_count(mask, out).unsqueeze(-1), 0.0)
+    return [out, *torch.autograd.grad((out * weight).sum(), leaves, materialize_grads=True)]
+
+
+def check_close(ours: list[Tensor], other: list[Tensor], tolerance: float) -> None:
+    for name, x, y in zip(("out", "query", "key", "value"), ours, other, strict=True):
+        assert relative_error(x, y) <= tolerance, f"{name} differs by {relative_error(x, y)}"
+
+
+def error_of(out: Tensor, mask: Tensor, tensors: tuple[Tensor, ...], is_causal: bool) -> float:
+    """The error of an output at valid queries relative to exact attention in float64."""
+    exact = hea.analysis.exact_output(*tensors, attention_mask=mask, is_causal=is_causal)
+    return relative_error(out, exact.masked_fill(~outputs_that_count(mask, exact).unsqueeze(-1), 0.0))
+
+
+# Methods that hash tokens or choose keys by scores: after rounding a few hashes and keys are others.
+BY_SCORES = ("auto", "hyperattention", "kdeformer", "nearfar", "reformer")
+
+
+@each_form
+def test_the_size_of_a_slice_changes_rounding_only(instance, is_causal, monkeypatch):
+    """One head or block at a time, and all at once as on an accelerator, with gradients; methods do not see it."""
+    tensors, mask, found = inputs(**ODD, dtype=torch.float64), padding_mask("holes", 2, ODD["q_len"]), []
+    for numel in (1, tokens.ACCELERATOR_NUMEL):
+        monkeypatch.setattr(tokens, "CPU_NUMEL", numel)
+        found.append(results(instance, is_causal, mask, tensors))
+    check_close(*found, 1e-9)
+
+
+@each_form
+def test_the_bfloat16_form_is_close_to_float64(instance, is_causal):
+    for shape in (ODD, EVEN):
+        tensors = inputs(**shape, dtype=torch.bfloat16)
+        mask = padding_mask("holes", shape["batch"], shape["q_len"])
+        ours, exact = (results(instance, is_causal, mask, x) for x in (tensors, tuple(x.double() for x in tensors)))
+        if instance.method not in BY_SCORES:
+            check_close(ours, exact, 0.025)
+        ours_error, exact_error = (error_of(x[0], mask, tensors, is_causal) for x in (ours, exact))
+        assert ours_error <= 1.05 * exact_error + 0.01
+
+
+@each_form
+def test_compute_dtype_is_a_call_with_bfloat16(instance, is_causal):
+    """Bit for bit, with a mask and shared keys; the output and the gradients are float32."""
+    tensors, mask = inputs(**ODD), padding_mask("left", ODD["batch"], ODD["q_len"])
+    ours = results(instance.row(compute_dtype="bfloat16"), is_causal, mask, tensors)
+    other = results(instance, is_causal, mask, tuple(x.bfloat16() for x in tensors))
+    assert {x.dtype for x in ours} == {torch.float32}
+    assert torch.equal(ours[0], other[0].float())
+    check_close(ours, other, 0.01)
+
+
+def test_dtype_of_products(monkeypatch):
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    x = torch.ones(2)
+    assert [product_dtype(x.to(t)) for t in (half, torch.float16, single, double)] == [half, single, single, double]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert product_dtype(x) == half
+    finally:
+        torch.set_float32_matmul_precision(before)
+    on_device = x.to("meta", torch.float16)
+    assert product_dtype(on_device) == torch.float16
+    assert sum_dtype(on_device) == single
+    monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", False)
+    assert product_dtype(x.to(half)) == single
+
+
+# Methods that break each promise. The package keeps the state.
+
+BROKEN = {
+    "shapes": ["needs_even_lengths"],
+    "exact": ["never_converges"],
+    "arguments": ["writes_to_its_inputs"],
+    "masked_keys": ["reads_masked_queries"],
+    "masked_gradients": ["queries_without_keys_give_nan"],
+    "empty_queries": ["queries_without_keys_give_means", "queries_without_keys_give_nan"],
+    "padding": ["counts_masked_keys"],
+    "future": ["sorts_the_sequence", "ignores_causality"],
+    "length": ["depends_on_the_length"],
+    "last_queries": ["reads_masked_queries"],
+    "batch": ["mixes_the_batch"],
+    "seeds": ["draws_from_the_global_state"],
+    "finite": ["accumulates_in_half"],
+    "sums": ["sums_in_half"],
+    "gradients": ["detaches_the_keys"],
+    "naive": ["never_converges"],
+    "naive_gradients": ["detaches_the_keys"],
+    "whole_budget": ["stops_short", "never_converges"],
+    "largest_tensor": ["builds_all_pairs"],
+}
+
+
+def check_found(name: str, row, cases: int) -> None:
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        attack(name, row, cases, phases=[hypothesis.Phase.generate])
+
+
+def test_every_promise_has_something_that_breaks_it():
+    assert sorted([*BROKEN, "state"]) == sorted(PROMISES)
+
+
+@pytest.mark.parametrize(("name", "form"), [(name, form) for name, forms in BROKEN.items() for form in forms])
+def test_finds_a_method_that_breaks_the_promise(name, form):
+    with bad.broken(form, naive="correct", limit="exact") as row:
+        check_found(name, row, 5 if name == "largest_tensor" else 15)
+
+
+@pytest.mark.parametrize("name", [name for name in BROKEN if name != "largest_tensor"])  # it is dense
+def test_a_correct_method_breaks_no_promise(name):
+    with bad.broken("correct", limit="exact") as row:
+        attack(name, row, 8)
+
+
+def test_finds_a_forgotten_state(monkeypatch):
+    with_state = promises.attention_with_state
+
+    def forgetting(config, state, *tensors, **options):
+        return with_state(config, None, *tensors, **options)
+
+    monkeypatch.setattr(promises, "attention_with_state", forgetting)
+    check_found("state", FIRST["linear"], 8)
+
+
+def test_a_seed_without_an_effect_is_noticed():
+    with bad.broken("ignores_the_seed", random=True) as instance, pytest.raises(AssertionError, match="another seed"):
+        promises.check_seeds(instance, False)
+
+
+@pytest.mark.parametrize("form", ["never_converges", "stops_short"])
+@pytest.mark.parametrize("check", [promises.check_converges, promises.check_converges_in_expectation])
+def test_an_error_that_does_not_go_to_0_with_the_budget_is_noticed(form, check):
+    with bad.broken(form) as instance, pytest.raises(AssertionError):
+        check(instance, False)

@@ -13,9 +13,9 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.errors import shown
 from tiny_models import METHODS, tiny_config, tiny_model
 
-QUERY, KEY, VALUE = torch.zeros(3, 1, 2, 20, 4).unbind(0)
+QUERY, KEY, VALUE = torch.zeros(3, 2, 4, 20, 4).unbind(0)
 TENSORS = (QUERY, KEY, VALUE)
-MASK = torch.ones(1, 20, dtype=torch.bool)
+MASK = torch.ones(2, 20, dtype=torch.bool)
 BATCH = {"input_ids": torch.ones(1, 40, dtype=torch.int64)}
 
 
@@ -29,43 +29,68 @@ def refused(work, *parts):
     return message
 
 
-NAMES = [
-    ("attn_mask", MASK, "use attention_mask, bool (B, Nk)"),
-    ("attn_mask", None, "use attention_mask, bool (B, Nk)"),
-    ("mask", MASK, "use attention_mask"),
-    ("key_padding_mask", ~MASK, "give its opposite"),
-    ("enable_gqa", True, "may always have fewer heads"),
-    ("dropout", 0.1, "use dropout_p"),
-    ("scaling", 0.1, "use scale"),
-    ("causal", True, "use is_causal"),
-    ("output_attentions", True, "no matrix of weights"),
-    ("position_bias", QUERY, "use distance_bias"),
-    ("layers", [1], "belongs to hea.convert"),
-    ("is_casual", True, "Did you mean 'is_causal'?"),
-    ("attention_masks", MASK, "Did you mean 'attention_mask'?"),
-]
+BOOL = "attention_mask must be bool (2, 20), True = attend; got "
+DTYPE = "the same floating-point dtype; got "
+# (changed arguments of a call, parts of the message)
+CALLS = [
+    *(({name: convert(QUERY)}, f"{name} must be a tensor", f"torch.as_tensor({name})")
+      for name in ("query", "key", "value") for convert in (lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None)),
+    ({"attention_mask": MASK.numpy()}, "give torch.as_tensor(attention_mask)"),
+    ({"attention_mask": MASK.tolist()}, "give torch.as_tensor(attention_mask)"),
+    ({"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
+    ({"is_causal": MASK}, "is_causal must be True or False, not "),
+    ({"scale": "x"}, "scale must be a number, or None"),
+    ({"dropout_p": None}, "dropout_p must be a number, not None"),
+    ({"dropout_p": "x"}, "dropout_p must be a number, not 'x'"),
+    ({"attn_mask": MASK}, "'attn_mask'", "use attention_mask, bool (B, Nk)"),
+    ({"attn_mask": None}, "'attn_mask'", "use attention_mask, bool (B, Nk)"),
+    ({"mask": MASK}, "'mask'", "use attention_mask"),
+    ({"key_padding_mask": ~MASK}, "'key_padding_mask'", "give its opposite"),
+    ({"enable_gqa": True}, "'enable_gqa'", "may always have fewer heads"),
+    ({"dropout": 0.1}, "'dropout'", "use dropout_p"),
+    ({"scaling": 0.1}, "'scaling'", "use scale"),
+    ({"causal": True}, "'causal'", "use is_causal"),
+    ({"output_attentions": True}, "'output_attentions'", "no matrix of weights"),
+    ({"position_bias": QUERY}, "'position_bias'", "use distance_bias"),
+    ({"layers": [1]}, "'layers'", "belongs to hea.convert"),
+    ({"is_casual": True}, "'is_casual'", "Did you mean 'is_causal'?"),
+    ({"attention_masks": MASK}, "'attention_masks'", "Did you mean 'attention_mask'?"),
+    ({"qqq": 1}, "unknown hyperparameter 'qqq'. Known: "),
+    ({"attention_mask": MASK[:, None, None]}, "4-D attention mask", "bool mask of shape (2, 20)", "'sdpa'"),
+    ({"attention_mask": MASK.float()}, BOOL + "torch.float32"),
+    ({"attention_mask": MASK.long()}, BOOL + "torch.int64"),
+    *(({"attention_mask": mask}, BOOL) for mask in (MASK[:, 1:], MASK[:1], MASK[0], MASK[:, :, None])),
+    ({"query": QUERY[0], "key": KEY[0], "value": VALUE[0]}, "(batch, num_heads, length, head_dim)"),
+    ({"key": KEY[:, :, 1:]}, "do not fit together"),
+    ({"key": torch.cat((KEY, KEY), 3)}, "do not fit together"),
+    ({"query": QUERY[:1]}, "do not fit together"),
+    ({"key": KEY[:, :3], "value": VALUE[:, :3]}, "key heads, 3, must divide the number of query heads, 4"),
+    ({"key": KEY[:, :0], "value": VALUE[:, :0]}, "number of key heads, 0"),
+    ({"key": KEY.double()}, DTYPE + "torch.float32, torch.float64, torch.float32"),
+    ({"value": VALUE.half()}, DTYPE),
+    ({"query": QUERY.int(), "key": KEY.int(), "value": VALUE.int()}, DTYPE),
+    *(({"dropout_p": p}, f"dropout_p={p} must be at least 0 and below 1") for p in (-0.1, 1.0, torch.nan)),
+    *(({"seed": x}, f"seed must be an integer or None, not {type(x).__name__}") for x in ("0", 1.5, [1])),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_names_of_other_packages(method):
-    forms = [partial(hea.attention, method), partial(hea.naive_attention, method)]
-    forms.append(getattr(hea.functional, f"{method}_attention"))
-    for (name, value, advice), form in product(NAMES, forms):
-        refused(lambda: form(*TENSORS, **{name: value}), f"{method}: ", f"{name!r}", advice)  # noqa: B023
-
-
-@pytest.mark.parametrize("call", [hea.attention, hea.naive_attention])
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("convert", [lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None])
-def test_arrays_and_lists_instead_of_tensors(call, number, convert):
-    given = [convert(x) if i == number else x for i, x in enumerate(TENSORS)]
-    name = ("query", "key", "value")[number]
-    refused(lambda: call("nearfar", *given), f"nearfar: {name} must be a tensor", f"torch.as_tensor({name})")
-    refused(lambda: call(hea.NearFarConfig(compute_dtype="bfloat16"), *given), f"{name} must be a tensor")
-
-
-def longformer(**options):
-    return lambda: hea.attention("longformer", *TENSORS, **options)
+def test_arguments_of_a_call(method):
+    arguments = dict(zip(("query", "key", "value"), TENSORS, strict=True))
+    config = hea.method_info(method).config_class()
+    *_, last = config.hyperparameters()[:-1]
+    calls = [*CALLS, ({last + "x": 1}, f"unknown hyperparameter '{last}x'. Did you mean '{last}'?", "Known: ")]
+    if not config.causal:
+        calls.append(({"is_causal": True}, "it has no causal form. Methods that have one: ", "longformer"))
+    if config.needs_square:
+        calls.append(({"query": QUERY[:, :, 1:]}, "it needs as many queries as keys; got 19 and 20"))
+    forms = [partial(hea.attention, method), getattr(hea.functional, f"{method}_attention")]
+    for (changes, *parts), form in product(calls, [*forms, partial(hea.naive_attention, method)]):
+        if form in forms or "dropout_p" not in changes:
+            refused(lambda: form(**arguments | changes), f"{method}: ", *parts)  # noqa: B023
+    refused(lambda: hea.attention(method + "x", *TENSORS), f"unknown attention method '{method}x'", f"mean '{method}'?")
+    for budget in (0, -3, 2.5, True, "64", None):
+        refused(lambda: config.with_budget(budget), f"a budget of {budget!r} columns is not possible")  # noqa: B023
 
 
 def distillation(**options):
@@ -103,15 +128,11 @@ REFUSED = [
     )),
     *((lambda x=x: hea.method_info(x), f"unknown attention method {x!r}", "Did you mean 'nearfar'?")
       for x in ("NEARFAR", "NearFar", "near_far", "nearfr")),
-    (longformer(attention_mask=MASK.numpy()), "longformer: ", "give torch.as_tensor(attention_mask)"),
-    (longformer(attention_mask=MASK.tolist()), "longformer: ", "give torch.as_tensor(attention_mask)"),
-    (longformer(is_causal="no"), "longformer: ", "is_causal must be True or False, not 'no'"),
-    (longformer(is_causal=MASK), "longformer: ", "is_causal must be True or False, not "),
-    (longformer(scale="x"), "longformer: ", "scale must be a number, or None"),
-    (longformer(dropout_p=None), "longformer: ", "dropout_p must be a number, not None"),
-    (longformer(dropout_p="x"), "longformer: ", "dropout_p must be a number, not 'x'"),
-    (longformer(parameters=[MASK]), "longformer: ", "parameters must be a dictionary"),
-    (longformer(distance_bias=np.zeros((2, 3))), "longformer: ", "distance_bias must be a tensor"),
+    (lambda: hea.attention("linear", QUERY[:, :, 1:], KEY, VALUE, window_size=4), "as many queries as keys; got 19"),
+    *((lambda x=x: hea.attention("longformer", *TENSORS, **x), "longformer: ", message) for x, message in (
+        ({"parameters": [MASK]}, "parameters must be a dictionary"),
+        ({"distance_bias": np.zeros((2, 3))}, "distance_bias must be a tensor"),
+    )),
     (
         lambda: hea.attention("linformer", *TENSORS, **{hea.method_info("linformer").learned_parameters[0]: [1.0]}),
         "must be a tensor, not a list",

@@ -13,7 +13,7 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops import attend, tokens
 from hf_efficient_attn.ops.tokens import GatheredKeys, gathered_attention, inverse
-from instances import inputs, padding_mask
+from instances import inputs, numbers, padding_mask
 from naive import attend_naive
 
 needs_triton = pytest.mark.skipif(
@@ -21,24 +21,6 @@ needs_triton = pytest.mark.skipif(
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
-
-
-def gather_attend(*arguments) -> tuple[Tensor, Tensor]:
-    """The attention by the kernels."""
-    from hf_efficient_attn.ops import triton_gather
-
-    return triton_gather.gather_attend(*arguments)
-
-
-class Sizes(NamedTuple):
-    """Sizes of a case: queries, keys, D, Dv, queries of a block, keys of a block."""
-
-    q_len: int = 45
-    kv_len: int = 53
-    head_dim: int = 20
-    value_dim: int = 12
-    block_q: int = 17
-    block_k: int = 37
 
 
 class Case(NamedTuple):
@@ -60,22 +42,21 @@ class Case(NamedTuple):
         return Case(*rows, self.index.to(DEVICE, index_dtype), log_weight, order, self.block_q)
 
 
-def case(sizes: Sizes, *, ordered: bool = True, dtype: torch.dtype = torch.float32) -> Case:
-    """A case in float64, of numbers that `dtype` has, where a fifth of the entries is unused."""
+def case(*sizes: int, ordered: bool = True, dtype: torch.dtype = torch.float32) -> Case:
+    """A case in float64, of numbers that `dtype` has, where a fifth of the entries is unused.
+
+    `sizes` are q_len, kv_len, head_dim, value_dim, and the numbers of queries and of keys of a block.
+    """
+    q_len, kv_len, head_dim, value_dim, block_q, block_k = sizes
+    shapes = (2, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, value_dim)
+    rows = [numbers(*shape, seed=i).to(dtype).double().requires_grad_() for i, shape in enumerate(shapes)]
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).double().requires_grad_()
-
-    num_blocks = -(-sizes.q_len // sizes.block_q)
-    rows = [normal(2, *shape) for shape in ((sizes.q_len, sizes.head_dim), (sizes.kv_len, sizes.head_dim))]
-    value = normal(2, sizes.kv_len, sizes.value_dim)
-    index = torch.randint(sizes.kv_len, (2, num_blocks, sizes.block_k), generator=generator)
-    log_weight = normal(*index.shape, dtype=torch.float32).detach()
+    index = torch.randint(kv_len, (2, -(-q_len // block_q), block_k), generator=generator)
+    log_weight = numbers(*index.shape, seed=3).float().double()
     log_weight[torch.rand(*index.shape, generator=generator) < 0.2] = -torch.inf
     log_weight[..., 0] = 0.0
-    order = torch.rand(2, sizes.q_len, generator=generator).argsort(1) if ordered else None
-    return Case(*rows, value, index, log_weight.requires_grad_(), order, sizes.block_q)
+    order = torch.rand(2, q_len, generator=generator).argsort(1) if ordered else None
+    return Case(*rows, index, log_weight.requires_grad_(), order, block_q)
 
 
 def reference(given: Case) -> tuple[Tensor, Tensor]:
@@ -93,52 +74,71 @@ def reference(given: Case) -> tuple[Tensor, Tensor]:
     return torch.stack(outs), torch.stack(lses)
 
 
-def gradients(given: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(1)
-    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device, x.dtype) for x in (out, lse)]
-    return torch.autograd.grad((out, lse), (*given[:3], given.log_weight), grads)
+def gather_attend(given: "Case") -> tuple[Tensor, Tensor]:
+    """Out and lse by the kernels."""
+    from hf_efficient_attn.ops import triton_gather
+
+    return triton_gather.gather_attend(*given, SCALE)
+
+
+def gather_by_operators(given: "Case") -> tuple[Tensor]:
+    """Out by PyTorch's operators."""
+    gathered = GatheredKeys(given.index, given.log_weight.unsqueeze(2).double(), given.block_q, given.order)
+    return (gathered_attention(*given[:3], gathered, scale=SCALE),)
+
+
+def gradients(given: Case, *outs: Tensor) -> tuple[Tensor, ...]:
+    grads = [numbers(*x.shape, seed=5).to(x.device, x.dtype) for x in outs]
+    return torch.autograd.grad(outs, (*given[:3], given.log_weight), grads)
 
 
 def error(ours: Tensor, expected: Tensor) -> float:
     return ((ours.cpu().double() - expected).norm() / expected.norm()).item()
 
 
+SIZES = (45, 53, 20, 12, 17, 37)
 CASES = [
-    (Sizes(), True),
-    (Sizes(head_dim=16, value_dim=33, block_q=32, block_k=70), False),
+    (SIZES, True),
+    ((45, 53, 16, 33, 32, 70), False),
     # Blocks that two programs process, in a backward tile of 32 or 128 queries, and more dimensions than 128.
-    (Sizes(q_len=150, head_dim=130, block_q=140, block_k=9), True),
-    (Sizes(q_len=1, kv_len=1, head_dim=1, value_dim=1, block_q=1, block_k=1), True),
-    (Sizes(q_len=40, block_q=50), True),
+    ((150, 53, 130, 12, 140, 9), True),
+    ((1, 1, 1, 1, 1, 1), True),
+    ((40, 53, 20, 12, 50, 37), True),
 ]
 
 
-@needs_triton
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
+    ("form", "dtype", "tolerance"),
+    [
+        pytest.param(gather_attend, torch.float32, 2e-6, marks=needs_triton, id="float32"),
+        pytest.param(gather_attend, torch.float16, 2e-3, marks=needs_triton, id="float16"),
+        pytest.param(gather_attend, torch.bfloat16, 2e-2, marks=needs_triton, id="bfloat16"),
+        pytest.param(gather_by_operators, torch.float64, 1e-9, id="operators"),
+    ],
 )
 @pytest.mark.parametrize(("sizes", "ordered"), CASES)
-def test_the_kernels_compute_attention_to_gathered_keys(sizes, ordered, dtype, tolerance):
-    given = case(sizes, ordered=ordered, dtype=dtype)
-    expected = reference(given)
-    ours = given.to(dtype, torch.int32 if ordered else torch.int64)
-    out, lse = gather_attend(*ours, SCALE)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    assert error(out, expected[0]) < tolerance
-    torch.testing.assert_close(lse.cpu().double(), expected[1], atol=2e-5, rtol=1e-6)
-    for grad, wanted in zip(gradients(ours, out, lse), gradients(given, *expected), strict=True):
+def test_attention_to_gathered_keys(sizes, ordered, form, dtype, tolerance):
+    given = case(*sizes, ordered=ordered, dtype=dtype)
+    ours = given if dtype == torch.float64 else given.to(dtype, torch.int32 if ordered else torch.int64)
+    (out, *lse), expected = form(ours), reference(given)
+    assert out.dtype == dtype and error(out, expected[0]) < tolerance
+    if lse:
+        assert lse[0].dtype == torch.float32
+        torch.testing.assert_close(lse[0].cpu().double(), expected[1], atol=2e-5, rtol=1e-6)
+    wanted = gradients(given, *expected[: 1 + len(lse)])
+    for grad, exact in zip(gradients(ours, out, *lse), wanted, strict=True):
         # The softmax of one key is constant.
-        assert error(grad, wanted) < tolerance if wanted.norm() > 1e-9 else grad.norm() < tolerance
+        assert error(grad, exact) < tolerance if exact.norm() > 1e-9 else grad.norm() < tolerance
 
 
 @needs_triton
 def test_unused_entries_are_not_read_and_queries_without_keys_get_zero():
-    given = case(Sizes()).to(torch.float32)
+    given = case(*SIZES).to(torch.float32)
     with torch.no_grad():
         given.log_weight[0, 1] = -torch.inf
         given.log_weight[given.index == 7] = -torch.inf
         given.key[:, 7], given.value[:, 7] = torch.nan, torch.nan
-    out, lse = gather_attend(*given, SCALE)
+    out, lse = gather_attend(given)
     empty = torch.zeros(2, 45, dtype=torch.bool, device=DEVICE)
     empty[0, given.order[0, 17:34]] = True
     assert torch.equal(lse == -torch.inf, empty) and not out[empty].any()
@@ -149,19 +149,6 @@ def test_unused_entries_are_not_read_and_queries_without_keys_get_zero():
     assert not grads[3][given.log_weight == -torch.inf].any()
 
 
-@pytest.mark.parametrize(("sizes", "ordered"), CASES)
-def test_attention_to_gathered_keys(sizes, ordered):
-    """The form of PyTorch's operators, with gradients."""
-    given = case(sizes, ordered=ordered, dtype=torch.float64)
-    gathered = GatheredKeys(given.index, given.log_weight.unsqueeze(2).double(), given.block_q, given.order)
-    out = gathered_attention(*given[:3], gathered, scale=SCALE)
-    expected = reference(given)[0]
-    torch.testing.assert_close(out, expected, atol=1e-9, rtol=1e-7)
-    leaves = *given[:3], given.log_weight
-    for grads in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)), strict=True):
-        torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
-
-
 @needs_triton
 @pytest.mark.parametrize("mask", ["none", "holes"])
 @pytest.mark.parametrize("method", ["kdeformer", "hyperattention"])
@@ -169,7 +156,7 @@ def test_methods_by_triton_are_those_by_other_kernels(method, mask, monkeypatch)
     config = hea.method_info(method).config_class(block_size=16, num_samples=24)
     key_mask = padding_mask(mask, 2, 75)
     rows = [x.to(DEVICE).requires_grad_() for x in inputs(batch=2, q_len=75, value_dim=5)]
-    grad = torch.randn(2, 2, 75, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    grad = numbers(2, 2, 75, 5).float().to(DEVICE)
     if key_mask is not None:
         key_mask = key_mask.to(DEVICE)
         grad = grad * key_mask[:, None, :, None]  # outputs of masked tokens are not used

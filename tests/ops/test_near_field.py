@@ -1,20 +1,14 @@
 """The plans of KDEformer and HyperAttention: near fields, sampled keys, and the near field that exact rows choose."""
 
-import dataclasses
-import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
-from hf_efficient_attn.ops.exact import dense_attention
 from hf_efficient_attn.ops.hashing import NearField, plan_lsh
 from hf_efficient_attn.ops.near_far import dense_log_weights
 from hf_efficient_attn.ops.sampling import (
@@ -25,8 +19,8 @@ from hf_efficient_attn.ops.sampling import (
     sample_keys,
     sampled_norm_squared,
 )
-from hf_efficient_attn.ops.tokens import ceil_div, inverse, uniform
-from instances import numbers
+from hf_efficient_attn.ops.tokens import inverse, uniform
+from instances import FIRST, numbers
 
 CPU = torch.device("cpu")
 
@@ -42,22 +36,24 @@ def sampling(**changes) -> SamplingOptions:
 def plan(near_field="lsh", q_len=90, mask=None, **changes):
     """Inputs with 90 keys, two sequences of two heads; the near field and the far field."""
     row = numbers(4, q_len, 6), numbers(4, 90, 6, seed=1), numbers(4, 90, 5, seed=2)
-    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
     near_options = near_far.NearFieldOptions(near_field, block_size=16, num_hashes=4)
-    near, far = near_far.make_plan(*row, key_mask, near_options, sampling(**changes))
-    return row, near, far
+    return row, *near_far.make_plan(*row, mask, near_options, sampling(**changes))
+
+
+def held_pairs(near: NearField, q_len: int, kv_len: int) -> Tensor:
+    """bool (BH, Nq, Nk), the pairs of a near field."""
+    nothing = torch.zeros(near.start.shape[0], 1, 0)
+    return dense_log_weights(near, FarField(nothing.long(), nothing), q_len, kv_len) == 0
 
 
 def residual(query: Tensor, key: Tensor, near: NearField, key_mask: Tensor | None) -> Tensor:
     """D^-1 A_res of 90 tokens, with rows of masked queries."""
-    nothing = FarField(torch.zeros(4, 1, 0, dtype=torch.int64), torch.zeros(4, 1, 0))
-    held = dense_log_weights(near, nothing, 90, 90) == 0
     scores = query @ key.transpose(1, 2) * 0.5
     scores = scores if key_mask is None else scores.masked_fill(~key_mask[:, None], -torch.inf)
-    return scores.softmax(-1).masked_fill(held, 0.0)
+    return scores.softmax(-1).masked_fill(held_pairs(near, 90, 90), 0.0)
 
 
-MASKED = torch.arange(90) < torch.tensor([[90], [61]])
+MASKED = torch.arange(90) < torch.tensor([[90], [90], [61], [61]])
 each_mask = pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 
 
@@ -66,11 +62,10 @@ each_mask = pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
 @pytest.mark.parametrize("length", [90, 35])
 @pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
 def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask, independent):
-    (query, key, value), near, far = plan(near_field, length, mask, independent=independent)
+    _, near, far = plan(near_field, length, mask, independent=independent)
     weights = dense_log_weights(near, far, length, 90)
-    for a, start in itertools.product(range(4), near.start[0].tolist()):
-        assert 0 <= start <= 90 - 16 or a
-    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else mask.repeat_interleave(2, 0)
+    assert ((near.start[0] >= 0) & (near.start[0] <= 90 - 16)).all()
+    valid = torch.ones(4, 90, dtype=torch.bool) if mask is None else mask
     queries = valid if length == 90 else torch.ones(4, length, dtype=torch.bool)
     assert (weights[~valid[:, None].expand(-1, length, -1)] == -torch.inf).all()
     # Every query has a near field of `block_size` keys with weight 1. Sampled keys have a weight of 1 or more.
@@ -78,16 +73,12 @@ def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask,
     if not independent:
         assert (weights[weights > -torch.inf] >= 0).all()
         assert ((weights > -torch.inf).sum(-1)[queries] <= 16 + 20).all()
-    ours = near_far.near_far_attention(query, key, value, near, far, scale=0.5)
-    naive = dense_attention(query, key, value, weights, scale=0.5)
-    close(ours[queries], naive[queries], 1e-6)
 
 
 @pytest.mark.parametrize("near_field", ["lsh", "window"])
 def test_the_near_field_is_close_by_position_or_by_hash(near_field):
-    (query, key, _), near, far = plan(near_field)
-    nothing = FarField(far.sorted_index[..., :0], far.log_weight[..., :0])
-    held = dense_log_weights(near, nothing, 90, 90) == 0
+    (query, key, _), near, _ = plan(near_field)
+    held = held_pairs(near, 90, 90)
     if near_field == "window":
         assert (torch.arange(90)[:, None] - torch.arange(90)).abs().expand(4, -1, -1)[held].max() <= 16
     else:
@@ -103,15 +94,13 @@ def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
     In one group these are all queries, so that the estimate is exactly the squared column norms of D^-1 A_res.
     """
     (query, key, _), near, _ = plan(near_field, mask=mask)
-    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
-    expected = residual(query, key, near, key_mask)
-    for a in (0, 2):
-        total = 90 if mask is None else int(key_mask[a].sum())
-        all_of_them, _ = near_far.probe_norms(query, key, key_mask, near, None, sampling(num_probes=total, groups=1))
-        close(all_of_them[a, 0], (expected[a] if mask is None else expected[a][key_mask[a]]).square().sum(0))
+    expected = residual(query, key, near, mask)
+    for a, total in ((0, 90), (2, 90 if mask is None else 61)):
+        all_of_them, _ = near_far.probe_norms(query, key, mask, near, None, sampling(num_probes=total, groups=1))
+        close(all_of_them[a, 0], expected[a, :total].square().sum(0))
         own = (query_groups(near, 2).expand(4, -1)[a] == 1).nonzero()[:, 0]
         index = torch.arange(int(own[0]) * near.block_q, total)
-        ours, _ = near_far.probe_norms(query, key, key_mask, near, None, sampling(num_probes=2 * len(index), groups=2))
+        ours, _ = near_far.probe_norms(query, key, mask, near, None, sampling(num_probes=2 * len(index), groups=2))
         queries = index if near.query_order is None else near.query_order[a, index]
         close(ours[a, 1], expected[a, queries].square().sum(0) * total / len(index))
 
@@ -127,10 +116,9 @@ def test_densities_give_the_column_norms_of_the_residual(near_field, mask):
         return (2.0 * (scores - log_sums[:, None])).logsumexp(0), log_sums
 
     (query, key, _), near, _ = plan(near_field, mask=mask)
-    key_mask = None if mask is None else mask.repeat_interleave(2, 0)
-    expected = residual(query, key, near, key_mask)
-    expected = expected if mask is None else expected.masked_fill(~key_mask[:, :, None], 0.0)
-    ours = density_norms(query, key, key_mask, near, sampling(scores=exact_norms))
+    expected = residual(query, key, near, mask)
+    expected = expected if mask is None else expected.masked_fill(~mask[:, :, None], 0.0)
+    ours = density_norms(query, key, mask, near, sampling(scores=exact_norms))
     close(ours[:, 0], expected.square().sum(1))
 
 
@@ -198,25 +186,16 @@ def causal_plan(length: int, scores: str = "probe", independent: bool = False, s
 
 
 def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
-    (query, key, _), plans = causal_plan(203, num_hashes=3)
-    (_, _, _), without = causal_plan(203)
-    hashed, plain = (dense_causal_log_weights(p, 203, 8, 20, torch.zeros(4)) for p in (plans, without))
+    (query, key, _), _ = causal_plan(203)
+    hashed, plain = (
+        dense_causal_log_weights(causal_plan(203, num_hashes=n)[1], 203, 8, 20, torch.zeros(4)) for n in (3, 0)
+    )
     assert torch.equal(hashed[plain == 0], plain[plain == 0])
     # A block of hashed keys adds keys similar to the query to the near field. The samples do not change otherwise.
     added = (hashed == 0) & (plain != 0)
     similar = torch.nn.functional.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
     assert similar[added].mean() > similar.mean() + 0.15
     assert torch.equal(hashed[~added], plain[~added])
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 9))
-def test_group_by_block(query_block, size):
-    """Every query has its own slot in a block with its block of keys."""
-    query_block = torch.tensor([query_block])
-    slot, block = causal.group_by_block(query_block, 5, size)
-    assert block.shape == (1, ceil_div(query_block.shape[1], size) + 4)
-    assert slot.unique().numel() == query_block.shape[1]
-    assert torch.equal(block.gather(1, slot // size), query_block)
 
 
 @pytest.mark.parametrize("scores", ["value_norm", "probe"])
@@ -234,23 +213,20 @@ def test_a_causal_far_field_is_unbiased(scores):
 @pytest.mark.parametrize("scores", ["probe", "value_norm", "uniform"])
 def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_hashes):
     length, size = 203, 8
-    row, plans = causal_plan(length, scores, independent, num_hashes=num_hashes)
+    _, plans = causal_plan(length, scores, independent, num_hashes=num_hashes)
     assert [p.level for p in plans] == list(range(5))
     assert all(((p.sample_index >= 0) & (p.sample_index < size << p.level)).all() for p in plans)
     weights = dense_causal_log_weights(plans, length, size, 20, torch.zeros(4))
     block, position = torch.arange(length) // size, torch.arange(length)
-    near = (block[:, None] - block <= 1) & (position <= position[:, None])
-    first = (position[:, None] < 20) & (position <= position[:, None])
+    near = ((block[:, None] - block <= 1) | (position[:, None] < 20)) & (position <= position[:, None])
     completed = block[:, None] - block >= 2
-    assert (weights[:, near | first] == 0).all()
-    assert (weights[:, ~(near | first | completed)] == -torch.inf).all()
+    assert (weights[:, near] == 0).all()
+    assert (weights[:, ~(near | completed)] == -torch.inf).all()
     # Every completed interval is sampled: the expected total weight of the samples is the number of its keys.
-    far = weights.exp().masked_fill(~(completed & ~first), 0.0).sum((0, 2))[20:] / 4
+    far = weights.exp().masked_fill(~(completed & ~near), 0.0).sum((0, 2))[20:] / 4
     assert torch.equal(far > 0, (completed.sum(1) > 0)[20:])
     if scores == "uniform" and not num_hashes:
         close(far, completed.sum(1)[20:].double(), 1e-9)
-    ours = causal.causal_near_far_attention(*row, plans, block_size=size, num_exact=20, scale=0.5)
-    close(ours, dense_attention(*row, weights, scale=0.5), 1e-6)
 
 
 # The near field that exact rows choose.
@@ -264,18 +240,6 @@ def plans(query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[NearF
     return window, lsh, near_far.plan_near_field(query, key, mask, *options)[0]
 
 
-def dense_pairs(near: NearField, q_len: int, kv_len: int) -> Tensor:
-    """bool (BH, Nq, Nk), the pairs of a near field, found block by block."""
-    found = torch.zeros(near.start.shape[0], q_len, kv_len, dtype=torch.bool)
-    for a, starts in enumerate(near.start.tolist()):
-        queries = torch.arange(q_len) if near.query_order is None else near.query_order[a]
-        keys = torch.arange(kv_len) if near.key_order is None else near.key_order[a]
-        for t, start in enumerate(starts):
-            block = queries[t * near.block_q : (t + 1) * near.block_q]
-            found[a, block[:, None], keys[start : start + near.block_k]] = True
-    return found
-
-
 @pytest.mark.parametrize("q_len", [30, 21])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_choice_is_that_of_dense_matrices(q_len, masked):
@@ -286,34 +250,27 @@ def test_the_choice_is_that_of_dense_matrices(q_len, masked):
     angle = torch.arange(30) * (2 * math.pi / 30)
     local = 3.0 * torch.stack((angle.cos(), angle.sin()), 1)
     query[8:, :, :2], key[8:, :, :2] = local[:q_len], local
-    mask = None
-    if masked:
-        mask = torch.arange(30) < torch.arange(15, 31)[:, None]
+    mask = torch.arange(30) < torch.arange(15, 31)[:, None] if masked else None
     window, lsh, chosen = plans(query, key, mask)
     weights = query.double() @ key.double().mT
     weights = (weights if mask is None else weights.masked_fill(~mask[:, None], -torch.inf)).softmax(2)
     valid = mask if mask is not None and q_len == 30 else torch.ones(16, q_len, dtype=torch.bool)
-    pairs = [dense_pairs(plan, q_len, 30) for plan in (window, lsh)]
+    pairs = [held_pairs(plan, q_len, 30) for plan in (window, lsh)]
     left = [((weights * ~p).sum(2).square() * valid).sum(1) for p in pairs]
     take_lsh = left[1] < 0.99 * left[0]
     assert 0 < take_lsh.sum() < 16
     expected = torch.where(take_lsh[:, None, None], pairs[1], pairs[0])
-    assert torch.equal(dense_pairs(chosen, q_len, 30), expected)
+    assert torch.equal(held_pairs(chosen, q_len, 30), expected)
 
 
 def test_equal_near_fields_are_no_matter_of_rounding():
     """All weights are equal, so that both near fields hold the same share of every row."""
     key = numbers(6, 40, 4).float()
     window, _, chosen = plans(torch.zeros_like(key), key)
-    assert torch.equal(dense_pairs(chosen, 40, 40), dense_pairs(window, 40, 40))
+    assert torch.equal(held_pairs(chosen, 40, 40), held_pairs(window, 40, 40))
 
 
 @pytest.mark.parametrize("method", ["kdeformer", "hyperattention"])
 def test_the_causal_form_has_a_window_whatever_the_tokens_are(method):
-    tokens = 4.0 * numbers(8, 4, seed=5).float()[torch.arange(64) % 8][None, None]
-    config = hea.method_info(method).config_class(block_size=8, num_samples=8)
-    out, expected = (
-        hea.attention(dataclasses.replace(config, near_field=kind), tokens, tokens, tokens, is_causal=True)
-        for kind in ("auto", "window")
-    )
-    assert torch.equal(out, expected)
+    tokens, form = 4.0 * numbers(8, 4, seed=5).float()[torch.arange(64) % 8][None, None], FIRST[method]
+    assert torch.equal(*(form.row(near_field=x)(*[tokens] * 3, is_causal=True) for x in ("auto", "window")))

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each import close
-from hf_efficient_attn.ops import tokens
+from hf_efficient_attn import functional
+from hf_efficient_attn.ops import linear
+from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.attend import Partial, merge
-from hf_efficient_attn.ops.features import orthogonal_features
+from hf_efficient_attn.ops.features import Features, elu_features, elu_map, favor, orthogonal_features
 from hf_efficient_attn.ops.hashing import hash_keys, hyperplanes
+from hf_efficient_attn.ops.linear import Tokens, causal, log_weights_naive, update_state
 from hf_efficient_attn.ops.sampling import (
     inclusion_probabilities,
     independent_sample,
@@ -37,8 +40,7 @@ def test_merge_of_any_split_is_the_whole(sizes, seed, size):
     parts = [
         attend_naive(query, k, v, scale=1.0) for k, v in zip(key.split(sizes, 1), value.split(sizes, 1), strict=True)
     ]
-    for ours, other in zip(merge(*parts), attend_naive(query, key, value, scale=1.0), strict=True):
-        close(ours, other)
+    close(merge(*parts), attend_naive(query, key, value, scale=1.0))
 
 
 def test_merge_of_empty_parts_in_any_order_with_gradients():
@@ -54,8 +56,7 @@ def test_merge_of_empty_parts_in_any_order_with_gradients():
         merge(parts[0], merge(*parts[1:])),
         merge(merge(*parts[:2]), empty, parts[2]),
     ):
-        close(merged.out, expected.out)
-        close(merged.lse, expected.lse)
+        close(merged, expected)
     assert not expected.out[0, 0].any() and expected.lse[0, 0] == -torch.inf
     grads = torch.autograd.grad(expected.out.sum() + expected.lse[1].sum(), leaves)
     assert all(x.isfinite().all() for x in grads)
@@ -164,17 +165,17 @@ def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
     group = torch.tensor([[0, 3, 1, 2, 3, 0], [2, 2, 0, 1, 1, 3]])
     draws = uniform((2, 6, 9), 0, 0, CPU)
     probabilities = inclusion_probabilities(scores, 9)
-    for a in range(2):
-        for s in range(6):
-            own = slice(a, a + 1), group[a, s].reshape(1)
-            if independent:
-                alone = independent_sample(scores[own], 9, draws[a, s].view(1, 1, 9))
-                together = independent_sample(scores, 9, draws, group)
-            else:
-                alone = systematic_sample(probabilities[own], 9, draws[a, s, 0].view(1, 1))
-                together = systematic_sample(probabilities, 9, draws[..., 0], group)
-            for x, y in zip(together, alone, strict=True):
-                assert torch.equal(x[a, s], y[0, 0])
+    together = (
+        independent_sample(scores, 9, draws, group) if independent
+        else systematic_sample(probabilities, 9, draws[..., 0], group)
+    )  # fmt: skip
+    for a, s in itertools.product(range(2), range(6)):
+        own = slice(a, a + 1), group[a, s].reshape(1)
+        alone = (
+            independent_sample(scores[own], 9, draws[a, s].view(1, 1, 9)) if independent
+            else systematic_sample(probabilities[own], 9, draws[a, s, 0].view(1, 1))
+        )  # fmt: skip
+        assert all(torch.equal(x[a, s], y[0, 0]) for x, y in zip(together, alone, strict=True))
 
 
 @given(st.integers(1, 20), st.integers(1, 50), st.floats(1e-6, 1 - 1e-6))
@@ -196,8 +197,7 @@ def test_stratified_ranks(count, available, offset):
 def test_uniform_and_normal_have_their_distributions():
     for seed, stream in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 7)):
         flat = uniform((20000,), seed, stream, CPU)
-        assert flat.min() > 0
-        assert flat.max() < 1
+        assert flat.min() > 0 and flat.max() < 1
         assert scipy.stats.kstest(flat.numpy(), "uniform").pvalue > 1e-3
         assert scipy.stats.kstest(normal((20000,), seed, stream, CPU).numpy(), "norm").pvalue > 1e-3
         pairs = torch.corrcoef(torch.stack((flat[:-1], flat[1:])))[0, 1]
@@ -242,6 +242,77 @@ def test_features_are_orthogonal_and_each_is_normal():
     assert directions.mean(0).abs().max() < 0.02
 
 
+def features(name: str) -> Features:
+    return elu_map(0.7, 6) if name == "elu" else favor(20, -0.4, 6, 3, CPU)
+
+
+def tokens(length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tokens:
+    query, key, value = (numbers(2, length, d, seed=seed + i, dtype=dtype) for i, d in enumerate((6, 6, 5)))
+    key_mask = torch.ones(2, length, dtype=torch.bool)
+    key_mask[0, ::3], key_mask[1, :7] = False, False
+    return Tokens(query, key, value, key_mask)
+
+
+def dense(query, parts, features, future):
+    """Attention to the keys of all parts, and its lse."""
+    key, value, mask = (torch.cat(x, 1) for x in zip(*(part[1:] for part in parts), strict=True))
+    scores = log_weights_naive(query, key, features).masked_fill(~mask[:, None], -torch.inf)
+    scores = scores.masked_fill(future, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("name", ["elu", "favor"])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_the_causal_scan(name, with_state, monkeypatch):
+    monkeypatch.setattr(linear, "_SEGMENT_CHUNKS", 2)
+    own, before = tokens(300), tokens(40, seed=5)
+    leaves = [x.clone().requires_grad_() for x in (*own[:3], *before[1:3])]
+
+    def outputs(form):
+        now, earlier = Tokens(*leaves[:3], own.key_mask), Tokens(before.query, *leaves[3:], before.key_mask)
+        out, lse = form(now, earlier)
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse[:, 7:].sum(), leaves, allow_unused=True)
+
+    def ours(now, earlier):
+        state = update_state(None, *earlier[1:], features(name)) if with_state else None
+        return causal(now, features(name), state=state)
+
+    def naive(now, earlier):
+        parts = [earlier, now] if with_state else [now]
+        length = sum(x.key.shape[1] for x in parts)
+        future = torch.ones(300, length, dtype=torch.bool).triu(length - 300 + 1)
+        return dense(now.query, parts, features(name), future)
+
+    close(outputs(ours), outputs(naive))
+
+
+def test_the_features_of_very_negative_numbers_are_no_zeros():
+    """elu(x) + 1 rounds to 0 below -17, and a query would lose all its keys."""
+    x = torch.tensor([-60.0, -20.0, -1.0, 0.0, 2.0], requires_grad=True)
+    expected = torch.tensor([math.exp(-60.0), math.exp(-20.0), math.exp(-1.0), 1.0, 3.0])
+    (gradient,) = torch.autograd.grad(elu_features(x).sum(), x)
+    for found, wanted in ((elu_features(x.detach()), expected), (gradient, expected.clamp(max=1.0))):
+        torch.testing.assert_close(found, wanted, atol=0.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_is_finite_where_the_weights_nearly_underflow(is_causal, dtype):
+    """The weights of the first query sum to about 1e-42 in float32; those of the second are of normal size."""
+    size = 96.0 if dtype == torch.float32 else 710.0
+    query, key, value = (
+        torch.tensor(x, dtype=dtype).view(1, 1, 2, 1).requires_grad_() for x in ([-size, 1.0], [size, 2.0], [3.0, 5.0])
+    )
+    out = functional.linear_attention(query, key, value, is_causal=is_causal)
+    weights = torch.tensor([size + 1.0, 3.0], dtype=dtype)
+    mean = (weights * value.flatten()).sum() / weights.sum()
+    expected = torch.stack([value[0, 0, 0, 0] if is_causal else mean, mean])
+    torch.testing.assert_close(out.flatten(), expected, rtol=0.05, atol=0.0)
+    gradients = torch.autograd.grad(out.sum(), (query, key, value))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[1].count_nonzero() == 2 and gradients[2].count_nonzero() == 2
+
+
 # Constants.
 
 
@@ -252,8 +323,8 @@ def test_constants_are_kept_up_to_a_size(monkeypatch):
         calls.append(count)
         return torch.ones(count, device=device)
 
-    monkeypatch.setattr(tokens, "_results", OrderedDict())
-    monkeypatch.setattr(tokens, "_KEPT_BYTES", 4 * 100)
+    monkeypatch.setattr(tokens_ops, "_results", OrderedDict())
+    monkeypatch.setattr(tokens_ops, "_KEPT_BYTES", 4 * 100)
     for count in (40, 50, 40, 60, 40, 60, 50, 200):  # 60 in place of 50, the oldest; 200 is too large to be kept
-        assert tokens.constant(ones, count, device=CPU).tolist() == [1.0] * count
+        assert tokens_ops.constant(ones, count, device=CPU).tolist() == [1.0] * count
     assert calls == [40, 50, 60, 50, 200]

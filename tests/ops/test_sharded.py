@@ -1,6 +1,7 @@
 """Attention of a sequence that processes share: output and gradients are those of one process, for every method."""
 
-import dataclasses
+from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,8 +10,7 @@ import torch.distributed as dist
 import processes
 from hf_efficient_attn.methods import attention, sharded_attention
 from hf_efficient_attn.ops.shards import Shards
-from instances import INSTANCES, inputs
-from test_heads import parameters_of
+from instances import FIRST, INSTANCES, inputs, numbers, parameters_of
 
 HEADS, BATCH = 4, 2
 LENGTHS = {2: (41, 34), 4: (20, 19, 7, 29)}
@@ -21,8 +21,7 @@ SHORT = {2: (3, 72), 4: (3, 66, 2, 4)}
 LIMITS = {torch.float64: 1e-6, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     instance: int
     is_causal: bool
     mask: str
@@ -30,10 +29,6 @@ class Case:
     dtype: torch.dtype = torch.float64
     is_local: bool = False  # some heads attend to neighbors
     is_short: bool = False  # shards of `SHORT`
-
-    def __str__(self) -> str:
-        marks = [k for k in ("is_causal", "is_local", "is_short") if getattr(self, k)]
-        return "-".join([str(INSTANCES[self.instance]), *marks, self.mask, str(self.num_kv_heads), str(self.dtype)])
 
 
 def mask_of(kind: str) -> torch.Tensor | None:
@@ -57,10 +52,9 @@ def mask_of(kind: str) -> torch.Tensor | None:
 
 
 def tensors_of(case: Case) -> list[torch.Tensor]:
-    whole = [x.double() for x in inputs(BATCH, HEADS, LENGTH, 8, seed=5)]
-    whole = [x[:, : HEADS if i == 0 else case.num_kv_heads] for i, x in enumerate(whole)]
+    whole = inputs(BATCH, HEADS, LENGTH, 8, num_kv_heads=case.num_kv_heads, seed=5, dtype=torch.float64)
     if case.is_local:
-        walk = inputs(BATCH, 1, LENGTH, 8, seed=6)[0].double().cumsum(2)
+        walk = inputs(BATCH, 1, LENGTH, 8, seed=6, dtype=torch.float64)[0].cumsum(2)
         for x in whole[:2]:
             x[:, : x.shape[1] // 2] += 0.4 * walk
     return [x.to(case.dtype).contiguous() for x in whole]
@@ -73,7 +67,7 @@ def measure(case: Case) -> dict[str, float]:
     whole = [x.requires_grad_() for x in tensors_of(case)]
     made = parameters_of(config, whole[2], num_kv_heads=case.num_kv_heads)
     parameters = {k: x.double().requires_grad_() for k, x in made.items()}
-    grad = torch.randn(BATCH, HEADS, LENGTH, 8, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+    grad = numbers(BATCH, HEADS, LENGTH, 8, seed=1, dtype=case.dtype)
     options = {"is_causal": case.is_causal, "seed": 3}
     out = attention(config, *whole, attention_mask=mask, parameters=parameters, **options)
     wanted = torch.autograd.grad((out * grad).sum(), [*whole, *parameters.values()])
@@ -97,26 +91,20 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def measure_all(cases: list[Case]) -> dict[str, dict[str, float]]:
-    return {str(case): measure(case) for case in cases}
+    return {f"{INSTANCES[case.instance]} {case}": measure(case) for case in cases}
 
 
 def cases(rows: list[int], masks: tuple[str, ...]) -> list[Case]:
     return [Case(i, c, mask, 2) for i in rows for mask in masks for c in (False, True)[: 1 + INSTANCES[i].info.causal]]
 
 
-def summarized(rows: list[int]) -> list[Case]:
-    """Cases of a method that summarizes neighbors and all other tokens in different ways."""
-    found = []
-    for i in rows:
-        for mask in ("none", "gaps", "few"):
-            found += [Case(i, False, mask, n, is_local=True) for n in (1, 2, 4)]
-            found.append(Case(i, False, mask, 2, is_local=True, is_short=True))
-            found += [Case(i, False, mask, 2, dtype) for dtype in (torch.bfloat16, torch.float16)]
-    return found
-
-
-NEARFAR = [i for i, x in enumerate(INSTANCES) if x.method == "nearfar"]
-FIRST = [i for i, x in enumerate(INSTANCES) if x.method not in [y.method for y in INSTANCES[:i]]]
+# nearfar summarizes neighbors and all other tokens in different ways.
+SUMMARIZED = []
+for i, mask in product([i for i, x in enumerate(INSTANCES) if x.method == "nearfar"], ("none", "gaps", "few")):
+    SUMMARIZED += [Case(i, False, mask, n, is_local=True) for n in (1, 2, 4)]
+    SUMMARIZED.append(Case(i, False, mask, 2, is_local=True, is_short=True))
+    SUMMARIZED += [Case(i, False, mask, 2, dtype) for dtype in (torch.bfloat16, torch.float16)]
+FIRST_ROWS = [INSTANCES.index(instance) for instance in FIRST.values()]
 
 
 def check(size: int, folder, every: list[Case]) -> None:
@@ -131,11 +119,11 @@ def check(size: int, folder, every: list[Case]) -> None:
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    check(2, tmp_path, cases(FIRST, ("right",)) + summarized(NEARFAR))
+    check(2, tmp_path, cases(FIRST_ROWS, ("right",)) + SUMMARIZED[:18])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_rows_and_masks(tmp_path, size):
-    every = cases(list(range(len(INSTANCES))), ("none", "right", "left", "few")) + summarized(NEARFAR)
+    every = cases(list(range(len(INSTANCES))), ("none", "right", "left", "few")) + SUMMARIZED
     check(size, tmp_path, every)

@@ -9,6 +9,7 @@ from each import each_first_form, each_form
 from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.tokens import normal
 from instances import inputs, padding_mask
+from promises import assert_close
 from tiny_models import METHODS, tiny_batch, tiny_model
 
 LENGTH = 90
@@ -20,7 +21,7 @@ def tensors_of(num_kv_heads=2, batch=3, length=LENGTH):
 
 def assert_same(ours, other, tolerance=1e-9):
     for a, b in zip(ours, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
+        assert_close(a, b, tolerance)
 
 
 def gradients(function, tensors):
@@ -34,11 +35,11 @@ def test_grad_vjp_and_vmap(instance, is_causal):
     tensors = [x.unsqueeze(1) for x in tensors_of()]
     key_mask = padding_mask("right", 3, LENGTH).unsqueeze(1)
 
-    def loss(query, key, value, mask):
-        return instance(query, key, value, mask, is_causal=is_causal).square().sum()
-
     def call(query, key, value, mask):
         return instance(query, key, value, mask, is_causal=is_causal)
+
+    def loss(*arguments):
+        return call(*arguments).square().sum()
 
     whole = tensors_of(num_kv_heads=1)
     own = padding_mask("right", 3, LENGTH)
@@ -111,13 +112,10 @@ def test_models():
 
     each = vmap(grad(loss), in_dims=(None, 0))(parameters, {name: x[:, None] for name, x in batch.items()})
     whole = grad(loss)(parameters, batch)
-    found = torch.autograd.grad(
-        loss(dict(model.named_parameters()), batch), list(model.parameters()), allow_unused=True
-    )
+    found = torch.autograd.grad(loss(dict(model.named_parameters()), batch), model.parameters(), allow_unused=True)
     for name, expected in zip(parameters, found, strict=True):
         if expected is not None:
-            for ours in (whole[name], each[name].sum(0)):
-                torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3 * float(1.0 + expected.abs().max()))
+            assert_same((whole[name], each[name].sum(0)), (expected, expected), 2e-3)
 
 
 def test_nothing_is_kept_that_a_transform_has_wrapped():
@@ -132,12 +130,10 @@ def test_nothing_is_kept_that_a_transform_has_wrapped():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_traces_are_refused(method):
-    tensors = tensors_of(batch=1)
-    with pytest.raises(
-        hea.UnsupportedAttentionError, match=f"{method}: torch.jit.trace .* torch.compile or torch.export"
-    ):
-        torch.jit.trace(lambda *x: hea.attention(method, *x), tensors)
-    model, batch = tiny_model("bert", method).eval(), tiny_batch("bert")
+    model = tiny_model("bert", method).eval()
     model.config.return_dict = False
-    with pytest.raises(hea.UnsupportedAttentionError, match=f"{method}: torch.jit.trace .* torch.onnx.export"):
-        torch.jit.trace(model, (batch["input_ids"],))
+    calls = ((lambda *x: hea.attention(method, *x), tensors_of(batch=1)), (model, (tiny_batch("bert")["input_ids"],)))
+    message = f"{method}: torch.jit.trace .* torch.compile or torch.export, or torch.onnx.export"
+    for call, arguments in calls:
+        with pytest.raises(hea.UnsupportedAttentionError, match=message):
+            torch.jit.trace(call, arguments)

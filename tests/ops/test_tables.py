@@ -1,43 +1,33 @@
-"""The counter of operations: every kind by hand on small cases, and the table of the paper's two models."""
+"""Tables of recipes: operations, whose counter is checked by hand for every kind, errors in half precision, traffic."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
-import recipe_commands
 from hf_efficient_attn.ops.attend import attend
-from recipe_commands import read_csv
-from recipes.benchmarks import operations
+from instances import inputs, numbers
+from recipe_commands import read_csv, run
+from recipes.benchmarks import error as error_table
+from recipes.benchmarks import operations, sequence_parallel
 from recipes.common import counting
 from recipes.common.counting import count
+from recipes.common.inputs import Activation
 
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def tensors(q_len, head_dim, value_dim, heads=2):
-    """Query, key and value of self-attention."""
-    query, key = (normal(1, heads, q_len, head_dim, seed=seed) for seed in (0, 1))
-    return query, key, normal(1, heads, q_len, value_dim)
-
-
-X = normal(4, 8, 16)
+X = numbers(4, 8, 16).float()
 INDEX = torch.tensor([2, 0, 1])
+SAME, CROSS = inputs(2, 3, 20, 16, kv_len=12), inputs(2, 3, 20, 16, value_dim=10)
 
 # (what, call, products, exponentials, sorting, gathers)
 CASES = [
     ("matmul", lambda: X[0] @ X[1].t(), 2 * 8 * 8 * 16, 0, 0, 0),
-    ("bmm", lambda: X @ X.transpose(1, 2), 2 * 4 * 8 * 8 * 16, 0, 0, 0),
     ("baddbmm_", lambda: torch.zeros(4, 8, 8).baddbmm_(X, X.transpose(1, 2)), 2 * 4 * 8 * 8 * 16, 0, 0, 0),
-    ("einsum", lambda: torch.einsum("bnd,bmd->bnm", X, X), 2 * 4 * 8 * 8 * 16, 0, 0, 0),
-    ("linear", lambda: torch.nn.functional.linear(X, X[0]), 2 * 32 * 16 * 8, 0, 0, 0),
-    ("conv", lambda: torch.nn.functional.conv1d(X, X), 2 * 4 * 4 * 8 * 16, 0, 0, 0),
+    ("attention", lambda: scaled_dot_product_attention(*SAME), 2 * 1440 * 32, 1440, 0, 0),
+    ("other values", lambda: scaled_dot_product_attention(*CROSS), 2 * 2400 * 26, 2400, 0, 0),
     ("exp", lambda: X.exp(), 0, 512, 0, 0),
     ("exp2_", lambda: X.clone().exp2_(), 0, 512, 0, 0),
     ("softmax", lambda: X.softmax(1), 0, 512, 0, 0),
@@ -78,24 +68,13 @@ def test_every_operator_by_hand(call, expected, inference):
         assert tuple(count(call)) == expected
 
 
-@pytest.mark.parametrize("inference", [False, True], ids=["gradients", "inference"])
-def test_exact_attention(inference):
-    for keys, values in ((12, 16), (20, 10)):
-        query, key, value = normal(2, 3, 20, 16), normal(2, 3, keys, 16, seed=1), normal(2, 3, keys, values, seed=2)
-        with torch.inference_mode(inference):
-            found = count(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value))  # noqa: B023
-        pairs = 2 * 3 * 20 * keys
-        assert found == (2 * pairs * (16 + values), pairs, 0, 0)
-        assert sum(found) == 2 * pairs * (16 + values) + pairs
-
-
 def test_gradients_and_conventions():
-    inputs = [x.requires_grad_() for x in tensors(24, 16, 16)]
-    found = count(lambda: torch.nn.functional.scaled_dot_product_attention(*inputs).sum().backward())
+    leaves = [x.requires_grad_() for x in inputs(1, 2, 24, 16)]
+    found = count(lambda: scaled_dot_product_attention(*leaves).sum().backward())
     pairs = 2 * 24 * 24
     # Two products in the forward pass; the scores again and four gradients in the backward pass.
     assert found == (2 * pairs * 32 + 2 * pairs * (3 * 16 + 2 * 16), 2 * pairs, 0, 0)
-    query, key, value = (normal(6, 1, n, d, seed=n).requires_grad_() for n, d in ((5, 8), (7, 8), (7, 6)))
+    query, key, value = (x.requires_grad_() for x in inputs(6, 1, 5, 8, kv_len=7, value_dim=6))
     found = count(lambda: attend(query, key, value, scale=1.0).out.sum().backward())
     pairs = 6 * 5 * 7  # the kernel takes values of the dimension of the keys
     assert found == (2 * pairs * (8 + 8) + 2 * pairs * (3 * 8 + 2 * 8), 2 * pairs, 0, 0)
@@ -131,27 +110,25 @@ def test_gradients_and_conventions():
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_operations_are_two_for_every_multiplication(config, multiplications, needs_grad):
     for values in (16, 10):
-        inputs = tuple(x.requires_grad_(needs_grad) for x in tensors(96, 16, values))
-        found = count(lambda: counting.compute(config, inputs)).products  # noqa: B023
+        leaves = tuple(x.requires_grad_(needs_grad) for x in inputs(1, 2, 96, 16, value_dim=values))
+        found = count(lambda: counting.compute(config, leaves)).products  # noqa: B023
         assert found == 2 * 2 * multiplications(96, 16, values)
 
 
 class Named(TorchDispatchMode):
-    """Records the called operators whose names match a pattern."""
+    """Records the called operators whose names match a pattern, and those that composite operators consist of."""
 
     def __init__(self, pattern):
         super().__init__()
         self.pattern, self.called = pattern, set()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        packet = operator._overloadpacket
-        # Composite operators are decomposed, as in the counter.
         with self:
             found = operator.decompose(*args, **(kwargs or {}))
         if found is not NotImplemented:
             return found
-        if re.search(self.pattern, packet.__name__):
-            self.called.add(packet)
+        if re.search(self.pattern, operator._overloadpacket.__name__):
+            self.called.add(operator._overloadpacket)
         return operator(*args, **(kwargs or {}))
 
 
@@ -167,15 +144,12 @@ def test_everything_that_counts_is_counted(name):
     for part, pattern in patterns.items():
         known = {*counting.FORMULAS_BY_PART[part], *(flop_counter.flop_registry if part == "products" else ())}
         with torch.no_grad(), Named(pattern) as found:
-            hea.attention(config, *tensors(96, 16, 16))
+            hea.attention(config, *inputs(1, 2, 96, 16))
         assert found.called <= known
         assert found.called or part not in ("products", "exponentials")
 
 
 # --- the table ---
-
-
-run = partial(recipe_commands.run, operations)
 
 
 @pytest.mark.parametrize(
@@ -204,25 +178,102 @@ def test_kdeformer_at_the_authors_settings_costs_what_they_say_or_less():
 
 def test_table_is_printed_and_written(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
-    assert run("--layer", "biggan", "--method", "scatterbrain,linear", "--no-time", "--csv", str(rows)) == 0
+    assert run(operations, "--layer", "biggan", "--method", "scatterbrain,linear", "--no-time", "--csv", str(rows)) == 0
     assert "Omitted, since they have no rectangular form: scatterbrain" in capsys.readouterr().out
     exact, linear = read_csv(rows)
     assert (exact["method"], linear["method"]) == ("sdpa", "linear")
     assert float(linear["fewer_products"]) == pytest.approx(4096 * 1024 * 320 / (64 * (256 * 1024 + 264 * 4096)))
-    assert run("--layer", "t2t.1", "--method", "linear", "--rounds", "1") == 0
+    assert run(operations, "--layer", "t2t.1", "--method", "linear", "--rounds", "1") == 0
     out = capsys.readouterr().out
     assert re.search(r"linear .*\d\.\dx +\|$", out, re.MULTILINE) and "10.071" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--layer", "vit"), "biggan, t2t.0, t2t.1"),
-        (("--method", "kdeformr"), "kdeformer"),
-        (("--budget", "none"), "number of tokens"),
-    ],
-)
-def test_refusals_are_one_line(arguments, message, capsys):
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_refusals_are_one_line(capsys):
+    refused = (
+        ("--layer", "vit", "biggan, t2t.0, t2t.1"),
+        ("--method", "kdeformr", "kdeformer"),
+        ("--budget", "none", "number of tokens"),
+    )
+    for option, value, message in refused:
+        assert run(operations, option, value) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+# Errors in half precision.
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_of_a_method(causal):
+    tensors, options = inputs(1, 2, 96, 16, dtype=torch.bfloat16), {"is_causal": causal, "scale": 0.5}
+    found = error_table.half_errors(hea.LongformerConfig(), Activation(0, *tensors, 0.5), 16, causal)
+    given, config = (tensors, [x.double() for x in tensors]), hea.LongformerConfig().with_budget(16)
+    half, truth = (scaled_dot_product_attention(*x, **options) for x in given)
+    ours, reference = (hea.attention(config, *x, **options) for x in given)
+    pairs = {
+        "exact": (half, truth),
+        "at": (ours, reference),
+        "approximation": (reference, truth),
+        "in_all": (ours, truth),
+    }
+    for name, (out, expected) in pairs.items():
+        errors = (out.double() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))
+        assert found[name] == pytest.approx(errors.mean().item())
+    assert 0 < found["within"] <= 3 * found["exact"] and 0 < found["at"] < 0.01 < found["approximation"]
+
+
+@pytest.mark.parametrize(("within", "reached"), [(0.0029, True), (0.0031, False)])
+def test_verdict_of_errors(within, reached):
+    row = {"method": "kdeformer", "dtype": "bfloat16", "exact": 0.001, "within": within}
+    assert [verdict.reached for verdict in error_table.half_verdicts([row])] == [reached]
+
+
+def test_the_command_of_errors(tmp_path, capsys):
+    path = tmp_path / "half.csv"
+    arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path), "--check"]
+    methods = ["--method", "nearfar,linear,nystromformer:pinv=solve"]
+    assert run(error_table, *arguments, *methods, "--half", "bfloat16,float16") == 0
+    out = capsys.readouterr().out
+    rows = read_csv(path)
+    names = ["nearfar", "linear", "nystromformer (pinv=solve)"]
+    assert [(row["dtype"], row["method"]) for row in rows] == [(d, n) for d in ("bfloat16", "float16") for n in names]
+    bfloat16, float16 = (float(row["exact"]) for row in rows[::3])
+    assert float16 < bfloat16 / 4
+    assert [bool(row["within"]) for row in rows[:3]] == [True, False, True]
+    assert "random: 64 tokens, 1 layers, 8 heads of 64, 2 inputs; budget 16" in out
+
+
+# What processes send.
+
+HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_summaries_do_not_grow_with_the_length(length):
+    sent = {
+        name: sequence_parallel.traffic(hea.method_info(name).config_class(), length, HOW).forward.total()
+        for name in ("linear", "performer", "linformer", "nystromformer", "longformer")
+    }
+    assert sent == {
+        "linear": 16 * (64 * (64 + 8) + 1) * 4,
+        "performer": 16 * (256 * (64 + 8) + 1) * 4,
+        "linformer": 16 * 256 * (64 + 64) * 4,
+        "nystromformer": 16 * 64 * (2 * 64 + 64 + 1) * 4,
+        "longformer": 16 * 2 * 256 * (64 + 64) * 2,
+    }
+
+
+@pytest.mark.parametrize("kv_heads", [16, 8, 4, 1])
+def test_tokens_for_heads(kv_heads):
+    how = HOW._replace(shape=(1, 16, kv_heads, 64))
+    found = sequence_parallel.traffic(None, 65_536, how)
+    # Fewer key heads than processes are sent in copies, one for each process.
+    assert found.forward.total() == found.backward.total() == 65_536 // 8 * (2 * 16 + 2 * max(8, kv_heads)) * 64 * 2
+    assert found.calls == 2
+
+
+def test_the_command_of_traffic(tmp_path):
+    path = tmp_path / "sent.csv"
+    assert run(sequence_parallel, "--length", 8192, "--causal", "--csv", path) == 0
+    rows = read_csv(path)
+    assert [row["method"] for row in rows] == ["linear", "longformer", "performer", "tokens for heads"]

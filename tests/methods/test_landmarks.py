@@ -1,0 +1,219 @@
+"""The methods with landmarks, WildCat and nearfar: the paper's formulas, and what holds beyond the promises."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import hf_efficient_attn as hea
+from hf_efficient_attn.ops import coreset as coreset_ops
+from hf_efficient_attn.ops import weighted_coreset
+from hf_efficient_attn.ops.attend import Partial
+from hf_efficient_attn.ops.coreset_landmarks import directions, find_near_keys, group_queries
+from hf_efficient_attn.ops.thinning import choose_pivots
+from instances import inputs, numbers, relative_error
+from promises import Memory
+
+wildcat = hea.functional.wildcat_attention
+nearfar = hea.functional.nearfar_attention
+
+
+@pytest.mark.parametrize("content", ["few", "outlier", "large", "aligned", "smooth", "sparse", "signs"])
+@pytest.mark.parametrize(
+    ("form", "spread", "limit"),
+    [(wildcat, 3.0, 5e-3), (partial(nearfar, block_size=0), 1.0, 1e-2), (partial(nearfar, block_size=8), 1.0, 1e-2)],
+)
+def test_float32_is_as_accurate_as_float64(form, spread, limit, content):
+    """Sums of exponentials of the keys differ by up to 10^1000 between the keys of a coreset."""
+    tensors = inputs(q_len=200, head_dim=32, content=content, spread=spread, dtype=torch.float64)
+    assert relative_error(form(*(x.float() for x in tensors), num_samples=48), form(*tensors, num_samples=48)) < limit
+
+
+# WildCat.
+
+
+def test_the_paper_without_its_numerical_precautions(monkeypatch):
+    """Plain exponentials and inverses, without a ridge and without candidates."""
+    monkeypatch.setattr(coreset_ops, "RIDGE", 1e-13)
+    query, key, value = inputs(num_heads=3, q_len=40, head_dim=6, dtype=torch.float64)
+    beta, (q, k, v) = 6**-0.5, (x[0] for x in (query, key, value))
+    k = k - k.mean(1, keepdim=True)
+    tau_squared = 3.94582 * k.norm(dim=2).amax(1) / q.norm(dim=2).amax(1)
+    factor = (beta / tau_squared)[:, None, None]
+    pivot = choose_pivots(k * factor.sqrt(), None, 9, seed=5, batch=1).candidate
+    coreset = k.gather(1, pivot.unsqueeze(2).expand(-1, -1, 6))
+    weights = torch.linalg.inv((factor * coreset @ coreset.mT).exp()) @ (factor * coreset @ k.mT).exp()
+    basis = (beta * q @ coreset.mT).exp()
+    expected = (basis @ weights @ v) / (basis @ weights.sum(2, keepdim=True))
+    expected = torch.maximum(torch.minimum(expected, v.amax(1, keepdim=True)), v.amin(1, keepdim=True))
+    ours = wildcat(query, key, value, num_samples=9, seed=5)[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_a_coreset_with_every_different_key_is_exact():
+    query, key, value = inputs(num_heads=4, q_len=300, dtype=torch.float64)
+    key = key[:, :, torch.arange(300) % 14]
+    exact = scaled_dot_product_attention(query, key, value)
+    assert relative_error(wildcat(query, key, value, num_samples=40), exact) < 5e-3  # the ridge
+    assert relative_error(wildcat(query, key, value, num_samples=12), exact) > 2e-2
+
+
+def test_the_coreset_is_chosen_from_the_candidates():
+    """If all candidates are in the coreset, nothing is drawn but their order."""
+    tensors = inputs(q_len=100, dtype=torch.float64)
+    all_of_them, more = (
+        [wildcat(*tensors, num_samples=20, num_candidates=n, seed=s) for s in (0, 1)] for n in (20, 60)
+    )
+    torch.testing.assert_close(*all_of_them)
+    assert relative_error(*more) > 1e-3
+    # No fewer than the coreset needs.
+    torch.testing.assert_close(wildcat(*tensors, num_samples=20, num_candidates=1), all_of_them[0])
+    # Values of keys that are no candidates count as well.
+    changed = [*tensors[:2], tensors[2] + (torch.arange(100) % 5 == 1)[:, None]]  # candidates are 0, 5, 10, ...
+    assert relative_error(wildcat(*changed, num_samples=20, num_candidates=20), all_of_them[0]) > 0.01
+
+
+def test_a_constant_feature_stays_constant_and_does_not_change_the_others():
+    query, key, value = inputs(q_len=300, head_dim=16)
+    constant = torch.full_like(value[..., :1], 0.3)
+    more = wildcat(query, key, torch.cat((value, constant), 3), num_samples=40)
+    assert relative_error(more[..., :-1], wildcat(query, key, value, num_samples=40)) < 1e-4
+    torch.testing.assert_close(more[..., -1:], constant.expand_as(more[..., -1:]))
+
+
+def gradients(form, tensors, *sizes):
+    """Output and gradients of a weighted sum of the outputs."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = form("wildcat", *leaves, **dict(zip(("num_samples", "num_candidates"), sizes, strict=True)))
+    return [out.detach(), *torch.autograd.grad((out * numbers(*out.shape, seed=4)).sum(), leaves)]
+
+
+def test_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
+    """Large logits take outputs out of the range. With a larger bound, all denominators are below it."""
+    tensors = inputs(q_len=90, spread=8.0, dtype=torch.float64)
+    value = tensors[2].flatten(0, 1)
+    out = wildcat(*tensors, num_samples=16).flatten(0, 1)
+    assert ((out == value.amin(1, keepdim=True)) | (out == value.amax(1, keepdim=True))).any()
+    for x, y in zip(*(gradients(f, tensors, 16, 64) for f in (hea.attention, hea.naive_attention)), strict=True):
+        assert relative_error(x, y) < 1e-9
+    middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
+    with monkeypatch.context() as patched:
+        patched.setattr(coreset_ops, "regularized_solve", lambda kernel, right, ridge: -right)
+        out = wildcat(*tensors, num_samples=10).flatten(0, 1)
+        torch.testing.assert_close(out, middle.expand_as(out))
+    monkeypatch.setattr(coreset_ops, "LEAST_DENOMINATOR", 2.0)
+    out, *grads = gradients(hea.attention, tensors, 16, 64)
+    torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))
+    weight = numbers(*out.shape, seed=4).sum(2, keepdim=True)
+    ends = [tensors[2] == end(tensors[2], 2, keepdim=True) for end in (torch.amin, torch.amax)]
+    torch.testing.assert_close(grads[2], 0.5 * weight * (ends[0].double() + ends[1].double()))
+    assert not grads[0].any() and not grads[1].any()
+
+
+def test_equal_keys_and_a_query_of_zeros():
+    """The temperature is that of the least logit, or 0."""
+    for query, key in ((1.0, 0.0), (0.0, 1.0), (1.0, 1e-6), (0.0, 0.0)):
+        tensors = [x * f for x, f in zip(inputs(q_len=60, dtype=torch.float64), (query, key, 1.0), strict=True)]
+        out, *grads = gradients(hea.attention, tensors, 8, 30)
+        assert relative_error(out, tensors[2].mean(2, keepdim=True).expand_as(out)) < 1e-3
+        assert all(x.isfinite().all() for x in grads)
+
+
+# nearfar: landmarks, near keys and the linear correction.
+
+
+def _clustered():
+    """600 keys around 30 centers, in an order that has nothing to do with the centers."""
+    query, noise, value = inputs(q_len=600, head_dim=16, value_dim=8)
+    return query, numbers(1, 2, 30, 16, seed=1).float()[:, :, torch.arange(600) * 7 % 30] + 0.3 * noise, value
+
+
+def _error(tensors, **hyperparameters):
+    return relative_error(nearfar(*tensors, **hyperparameters), scaled_dot_product_attention(*tensors))
+
+
+def test_means_of_clusters_and_the_linear_correction_lower_the_error():
+    query, key, value = _clustered()
+    options = {"num_samples": 30, "block_size": 0}
+    means, keys = (_error((query, key, value), **options, num_probes=0, **x) for x in ({}, {"num_refinements": 0}))
+    assert means < 0.9 * keys
+    tensors = 0.3 * query + 2.0 * query[:, :, :1], key, value
+    assert _error(tensors, **options) < 0.7 * _error(tensors, **options, num_probes=0)
+
+
+def test_heads_with_very_large_scores_have_outputs_within_the_values():
+    query, key, value = inputs(num_heads=4, q_len=400, head_dim=3, dtype=torch.float32)
+    factor = torch.tensor([1.0, 6.0, 1.0, 40.0])[:, None, None]
+    for share in (0.0, 1.0):
+        out = nearfar(query * factor, key * factor, value, num_samples=64, near_share=share, num_probes=0)
+        low, high = value.amin(2, keepdim=True), value.amax(2, keepdim=True)
+        assert ((out >= low - 1e-3) & (out <= high + 1e-3)).all()
+
+
+def test_each_head_has_near_keys_only_where_landmarks_miss_much():
+    """In the second of four heads, queries attend mostly to the keys around them."""
+    angle = torch.arange(500)[:, None] * torch.tensor([0.5, 0.11, 0.023])
+    tensors, options = inputs(num_heads=4, q_len=500, head_dim=6), {"num_samples": 24, "block_size": 8}
+    tensors[0].mul_(0.2)
+    tensors[0][:, 1] = tensors[1][:, 1] = 3.0 * torch.cat((angle.sin(), angle.cos()), 1)
+    out, every, none = (nearfar(*tensors, **options, near_share=share) for share in (0.6, 0.0, 1.0))
+    torch.testing.assert_close(none, nearfar(*tensors, num_samples=24, block_size=0))
+    torch.testing.assert_close(out[:, 1], every[:, 1])
+    torch.testing.assert_close(out[:, [0, 2, 3]], none[:, [0, 2, 3]])
+    assert not torch.allclose(every[:, [0, 2, 3]], none[:, [0, 2, 3]], atol=1e-3)
+    assert not torch.allclose(every[:, 1], none[:, 1], atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [8, 9, 13, 64, 100])
+@pytest.mark.parametrize("num_groups", [1, 8, 11])
+def test_each_query_is_in_a_group_of_like_ones(length, num_groups):
+    query, key = numbers(3, length, 5), numbers(3, 40, 5, seed=1)
+    groups = group_queries(query @ directions(key), num_groups)
+    count = 1 << num_groups.bit_length() - 1
+    assert groups.query.shape == (3, count, -(-length // count))
+    members = groups.query.flatten(1).gather(1, groups.slot)
+    assert torch.equal(members, torch.arange(length).expand(3, -1))
+    # Of the variance of the scores, less is within groups than within the same number of consecutive queries.
+    scores = query @ key.mT
+    grouped = scores.gather(1, groups.query.flatten(1).unsqueeze(2).expand(-1, -1, 40)).unflatten(1, (count, -1))
+    if num_groups > 1 and length == 64:
+        assert grouped.var(2).mean() < 0.7 * scores.unflatten(1, (count, -1)).var(2).mean()
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+@pytest.mark.parametrize("length", [20, 64, 701, 4096])
+def test_near_keys_have_the_largest_scores_for_the_mean_query(length, scale):
+    query, key = numbers(2, 3, 4), numbers(2, length, 4, seed=1)
+    found = find_near_keys(query, key, 7, scale)
+    scores = scale * query @ key.mT
+    assert torch.equal(found.sort()[0], scores.topk(7)[1].sort()[0])
+
+
+def test_a_call_is_few_operations():
+    """12 heads of 32, 4,096 tokens."""
+    tensors = inputs(1, 12, 4096, 32)
+    nearfar(*tensors)
+    with Memory() as memory:
+        nearfar(*tensors)
+    assert memory.operators <= 400
+
+
+def test_queries_whose_landmarks_count_for_near_keys_only_attend_to_near_keys():
+    """What is left without these is rounding."""
+    far, counted, exact = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[5.0], [7.0]]])
+    zero, lse = torch.zeros(1, 2, 1), torch.tensor([[[-20.0], [2.0]]])
+    out = weighted_coreset.replaced(Partial(far, zero), Partial(counted, zero), Partial(exact, lse))
+    torch.testing.assert_close(out, exact)
+
+
+def test_the_gradient_is_right_where_landmarks_miss_nothing():
+    """With equal keys the correction is rounding, but not its gradient."""
+    query, value = numbers(1, 1, 3, 4), numbers(1, 1, 33, 2, seed=1)
+    key = numbers(1, 1, 1, 4, seed=2).expand(-1, -1, 33, -1).clone().requires_grad_()
+    options = {"num_samples": 1, "block_size": 1}
+    (gradient,) = torch.autograd.grad(nearfar(query, key, value, **options).sum(), key)
+    step = 1e-6 * numbers(1, 1, 33, 4, seed=3)
+    with torch.no_grad():
+        moved = [nearfar(query, key + sign * step, value, **options).sum() for sign in (1.0, -1.0)]
+    torch.testing.assert_close((gradient * step).sum(), 0.5 * (moved[0] - moved[1]), rtol=1e-4, atol=1e-12)
