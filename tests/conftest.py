@@ -1,5 +1,6 @@
 """Settings of all tests, and folders of real models and data; tests that need those are skipped if they are missing."""
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items) -> None:
         family = values.get("family", values.get("name", ""))
         if values.get("method") in methods and isinstance(family, str) and family.startswith(tuple(DECODERS)):
             item.add_marker(pytest.mark.skip(reason="no causal form, and a decoder"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt from garbage collection what the imports have left: Trainer collects all garbage in each training."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
