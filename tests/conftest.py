@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest_plugins = ["core_suite"]
+pytest_plugins = ["core_suite", "pytester"]
 # The same cases in every run, and with `--hypothesis-profile attack` many cases, which are others in every run.
 settings.register_profile(
     "default", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)

@@ -1,7 +1,5 @@
 """The option `--suite`: core and rest are disjoint and together all; the core has each value of each parameter."""
 
-import pytest
-
 from instances import INSTANCES
 
 # A module with tests of every kind. It is no test of this project, so its marks and parameters are known here.
@@ -37,45 +35,31 @@ def test_method(instance): pass
 """
 
 
-class Recorder:
-    """A plugin that records the collected tests."""
-
-    def pytest_collection_finish(self, session):
-        self.names = [item.nodeid.split("::", 1)[1] for item in session.items]
+NAMES = ["plain", "long", "slow", "product", "skipped", "fixture", "method"]
 
 
-@pytest.fixture
-def collect(tmp_path, monkeypatch):
-    """Collect the tests of the module above: their ids without the file."""
-    (tmp_path / "test_module_of_every_kind.py").write_text(MODULE)
-    marks = "slow: of minutes\n    exhaustive: not in the core"
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = -m 'not slow'\nmarkers =\n    {marks}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+def test_the_core_has_each_value_once_and_core_and_rest_are_all(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makepyfile(MODULE)
+    pytester.makeini(
+        "[pytest]\naddopts = -m 'not slow'\nmarkers =\n    slow: of minutes\n    exhaustive: not in the core"
+    )
 
-    def collected(*arguments: str) -> list[str]:
-        recorder = Recorder()
-        options = ("--collect-only", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "core_suite")
-        assert pytest.main([*options, *arguments], plugins=[recorder]) == 0
-        return recorder.names
+    def collect(suite: str) -> list[str]:
+        """The ids of the tests without the file."""
+        lines = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "core_suite", "--suite", suite).outlines
+        return [line.split("::", 1)[1] for line in lines if "::" in line]
 
-    return collected
-
-
-def test_the_core_has_each_value_once_and_core_and_rest_are_all(collect):
-    core, rest = collect(), collect("--suite", "rest")
-    assert sorted(core + rest) == sorted(collect("--suite", "all")) and not set(core) & set(rest)
+    core, rest = collect("core"), collect("rest")
+    assert sorted(core + rest) == sorted(collect("all")) and not set(core) & set(rest)
     assert len(core + rest) == 1 + 1 + 9 + 6 + 4 + len(INSTANCES)
-    assert "test_plain" in core and "test_long" not in core and "test_slow" not in core
-    product = [name for name in core if name.startswith("test_product")]
-    assert len(product) == 3
-    for value in ("1", "2", "3", "p-False", "p-True", "q-False"):
-        assert any(value in name.split("[")[1] for name in product)
+    # {test: its parameters in the core suite}
+    cases = {name: [x.partition("[")[2].rstrip("]") for x in core if x.startswith(f"test_{name}")] for name in NAMES}
+    assert [len(cases[name]) for name in NAMES[:6]] == [1, 0, 0, 3, 3, 2]
+    assert all(any(value in x for x in cases["product"]) for value in ("1", "2", "3", "p-False", "p-True", "q-False"))
     # A case that is skipped is taken only for a value that no other case has.
-    skipped = [name for name in core if name.startswith("test_skipped")]
-    assert len(skipped) == 3 and sum("-2]" in name for name in skipped) == 1
-    assert len([name for name in core if name.startswith("test_fixture")]) == 2
-    methods = [name.split("[")[1].split("(")[0].rstrip("]") for name in core if name.startswith("test_method")]
+    assert sum(x.endswith("-2") for x in cases["skipped"]) == 1
     more = [instance.method for instance in INSTANCES if instance.core]
-    assert sorted(methods) == sorted([*{instance.method for instance in INSTANCES}, *more])
+    methods = {instance.method for instance in INSTANCES}
+    assert sorted(x.split("(")[0] for x in cases["method"]) == sorted([*methods, *more])
