@@ -8,7 +8,6 @@ import argparse
 import copy
 import functools
 import json
-import math
 import pickle
 
 import pytest
@@ -83,13 +82,22 @@ def logits(model, values=None, **options):
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_number_of_parameters_equals_the_published_models(name):
-    config = T2TViTConfig.from_name(name)
+def test_published_models(name):
+    """Their numbers of parameters, and that their configs are inferred from shapes."""
+    config = T2TViTConfig.from_name(name, image_size=384)
     with torch.device("meta"):
-        model = T2TViTForImageClassification(config)
+        model = T2TViTForImageClassification(T2TViTConfig.from_name(name))
     assert sum(p.numel() for p in model.parameters()) == COUNTS[name]
+    is_performer, hidden_size = config.tokens_type == "performer", config.hidden_size
     frozen = {key.rpartition(".")[2] for key, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == ({"position_embeddings"} if config.tokens_type == "transformer" else {"position_embeddings", "w"})
+    assert frozen == ({"position_embeddings", "w"} if is_performer else {"position_embeddings"})
+    if name != "t2t_vit_flurka":
+        sizes = {"layers": config.num_hidden_layers, "ratio": config.intermediate_size // hidden_size, "labels": 1000}
+        found = shapes(**sizes, hidden_size=hidden_size, performer=is_performer, positions=1 + 24**2)
+        state = {key: torch.empty(shape, device="meta") for key, shape in found.items()}
+        converted, inferred = convert_state_dict(state)
+        assert inferred.to_dict() == config.to_dict()
+        assert sum(x.numel() for x in converted.values()) == sum(x.numel() for x in state.values())
 
 
 def test_models_by_name():
@@ -104,23 +112,22 @@ def test_models_by_name():
         assert scales == pytest.approx([147**-0.5, 144**-0.5, *[option.get("qk_scale", 16**-0.5)] * 2])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokens_type": "performr"}, "Did you mean 'performer'"),
-        ({"hidden_size": 33}, "no multiple of 2 heads"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
-        ({"t2t_strides": [4, 2]}, "three numbers each"),
-        ({"t2t_strides": [8, 2, 2]}, "from 1 to the size of its kernel"),
-        ({"image_size": [32, 32, 3]}, "one number or"),
-        ({"image_size": 0}, "too small"),
-        ({"kernel_ratio": 0.01}, "random features.=0 must"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_sizes_that_do_not_fit_together_are_refused(changes, message):
+WRONG_SIZES = {
+    "Did you mean 'performer'": {"tokens_type": "performr"},
+    "no multiple of 2 heads": {"hidden_size": 33},
+    "num_hidden_layers=0": {"num_hidden_layers": 0},
+    "three numbers each": {"t2t_strides": [4, 2]},
+    "from 1 to the size of its kernel": {"t2t_strides": [8, 2, 2]},
+    "one number or": {"image_size": [32, 32, 3]},
+    "too small": {"image_size": 0},
+    "random features.=0 must": {"kernel_ratio": 0.01},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_SIZES)
+def test_sizes_that_do_not_fit_together_are_refused(message):
     with pytest.raises(ValueError, match=message):
-        T2TViTConfig(**{**TINY, **changes})
+        T2TViTConfig(**{**TINY, **WRONG_SIZES[message]})
 
 
 def test_configs_survive_saving_and_copying(tmp_path):
@@ -128,12 +135,11 @@ def test_configs_survive_saving_and_copying(tmp_path):
     assert (config.patch_size, config.t2t_paddings) == (16, [2, 1, 1])
     assert config.grids() == [(56, 112), (28, 56), (14, 28)]
     config.save_pretrained(tmp_path)
-    again = AutoConfig.from_pretrained(tmp_path)
-    assert type(again) is T2TViTConfig and again.to_json_string() == config.to_json_string()
+    for again in (AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config)):
+        assert type(again) is T2TViTConfig and again.to_json_string() == config.to_json_string()
     assert T2TViTConfig(**TINY).grids() == [(16, 16), (8, 8), (4, 4)]
     with pytest.raises(ValueError, match="images of 2 x 40 pixels are too small for kernels"):
         config.grids(2, 40)
-    assert copy.deepcopy(config).to_dict() == config.to_dict()
 
 
 def test_tokens_of_an_image_of_224_pixels():
@@ -221,11 +227,7 @@ def test_compiles_to_one_graph(tokens_type, method):
 
 @pytest.mark.parametrize(
     ("tokens_type", "method"),
-    [
-        ("performer", "sdpa"),
-        *(("transformer", method) for method in ("kdeformer", "flurka_linear", "nystromformer")),
-        *(pytest.param("transformer", method, marks=pytest.mark.exhaustive) for method in METHODS),
-    ],
+    [("performer", "sdpa"), *(("transformer", method) for method in ("kdeformer", "flurka_linear", "nystromformer"))],
 )
 def test_gradients_reach_every_parameter(tokens_type, method):
     """The same gradients with gradient checkpointing, reentrant or not."""
@@ -238,12 +240,10 @@ def test_gradients_reach_every_parameter(tokens_type, method):
         torch.manual_seed(5)
         model(images(8, 3, 32, 32), labels=torch.arange(8) % 3).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    close(*grads, 0)
     for name, grad in grads[0].items():
         # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
         assert torch.isfinite(grad).all() and ("learned_parameters" in name or grad.abs().sum() > 0), name
-        # The reentrant form has a first pass without gradients, which nearfar computes in another order.
-        tolerance = 1e-3 * grad.abs().max().item() if method == "nearfar" else 0.0
-        torch.testing.assert_close(grads[1][name], grad, rtol=0, atol=tolerance, msg=name)
     frozen = {name: p.grad for name, p in model.named_parameters() if not p.requires_grad}
     assert all(name.endswith(("position_embeddings", ".w")) and grad is None for name, grad in frozen.items())
     assert sum(m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")) >= 4
@@ -284,39 +284,34 @@ def test_outputs():
 @each_type
 def test_images_of_other_sizes(tokens_type):
     model = tiny(tokens_type=tokens_type)
-    own = logits(model)
-    assert torch.equal(logits(model, interpolate_pos_encoding=True), own)
-    for shape in ((40, 24), (32, 48), (35, 41)):
+    assert torch.equal(logits(model, interpolate_pos_encoding=True), logits(model))
+    for shape in ((32, 48), (35, 41), (40, 24)):
         values = images(2, 3, *shape)
         with pytest.raises(ValueError, match=f"have {shape[0]} x {shape[1]} pixels, .* takes 32 x 32: .*interpol"):
             logits(model, values)
-        assert torch.isfinite(logits(model, values, interpolate_pos_encoding=True)).all()
+        expected = logits(model, values, interpolate_pos_encoding=True)
+        assert torch.isfinite(expected).all()
     with pytest.raises(ValueError, match="images have 1 channels, and the model takes 3"):
         logits(model, images(1, 1, 32, 32))
+    model.set_image_size((40, 24))
+    close(logits(model, values), expected, 1e-5)
 
 
 def test_position_embeddings_are_interpolated_as_in_vit():
-    model = tiny(T2TViTModel)
+    model, values, seen = tiny(T2TViTModel), images(2, 3, 40, 24), []
     table = model.embeddings.position_embeddings
     grid = table[0, 1:].T.reshape(1, 32, 4, 4)
-    expected = interpolate(grid, size=(5, 3), mode="bicubic", align_corners=False)
-    seen = {}
-    model.layers[0].register_forward_pre_hook(lambda module, args: seen.update(tokens=args[0]))
-    logits(model, images(2, 3, 40, 24), interpolate_pos_encoding=True)
+    positions = interpolate(grid, size=(5, 3), mode="bicubic", align_corners=False).reshape(32, 15).T
+    model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    logits(model, values, interpolate_pos_encoding=True)
     with torch.no_grad():
-        bare = model.embeddings.tokens_to_token(images(2, 3, 40, 24))
-    positions = expected.reshape(32, 15).T
-    torch.testing.assert_close(seen["tokens"][:, 1:], bare + positions, atol=1e-5, rtol=1e-5)
-    cls = model.embeddings.cls_token[0, 0] + table[0, 0]
-    torch.testing.assert_close(seen["tokens"][0, 0], cls)
+        close(seen[0][:, 1:], model.embeddings.tokens_to_token(values) + positions, 1e-5)
+    close(seen[0][0, 0], model.embeddings.cls_token[0, 0] + table[0, 0], 1e-6)
 
 
-def test_set_image_size(tmp_path):
-    """The output is that of `interpolate_pos_encoding`, and learned parameters get the new size."""
+def test_learned_parameters_get_the_new_size_of_images(tmp_path):
     model, values = tiny(), images(2, 3, 40, 24)
-    expected = logits(model, values, interpolate_pos_encoding=True)
     model.set_image_size((40, 24))
-    torch.testing.assert_close(logits(model, values), expected)
     hea.convert(model, "linformer", projection_dim=4).save_pretrained(tmp_path)
     again = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert again.config.image_shape == (40, 24) and torch.equal(logits(again, values), logits(model, values))
@@ -344,9 +339,8 @@ def test_half_precision(tokens_type, dtype):
 def test_performers_with_large_keys_are_finite(dtype):
     """Keys with norm 60: evaluated literally, the formula gives weights of 0 in float32 and overflows in float16."""
     stage = tiny(tokens_type="performer", token_dim=64).t2t_vit.embeddings.tokens_to_token.stages[0].mixer
-    with torch.no_grad():
-        for projection in (stage.q_proj, stage.k_proj, stage.v_proj):
-            projection.weight.mul_(30)
+    for projection in (stage.q_proj, stage.k_proj, stage.v_proj):
+        projection.weight.data.mul_(30)
     hidden_states = images(1, 256, 147).to(dtype).requires_grad_()
     found = stage.to(dtype)(hidden_states)[0]
     found.float().sum().backward()
@@ -355,28 +349,24 @@ def test_performers_with_large_keys_are_finite(dtype):
         assert torch.isfinite(stage.float()(hidden_states.float())[0]).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_missing_tables_are_computed_on_loading(dtype, tmp_path):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_missing_tables_are_computed_on_loading(dtype, tolerance, tmp_path):
     """`from_pretrained` creates models on the meta device, so missing tensors must be computed afterwards."""
-    model = tiny(tokens_type="performer")
-    model.save_pretrained(tmp_path)
+    tiny(tokens_type="performer").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    lacking = [name for name in tensors if name.endswith((".w", "position_embeddings"))]
-    assert len(lacking) == 3
-    save_file({k: v for k, v in tensors.items() if k not in lacking}, tmp_path / "model.safetensors", {"format": "pt"})
+    kept = {name: x for name, x in tensors.items() if not name.endswith((".w", "position_embeddings"))}
+    assert len(kept) == len(tensors) - 3
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     again = T2TViTForImageClassification.from_pretrained(tmp_path, dtype=dtype)
-    assert again.dtype == dtype
-    table = again.t2t_vit.embeddings.position_embeddings
-    assert not table.requires_grad
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    for position in (0, 1, 16):
-        angles = [position / 10000 ** (2 * (channel // 2) / 32) for channel in range(32)]
-        expected = torch.tensor([math.cos(a) if i % 2 else math.sin(a) for i, a in enumerate(angles)])
-        torch.testing.assert_close(table[0, position].float(), expected, atol=tolerance, rtol=0)
+    table, channel = again.t2t_vit.embeddings.position_embeddings, torch.arange(32)
+    assert again.dtype == dtype and not table.requires_grad
+    angles = torch.arange(17)[:, None] / 10000 ** (2 * (channel // 2) / 32)
+    expected = torch.where(channel % 2 == 1, angles.cos(), angles.sin())
+    torch.testing.assert_close(table[0].float(), expected, atol=tolerance / 10, rtol=0)
     for stage in again.t2t_vit.embeddings.tokens_to_token.stages:
-        assert stage.mixer.w.shape == (8, 16) and not stage.mixer.w.requires_grad
-        gram = stage.mixer.w.float() @ stage.mixer.w.float().T
-        torch.testing.assert_close(gram, 8 * torch.eye(8), atol=0.1 if dtype != torch.float32 else 1e-4, rtol=0)
+        w = stage.mixer.w.float()
+        assert w.shape == (8, 16) and not stage.mixer.w.requires_grad
+        torch.testing.assert_close(w @ w.T, 8 * torch.eye(8), atol=tolerance, rtol=0)
     assert torch.isfinite(logits(again)).all()
 
 
@@ -393,22 +383,21 @@ def test_initial_weights_are_those_of_the_authors():
 
 
 def test_image_processor_is_that_of_the_authors(tmp_path):
-    image = pytest.importorskip("PIL.Image", reason="Pillow reads images")
+    library = pytest.importorskip("PIL.Image", reason="Pillow reads images")
     np = pytest.importorskip("numpy", reason="images are made from arrays")
     config = T2TViTConfig.from_name("t2t_vit_14")
-    image_processor(config).save_pretrained(tmp_path)
-    config.save_pretrained(tmp_path)
+    for saved in (config, image_processor(config)):
+        saved.save_pretrained(tmp_path)
     processor = ViTImageProcessorPil.from_pretrained(tmp_path)
     if not hasattr(AutoImageProcessor, "_backends"):  # absent from the oldest Transformers without torchvision
         assert AutoImageProcessor.from_pretrained(tmp_path).to_dict() == processor.to_dict()
-    image = image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
+    image = library.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
     found = processor(image, return_tensors="pt")["pixel_values"]
     # Shorter side to 224 / 0.9, rounded down; center crop; mean and standard deviation of ImageNet.
     scaled = image.resize((330, 248), 3).crop((53, 12, 277, 236))
-    values = torch.from_numpy(np.array(scaled)).permute(2, 0, 1).float() / 255
+    values = torch.from_numpy(np.array(scaled)).permute(2, 0, 1)[None].float() / 255
     mean, std = (torch.tensor(x)[:, None, None] for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    assert found.shape == (1, 3, 224, 224)
-    torch.testing.assert_close(found[0], (values - mean) / std, atol=2e-2, rtol=0)
+    torch.testing.assert_close(found, (values - mean) / std, atol=2e-2, rtol=0)
 
 
 def test_backbone_projects_its_hidden_states():
@@ -496,6 +485,9 @@ def reference(state, pixels, num_heads, performer):
     def softmax_attention(q, k, v, scale):
         return torch.softmax(scale * q @ k.transpose(-2, -1), dim=-1) @ v
 
+    def mlp(x, name, first="mlp.fc1", second="mlp.fc2"):
+        return x + linear(gelu(linear(norm(x, f"{name}.norm2"), f"{name}.{first}")), f"{name}.{second}")
+
     image = pixels
     for stage, split in ((1, (7, 4, 2)), (2, (3, 2, 1))):
         name = f"tokens_to_token.attention{stage}"
@@ -504,12 +496,10 @@ def reference(state, pixels, num_heads, performer):
         if performer:
             k, q, v = linear(x, f"{name}.kqv").chunk(3, dim=-1)
             x = v + linear(random_feature_attention(q, k, v, state[f"{name}.w"]), f"{name}.proj")
-            first, second = f"{name}.mlp.0", f"{name}.mlp.2"
+            x = mlp(x, name, "mlp.0", "mlp.2")
         else:
             q, k, v = linear(x, f"{name}.attn.qkv").chunk(3, dim=-1)
-            x = v + linear(softmax_attention(q, k, v, tokens.shape[-1] ** -0.5), f"{name}.attn.proj")
-            first, second = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
-        x = x + linear(gelu(linear(norm(x, f"{name}.norm2"), first)), second)
+            x = mlp(v + linear(softmax_attention(q, k, v, tokens.shape[-1] ** -0.5), f"{name}.attn.proj"), name)
         image = x.transpose(1, 2).unflatten(2, grid)
     tokens = linear(soft_split(image, 3, 2, 1)[0], "tokens_to_token.project")
     x = torch.cat((state["cls_token"].expand(len(tokens), -1, -1), tokens), dim=1) + state["pos_embed"]
@@ -518,8 +508,7 @@ def reference(state, pixels, num_heads, performer):
         parts = linear(norm(x, f"{name}.norm1"), f"{name}.attn.qkv").chunk(3, dim=-1)
         q, k, v = (part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
         mixed = softmax_attention(q, k, v, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
-        x = x + linear(mixed, f"{name}.attn.proj")
-        x = x + linear(gelu(linear(norm(x, f"{name}.norm2"), f"{name}.mlp.fc1")), f"{name}.mlp.fc2")
+        x = mlp(x + linear(mixed, f"{name}.attn.proj"), name)
     return linear(norm(x, "norm")[:, 0], "head")
 
 
@@ -563,19 +552,6 @@ def test_performers_equal_the_formula_of_the_authors_for_keys_of_any_norm(scale)
     assert scale != 10.0 or expected.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name in T2TViTConfig.names() if name != "t2t_vit_flurka"])
-def test_config_of_published_models_is_inferred_from_shapes(name):
-    """test_t2t_vit.py checks the sizes of these models by their numbers of parameters."""
-    wanted = T2TViTConfig.from_name(name, image_size=384)
-    hidden_size, performer = wanted.hidden_size, wanted.tokens_type == "performer"
-    sizes = {"layers": wanted.num_hidden_layers, "hidden_size": hidden_size, "performer": performer, "labels": 1000}
-    named_shapes = shapes(**sizes, ratio=wanted.intermediate_size // hidden_size, positions=1 + 24**2)
-    state = {key: torch.empty(shape, device="meta") for key, shape in named_shapes.items()}
-    converted, config = convert_state_dict(state)
-    assert config.to_dict() == wanted.to_dict()
-    assert sum(x.numel() for x in converted.values()) == sum(x.numel() for x in state.values())
-
-
 def equal(model, converted) -> bool:
     return all(torch.equal(tensor, converted[name].float()) for name, tensor in model.state_dict().items())
 
@@ -608,11 +584,9 @@ def test_files_of_the_authors(performer, tmp_path):
 def test_a_thousand_classes_get_the_names_of_imagenet(tmp_path):
     state = official(labels=1000)
     torch.save(state, tmp_path / "thousand.pth")
-    convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "out")
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert equal(model, convert_state_dict(state)[0])
-    assert (model.config.id2label[0], model.config.id2label[985]) == ("tench, Tinca tinca", "daisy")
-    assert model.config.label2id["daisy"] == 985
+    config = convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "out")
+    assert (config.id2label[0], config.id2label[985]) == ("tench, Tinca tinca", "daisy")
+    assert config.label2id["daisy"] == 985
     # An explicit num_labels keeps the plain names of other classes.
     config = convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "own", num_labels=1000)
     assert config.id2label[985] == "LABEL_985"
