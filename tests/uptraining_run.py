@@ -1,5 +1,6 @@
 """Small up-trainings for test_uptraining*.py, which can be interrupted as by a kill, and resumed."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -148,16 +149,11 @@ class Case(NamedTuple):
         return [stage.attention for stage, count in zip(stages, counts, strict=True) for _ in range(count)]
 
 
-class Result(NamedTuple):
-    """Of a training: the attention of each step of its last run, and what must not depend on interruptions."""
+def train(folder, case: Case, kills: Sequence[str] = (), resume: Any = None, **options) -> tuple[list, list, dict]:
+    """Train, interrupted at each of `kills`, and resumed from the last checkpoint; only one complete one is kept.
 
-    attention: list[str]
-    log: list[dict]
-    states: dict[str, Any]
-
-
-def train(folder, case: Case, kills: Sequence[str] = (), resume: Any = None, **options) -> Result:
-    """Train, interrupted at each of `kills`, and resumed from the last checkpoint; only one complete one is kept."""
+    Returns the attention of each step of the last run, the log, and the states at the end as hashes.
+    """
     make_model, stages, ends, data, usual = case
     options = {
         "save_steps": 2,
@@ -169,22 +165,15 @@ def train(folder, case: Case, kills: Sequence[str] = (), resume: Any = None, **o
     }
     is_alone = options.pop("first_run_alone", False)  # the first run is without the callback
     for kill in (*kills, None):
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KilledError):
             seen, schedule = Attention(), None if is_alone and resume is None else stages
             callbacks = [seen, Killer(kill, patch)] if kill else [seen]
             trainer = trainer_of(folder, schedule, make_model(), ends[-1], callbacks, data, **options)
             # BERT's loss is a mean. By default Trainer would treat it as a part of a sum over all processes.
             trainer.model_accepts_loss_kwargs = isinstance(trainer.model, transformers.GPT2LMHeadModel)
-            if kill is None:
-                trainer.train(resume_from_checkpoint=resume)
-            else:
-                with pytest.raises(KilledError):
-                    trainer.train(resume_from_checkpoint=resume)
+            trainer.train(resume_from_checkpoint=resume)
+            assert kill is None, f"{kill} was not reached"
         resume = True
-    return result(trainer, seen)
-
-
-def result(trainer: Trainer, seen: Attention) -> Result:
     states = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
     log = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
-    return Result(seen.names, log, hashed({**states, "random": torch.get_rng_state()}))
+    return seen.names, log, hashed({**states, "random": torch.get_rng_state()})

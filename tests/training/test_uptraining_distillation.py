@@ -126,16 +126,22 @@ def test_the_error_to_the_former_attention_falls(start, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_former_attention_is_that_of_the_model(method, monkeypatch):
+def test_switch_from_any_method_and_back(method, monkeypatch):
     """With the former attention in place of its own, a model has the output that it had before the switch."""
-    model, batch = tiny_model("bert"), tiny_batch("bert", padding="right")
-    shake(hea.convert(model, method, **SMALL[method]))
+    model, batch, first = tiny_model("bert"), tiny_batch("bert", padding="right"), stage(method, **SMALL[method])
+    own = dict(model.named_parameters())
+    assert switch_stage(model, None, first, 0)["from"] == "sdpa"
+    assert is_in_stage(model, first) and not is_in_stage(model, stage("sdpa"))
+    shake(model)
     before = forward(model, batch).last_hidden_state
     teacher = teacher_of(model, monkeypatch)
     with capture_attention(model, lambda call: None, teacher):
         after = forward(model, batch).last_hidden_state
     valid = batch["attention_mask"].bool()
     close(after[valid], before[valid], 1e-4)
+    switch_stage(model, None, stage("sdpa"), 1)
+    back = dict(model.named_parameters())
+    assert list(back) == list(own) and all(back[name] is p for name, p in own.items())
 
 
 def test_layers_that_do_not_change_are_not_trained():
