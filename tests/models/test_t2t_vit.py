@@ -57,7 +57,6 @@ TINY = {
     "token_dim": 16, "t2t_strides": [2, 2, 2], "num_labels": 3,
 }  # fmt: skip
 STAGES, BLOCKS = ["t2t.0", "t2t.1"], [0, 1]
-each_method = pytest.mark.parametrize("method", METHODS)
 each_type = pytest.mark.parametrize("tokens_type", ["transformer", "performer"])
 each_performer = pytest.mark.parametrize("performer", [False, True], ids=["transformer", "performer"])
 
@@ -78,7 +77,7 @@ def images(*shape, seed=0):
 
 
 def logits(model, values=None, **options):
-    return output(model, {"pixel_values": images() if values is None else values}, **options)
+    return output(model, {"pixel_values": images().to(model.dtype) if values is None else values}, **options)
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -157,13 +156,12 @@ def test_tokens_of_an_image_of_224_pixels():
     assert seen == {location.layer: module.max_tokens for module, location, *_ in attention_modules(model)}
 
 
-@each_method
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_in_every_stage_and_block(method):
     model = tiny()
     exact = logits(model)
     for layers in (STAGES, None):
-        hea.convert(model, method, layers=layers, **SMALL[method])
-        found = logits(model)
+        found = logits(hea.convert(model, method, layers=layers, **SMALL[method]))
         assert torch.isfinite(found).all()
         assert not torch.equal(found, exact), "the stages have more tokens than any budget here"
     close(torch.cat([logits(model, image[None]) for image in images()]), found, 2e-4)
@@ -223,30 +221,6 @@ def test_compiles_to_one_graph(tokens_type, method):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     close(logits(compiled, **options), expected, 1e-5 if method == "sdpa" else 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("tokens_type", "method"),
-    [("performer", "sdpa"), *(("transformer", method) for method in ("kdeformer", "flurka_linear", "nystromformer"))],
-)
-def test_gradients_reach_every_parameter(tokens_type, method):
-    """The same gradients with gradient checkpointing, reentrant or not."""
-    dropout = {"hidden_dropout_prob": 0.1, "drop_path_rate": 0.3, "token_dropout_prob": 0.1}
-    grads = []
-    for checkpointing in (False, True):
-        model = hea.convert(tiny(tokens_type=tokens_type, **dropout), method, **SMALL.get(method, {})).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": tokens_type == "transformer"})
-        torch.manual_seed(5)
-        model(images(8, 3, 32, 32), labels=torch.arange(8) % 3).loss.backward()
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    close(*grads, 0)
-    for name, grad in grads[0].items():
-        # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions.
-        assert torch.isfinite(grad).all() and ("learned_parameters" in name or grad.abs().sum() > 0), name
-    frozen = {name: p.grad for name, p in model.named_parameters() if not p.requires_grad}
-    assert all(name.endswith(("position_embeddings", ".w")) and grad is None for name, grad in frozen.items())
-    assert sum(m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")) >= 4
 
 
 def test_dropout_is_that_of_the_authors():
@@ -321,18 +295,6 @@ def test_learned_parameters_get_the_new_size_of_images(tmp_path):
         again.set_image_size(32)
     hea.convert(again, "sdpa").set_image_size(48)
     assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, images(1, 3, 48, 48))).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@each_type
-def test_half_precision(tokens_type, dtype):
-    model = tiny(tokens_type=tokens_type)
-    expected = logits(model)
-    with torch.autocast("cpu", dtype=dtype):
-        mixed = logits(model)
-    for found in (mixed, logits(model.to(dtype), images().to(dtype))):
-        assert torch.isfinite(found).all()
-        assert (found.float() - expected).norm() < 0.35 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
