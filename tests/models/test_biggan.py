@@ -13,15 +13,8 @@ from transformers import AutoConfig, AutoModel
 import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.evaluation import analyze
-from hf_efficient_attn.models.biggan import (
-    BigGANConfig,
-    BigGANModel,
-    class_index,
-    class_indices,
-    class_names,
-    convert_state_dict,
-    truncated_noise,
-)
+from hf_efficient_attn.models import biggan
+from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, truncated_noise
 from hf_efficient_attn.models.imagenet import imagenet_classes
 from instances import APPROXIMATE
 
@@ -320,12 +313,12 @@ def test_noise():
 
 
 def test_classes_by_name():
-    names, wanted = class_names(), package().utils.IMAGENET
+    names, wanted = biggan.class_names(), package().utils.IMAGENET
     assert len(names) == len(wanted) == 1000
     assert {int(number[1:]): index for index, (number, _) in enumerate(imagenet_classes())} == wanted
     assert [names[i] for i in (0, 207, 999)] == ["tench", "golden retriever", "toilet tissue"]
     given = ("Goldfish", "white shark", "WHITE_SHARK", "n01440764", "tennis ball", "partridge", 9)
-    assert class_indices(given).tolist() == [1, 2, 2, 0, 852, 86, 9]
+    assert biggan.class_indices(given).tolist() == [1, 2, 2, 0, 852, 86, 9]
 
 
 CONFIGS = {
@@ -375,8 +368,8 @@ REFUSALS = [
         (words, lambda given=given: tiny().set_statistics(**{"num_samples": 4, "progress": False, **given}))
         for words, given in STATISTICS.items()
     ),
-    *((words, lambda name=name: class_index(name)) for words, name in CLASSES),
-    ("class_index", lambda: class_indices("goldfish")),
+    *((words, lambda name=name: biggan.class_index(name)) for words, name in CLASSES),
+    ("class_index", lambda: biggan.class_indices("goldfish")),
     ("other weights", lambda: enable_checkpointing(tiny(spectral_norm=True))),
 ]
 
@@ -469,7 +462,7 @@ def test_images_are_equal_at_every_truncation(kind, spectral_norm, n_stats, size
     ours = loaded(tmp_path, spectral_norm=spectral_norm)
     assert (ours.config.output_dim, ours.config.num_classes, ours.config.num_labels) == (size, 6, 6)
     converted = BigGANModel(ours.config).eval()
-    converted.load_state_dict(convert_state_dict(model.state_dict(), ours.config))
+    converted.load_state_dict(biggan.convert_state_dict(model.state_dict(), ours.config))
     assert difference(converted, model) < 1e-5
     for turn in range(2):
         ours.save_pretrained(tmp_path / str(turn))
@@ -505,7 +498,7 @@ def test_incomplete_spectral_norm_is_reported(part, tmp_path):
     for spectral_norm in (False, True):
         config = BigGANConfig(**{**SIZES, **SMALL}, spectral_norm=spectral_norm)
         with pytest.raises(ValueError, match=r"missing: \['generator\.layers\.0\.conv_1"):
-            convert_state_dict(state, config)
+            biggan.convert_state_dict(state, config)
 
 
 def test_missing_and_unknown_names_are_reported(tmp_path):
@@ -515,9 +508,9 @@ def test_missing_and_unknown_names_are_reported(tmp_path):
     _, report = BigGANModel.from_pretrained(tmp_path, output_loading_info=True)
     assert report["missing_keys"] == {"generator.bn.bias"} and report["unexpected_keys"] == {"generator.more.weight"}
     with pytest.raises(ValueError, match=r"missing: \['generator.bn.bias'\].*\['generator.more.weight'\]"):
-        convert_state_dict(state, BigGANConfig(**{**SIZES, **SMALL}))
+        biggan.convert_state_dict(state, BigGANConfig(**{**SIZES, **SMALL}))
     # Folded spectral norm is not restored.
     with pytest.raises(ValueError, match="_u"):
-        convert_state_dict(
+        biggan.convert_state_dict(
             theirs(tmp_path, "folded").state_dict(), BigGANConfig(**{**SIZES, **SMALL}, spectral_norm=True)
         )

@@ -12,28 +12,17 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, interpolate, layer_norm, pad
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModel,
-    AutoModelForImageClassification,
-    ViTImageProcessorPil,
-)
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.integration.models import attention_modules
-from hf_efficient_attn.models.t2t_vit import (
-    T2TViTConfig,
-    T2TViTForImageClassification,
-    T2TViTModel,
-    convert_checkpoint,
-    convert_state_dict,
-    image_processor,
-)
+from hf_efficient_attn.models import t2t_vit
+from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification, T2TViTModel, convert_checkpoint
 from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import config_of, read_checkpoint
 from hf_efficient_attn.models.t2t_vit.parts import T2TViTTokenPerformer
 from tiny_models import METHODS, RANDOM, SMALL, output
@@ -94,7 +83,7 @@ def test_published_models(name):
         sizes = {"layers": config.num_hidden_layers, "ratio": config.intermediate_size // hidden_size, "labels": 1000}
         found = shapes(**sizes, hidden_size=hidden_size, performer=is_performer, positions=1 + 24**2)
         state = {key: torch.empty(shape, device="meta") for key, shape in found.items()}
-        converted, inferred = convert_state_dict(state)
+        converted, inferred = t2t_vit.convert_state_dict(state)
         assert inferred.to_dict() == config.to_dict()
         assert sum(x.numel() for x in converted.values()) == sum(x.numel() for x in state.values())
 
@@ -134,7 +123,7 @@ def test_configs_survive_saving_and_copying(tmp_path):
     assert (config.patch_size, config.t2t_paddings) == (16, [2, 1, 1])
     assert config.grids() == [(56, 112), (28, 56), (14, 28)]
     config.save_pretrained(tmp_path)
-    for again in (AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config)):
+    for again in (transformers.AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config)):
         assert type(again) is T2TViTConfig and again.to_json_string() == config.to_json_string()
     assert T2TViTConfig(**TINY).grids() == [(16, 16), (8, 8), (4, 4)]
     with pytest.raises(ValueError, match="images of 2 x 40 pixels are too small for kernels"):
@@ -186,7 +175,7 @@ def test_saving_and_loading_a_mix(method, tmp_path):
         model = AutoModelForImageClassification.from_pretrained(tmp_path / str(turn))
         assert type(model) is T2TViTForImageClassification and model.config._attn_implementation == method
         assert torch.equal(logits(model), expected)
-    assert type(AutoModel.from_pretrained(tmp_path / "1")) is T2TViTModel
+    assert type(transformers.AutoModel.from_pretrained(tmp_path / "1")) is T2TViTModel
 
 
 def test_performer_stages_take_no_method():
@@ -348,11 +337,12 @@ def test_image_processor_is_that_of_the_authors(tmp_path):
     library = pytest.importorskip("PIL.Image", reason="Pillow reads images")
     np = pytest.importorskip("numpy", reason="images are made from arrays")
     config = T2TViTConfig.from_name("t2t_vit_14")
-    for saved in (config, image_processor(config)):
+    for saved in (config, t2t_vit.image_processor(config)):
         saved.save_pretrained(tmp_path)
     processor = ViTImageProcessorPil.from_pretrained(tmp_path)
-    if not hasattr(AutoImageProcessor, "_backends"):  # absent from the oldest Transformers without torchvision
-        assert AutoImageProcessor.from_pretrained(tmp_path).to_dict() == processor.to_dict()
+    # The oldest Transformers needs torchvision for this class.
+    if not hasattr(transformers.AutoImageProcessor, "_backends"):
+        assert transformers.AutoImageProcessor.from_pretrained(tmp_path).to_dict() == processor.to_dict()
     image = library.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8))
     found = processor(image, return_tensors="pt")["pixel_values"]
     # Shorter side to 224 / 0.9, rounded down; center crop; mean and standard deviation of ImageNet.
@@ -483,7 +473,7 @@ def test_converted_model_computes_the_formulas(performer, implementation, width)
     if width != 64:  # the number of positions does not tell the shape of images that are not square
         config = config_of(official(performer=performer))
         config = T2TViTConfig.from_dict({**config.to_dict(), "image_size": [64, width]})
-    converted, config = convert_state_dict(state, config)
+    converted, config = t2t_vit.convert_state_dict(state, config)
     model = T2TViTForImageClassification(config).eval().double()
     model.set_attn_implementation(implementation)
     model.load_state_dict(converted)
@@ -530,7 +520,7 @@ def test_files_of_the_authors(performer, tmp_path):
     for folder, ema, wanted in (("ema", True, average), ("own", False, state)):
         config = convert_checkpoint(tmp_path / "81.5.pth.tar", tmp_path / folder, ema=ema)
         model = AutoModelForImageClassification.from_pretrained(tmp_path / folder)
-        assert equal(model, convert_state_dict(wanted)[0])
+        assert equal(model, t2t_vit.convert_state_dict(wanted)[0])
         assert model.config.to_json_string() == config.to_json_string()
         assert not model.t2t_vit.embeddings.position_embeddings.requires_grad
         assert (tmp_path / folder / "model.safetensors").is_file()
@@ -582,7 +572,7 @@ WRONG_STATES = [
 def test_wrong_state_dicts_are_refused(changes, has_config, message):
     state = changes if len(changes) > 2 else {k: v for k, v in {**STATE, **changes}.items() if v is not None}
     with pytest.raises(ValueError, match=message):
-        convert_state_dict(state, config_of(STATE) if has_config else None)
+        t2t_vit.convert_state_dict(state, config_of(STATE) if has_config else None)
 
 
 class _Runs:
