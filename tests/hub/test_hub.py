@@ -618,57 +618,52 @@ def test_names_and_sources_that_cannot_be(arguments, made, online, capsys):
     assert online.requests == []
 
 
-def _no_token(monkeypatch, folder):
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
+def no_token(online, patch, folder):
+    patch.delenv("HF_TOKEN")
+    patch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
 
 
-def _bad_card(monkeypatch, folder):
+def bad_card(online, patch, folder):
     path = folder / "README.md"
     path.write_text(path.read_text().replace("license: apache-2.0", "license: My Own"))
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "message"),
-    [
-        (lambda patch, _: patch.setattr(constants, "HF_HUB_OFFLINE", True), 2, "unset HF_HUB_OFFLINE"),
-        (_no_token, 2, "hf auth login"),
-        (lambda patch, _: patch.setenv("HF_TOKEN", "hf_wrong"), 1, "401"),
-        (_bad_card, 1, "must be an identifier"),
-    ],
-    ids=["offline", "no token", "wrong token", "card"],
-)
-def test_what_prevents_a_push_is_one_line(change, code, message, folder, online, monkeypatch, capsys):
-    change(monkeypatch, folder)
+def answering(pattern, answer):
+    return lambda online, *_: online.answers.append((pattern, answer))
+
+
+NOTHING, REPOSITORY_ONLY = "nothing had been sent", "the repository exists"
+PREVENTED = {
+    "offline": (lambda _, patch, __: patch.setattr(constants, "HF_HUB_OFFLINE", True), 2, "unset HF_HUB_OFFLINE", ""),
+    "no token": (no_token, 2, "hf auth login", ""),
+    "wrong token": (lambda _, patch, __: patch.setenv("HF_TOKEN", "hf_wrong"), 1, "401", NOTHING),
+    "bad card": (bad_card, 1, "must be an identifier", NOTHING),
+    "unreachable": (
+        answering(".*", hub_server.http.ConnectError("could not connect")),
+        1,
+        "could not connect",
+        NOTHING,
+    ),
+    "card": (answering("POST /api/validate-yaml", 500), 1, "500", NOTHING),
+    "create": (answering("POST /api/repos/create", 403), 1, "403", NOTHING),
+    "preupload": (answering(".*/preupload/main", 503), 1, "503", REPOSITORY_ONLY),
+    "commit": (answering(".*/commit/main", 429), 1, "429", REPOSITORY_ONLY),
+}
+
+
+@pytest.mark.parametrize("case", PREVENTED)
+def test_what_prevents_a_push_is_one_line_that_says_what_was_sent(case, folder, online, monkeypatch, capsys):
+    change, code, message, sent = PREVENTED[case]
+    change(online, monkeypatch, folder)
     assert status(folder, REPOSITORY) == 0  # without --yes there are no requests
     capsys.readouterr()
-    assert status(folder, REPOSITORY, "--yes") == code
+    assert online.requests == [] and status(folder, REPOSITORY, "--yes") == code
     out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and message in err
-    assert ("nothing had been sent" in err) == (code == 1)
-    assert online.repositories == {} and (code == 1 or online.requests == [])
-
-
-@pytest.mark.parametrize(
-    ("pattern", "answer", "sent"),
-    [
-        ("POST /api/repos/create", 403, "nothing had been sent"),
-        (".*/preupload/main", 503, "the repository exists"),
-        (".*/commit/main", 429, "the repository exists"),
-        ("POST /api/validate-yaml", 500, "nothing had been sent"),
-        (".*", hub_server.http.ConnectError("could not connect"), "nothing had been sent"),
-    ],
-    ids=["create", "preupload", "commit", "card", "unreachable"],
-)
-def test_an_error_of_the_hub_is_one_line_that_says_what_was_sent(pattern, answer, sent, made, online, capsys):
-    online.answers.append((pattern, answer))
-    assert status(made, REPOSITORY, "--yes") == 1
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1
-    assert str(answer) in err and sent in err and hub_server.TOKEN not in err
-    repository = online.repositories.get(REPOSITORY)
-    assert repository is None or repository.files == {}
+    assert out == "" and len(err.splitlines()) == 1 and hub_server.TOKEN not in err
+    assert message in err and sent in err and (code == 1 or online.requests == [])
+    assert all(not repository.files for repository in online.repositories.values())
+    assert bool(online.repositories) == (sent == REPOSITORY_ONLY)
 
 
 def test_the_cause_of_a_failed_upload_is_named(made, online, monkeypatch):
