@@ -207,17 +207,17 @@ def test_callback_switches_and_logs(tmp_path):
     close(dict(loaded.named_parameters()), dict(trainer.model.named_parameters()), 0)
 
 
+OPTIONS = [
+    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    {"bf16": True},
+    {"torch_compile": True, "torch_compile_backend": "eager"},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"gradient_checkpointing": True},
-        pytest.param(
-            {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, marks=pytest.mark.exhaustive
-        ),
-        pytest.param({"bf16": True}, marks=pytest.mark.exhaustive),
-        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.exhaustive),
-    ],
-    ids=lambda options: next(iter(options)),
+    [{"gradient_checkpointing": True}, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OPTIONS)],
+    ids=str,
 )
 def test_training_options(options, tmp_path):
     """Losses equal those without the option, up to rounding, also after a switch that drops and adds parameters."""
