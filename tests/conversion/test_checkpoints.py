@@ -136,22 +136,21 @@ def test_configs_and_models_copy_compare_and_pickle(tmp_path):
     config = tiny_config("llama", "longformer")
     choice = config.efficient_attention
     assert json.loads(json.dumps(choice)) == choice
+    config.save_pretrained(tmp_path)
     for again in (
         copy.deepcopy(config),
         copy.copy(config),
         pickle.loads(pickle.dumps(config)),
         transformers.LlamaConfig.from_dict(config.to_dict()),
         transformers.LlamaConfig(**config.to_diff_dict()),
+        transformers.AutoConfig.from_pretrained(tmp_path),
     ):
         assert (again._attn_implementation, again.efficient_attention) == ("longformer", choice)
         with pytest.raises(hea.UnsupportedAttentionError, match="read-only"):
             again.efficient_attention.update(window_size=3)
-    config.save_pretrained(tmp_path)
-    assert transformers.AutoConfig.from_pretrained(tmp_path).efficient_attention == choice
     assert repr(config).count("longformer") == 2
     settings = hea.EfficientAttentionConfig("longformer", SMALL["longformer"])
-    assert settings.to_dict() == choice and hea.EfficientAttentionConfig.from_dict(choice) == settings
-    assert len({settings, hea.EfficientAttentionConfig.from_dict(choice)}) == 1
+    assert settings.to_dict() == choice and len({settings, hea.EfficientAttentionConfig.from_dict(choice)}) == 1
     model, inputs = tiny_model("vit", "kdeformer"), tiny_batch("vit")
     torch.save(model, tmp_path / "model.pt")
     again = torch.load(tmp_path / "model.pt", weights_only=False)

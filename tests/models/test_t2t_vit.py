@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu, interpolate, layer_norm, pad
+from torch.nn.functional import cross_entropy, gelu, interpolate, layer_norm, pad, scaled_dot_product_attention
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
@@ -434,9 +434,6 @@ def reference(state, pixels, num_heads, performer):
     def norm(x, name):
         return layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], 1e-5)
 
-    def softmax_attention(q, k, v, scale):
-        return torch.softmax(scale * q @ k.transpose(-2, -1), dim=-1) @ v
-
     def mlp(x, name, first="mlp.fc1", second="mlp.fc2"):
         return x + linear(gelu(linear(norm(x, f"{name}.norm2"), f"{name}.{first}")), f"{name}.{second}")
 
@@ -451,7 +448,10 @@ def reference(state, pixels, num_heads, performer):
             x = mlp(x, name, "mlp.0", "mlp.2")
         else:
             q, k, v = linear(x, f"{name}.attn.qkv").chunk(3, dim=-1)
-            x = mlp(v + linear(softmax_attention(q, k, v, tokens.shape[-1] ** -0.5), f"{name}.attn.proj"), name)
+            x = mlp(
+                v + linear(scaled_dot_product_attention(q, k, v, scale=tokens.shape[-1] ** -0.5), f"{name}.attn.proj"),
+                name,
+            )
         image = x.transpose(1, 2).unflatten(2, grid)
     tokens = linear(soft_split(image, 3, 2, 1)[0], "tokens_to_token.project")
     x = torch.cat((state["cls_token"].expand(len(tokens), -1, -1), tokens), dim=1) + state["pos_embed"]
@@ -459,7 +459,7 @@ def reference(state, pixels, num_heads, performer):
         name = f"blocks.{block}"
         parts = linear(norm(x, f"{name}.norm1"), f"{name}.attn.qkv").chunk(3, dim=-1)
         q, k, v = (part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
-        mixed = softmax_attention(q, k, v, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
+        mixed = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = mlp(x + linear(mixed, f"{name}.attn.proj"), name)
     return linear(norm(x, "norm")[:, 0], "head")
 

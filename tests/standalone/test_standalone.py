@@ -31,12 +31,17 @@ from tiny_models import SMALL, output, tiny_batch, tiny_config, tiny_model
 KERNELS = [method for method in kernel_methods() if method in SMALL]
 
 
+def imported(name, file):
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def load(folder):
     """Import a build as the kernels library does, and make it known to Transformers -> (module, implementation)."""
     name = json.loads((folder / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(name, folder / "__init__.py")
     AttentionInterface.register(name, module.flash_attn_forward)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
     return module, name
@@ -142,20 +147,16 @@ def test_layout_of_a_repository(tmp_path, capsys):
         metadata = json.loads((variant / "metadata.json").read_text())
         names.add(metadata["id"])
         assert metadata["name"] == "my-wildcat" and metadata["backend"] == {"type": backend}
-        digests = metadata["digest"]["files"]
-        written = [path for path in variant.rglob("*") if path.is_file() and path.name != "metadata.json"]
-        assert digests == {
+        assert metadata["digest"]["files"] == {
             path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-            for path in written
+            for path in variant.rglob("*")
+            if path.is_file() and path.name != "metadata.json"
         }
     assert len(names) == len(BACKENDS) and all(name.isidentifier() for name in names)
     assert (folder / "torch-ext" / "my_wildcat" / "_modules" / "methods" / "wildcat.py").is_file()
     assert 'attn_implementation="org/my_wildcat:wildcat"' in (folder / "README.md").read_text()
     # Early versions of the library import the inner folder.
-    inner = folder / "build" / "torch-cpu" / "my_wildcat" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("my_wildcat", inner)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported("my_wildcat", folder / "build" / "torch-cpu" / "my_wildcat" / "__init__.py")
     assert module.__all__ == ["attention", "flash_attn_forward", "wildcat"] and callable(module.wildcat)
 
 
