@@ -314,63 +314,60 @@ def test_classes_by_name():
     assert biggan.class_indices(given).tolist() == [1, 2, 2, 0, 852, 86, 9]
 
 
-CONFIGS = {
-    "z_dim must be an integer of at least 1": {"z_dim": 0},
-    "n_stats must be an integer of at least 2": {"n_stats": 1},
-    "eps must be positive": {"eps": 0.0},
-    "num_classes": {"num_classes": 0},
-    r"none of the published \[128, 256, 512\]": {"output_dim": 64},
-    "none of the 10 layers": {"attention_layer_position": 10},
-    "take 16 channels and keep or halve them": {"layers": [[True, 8, 8]]},
-    r"\[0\] must be .* halve them": {"layers": [[True, 16, 4]]},
-    "must end with 1 times": {"layers": [[True, 16, 8]], "attention_layer_position": 0},
-    "doubles the resolution": {"layers": [[True, 16]]},
-    "attention has 4 channels and needs 8": {"channel_width": 2},
-    "twice": {"num_classes": 4, "id2label": {0: "a"}},
-}
-INPUTS = [
-    *(
-        ("numbered from 0 to 5", {"class_label": label})
-        for label in (torch.tensor([0, 1, 6]), torch.tensor([-1] * 3), 6)
-    ),
-    *(("class_label must be", {"class_label": x}) for x in (torch.zeros(3, 5), torch.zeros(2).long(), torch.zeros(3))),
-    (r"z must be \(batch, 12\)", {"z": torch.zeros(3, 11)}),
-    *(("truncation must be above 0", {"truncation": x}) for x in (0.0, 1.01, float("nan"))),
-]
-STATISTICS = {
-    "truncation must be above 0": {"truncations": [0.0]},
-    "same row": {"truncations": [0.43, 0.42]},
-    "num_samples=0 .* must be at least 1": {"num_samples": 0},
-    "batch_size=-1 must be at least 1": {"batch_size": -1},
-}
-CLASSES = [
-    ("n02012849.*n03126707", "crane"),
-    ("638.*639", "maillot"),
-    ("'goldfish'", "goldfsh"),
-    ("bubble", "soap bubbles"),
-    ("class_names", "qqqq"),
-    *(("0 to 999", number) for number in (1000, -1)),
-    ("no class None", None),
-]
+def generate(**given):
+    return images(tiny(), **given)
+
+
+def measure(**given):
+    tiny().set_statistics(**{"num_samples": 4, "progress": False, **given})
+
+
 REFUSALS = [
-    *((words, lambda changes=changes: BigGANConfig(**changes)) for words, changes in CONFIGS.items()),
-    ("Did you mean 'biggan-deep-256'", lambda: BigGANConfig.from_name("biggan-deep-265")),
-    *((words, lambda changes=changes: images(tiny(), **changes)) for words, changes in INPUTS),
-    ("at most 1", lambda: truncated_noise(2, truncation=1.5)),
+    ("z_dim must be an integer of at least 1", BigGANConfig, {"z_dim": 0}),
+    ("n_stats must be an integer of at least 2", BigGANConfig, {"n_stats": 1}),
+    ("eps must be positive", BigGANConfig, {"eps": 0.0}),
+    ("num_classes", BigGANConfig, {"num_classes": 0}),
+    (r"none of the published \[128, 256, 512\]", BigGANConfig, {"output_dim": 64}),
+    ("none of the 10 layers", BigGANConfig, {"attention_layer_position": 10}),
+    ("take 16 channels and keep or halve them", BigGANConfig, {"layers": [[True, 8, 8]]}),
+    ("take 16 channels and keep or halve them", BigGANConfig, {"layers": [[True, 16, 4]]}),
+    ("must end with 1 times", BigGANConfig, {"layers": [[True, 16, 8]], "attention_layer_position": 0}),
+    ("doubles the resolution", BigGANConfig, {"layers": [[True, 16]]}),
+    ("attention has 4 channels and needs 8", BigGANConfig, {"channel_width": 2}),
+    ("twice", BigGANConfig, {"num_classes": 4, "id2label": {0: "a"}}),
+    ("Did you mean 'biggan-deep-256'", BigGANConfig.from_name, {"name": "biggan-deep-265"}),
     *(
-        (words, lambda given=given: tiny().set_statistics(**{"num_samples": 4, "progress": False, **given}))
-        for words, given in STATISTICS.items()
+        ("numbered from 0 to 5", generate, {"class_label": x})
+        for x in (torch.tensor([0, 1, 6]), torch.tensor([-1] * 3), 6)
     ),
-    *((words, lambda name=name: biggan.class_index(name)) for words, name in CLASSES),
-    ("class_index", lambda: biggan.class_indices("goldfish")),
-    ("other weights", lambda: enable_checkpointing(tiny(spectral_norm=True))),
+    *(
+        ("class_label must be", generate, {"class_label": x})
+        for x in (torch.zeros(3, 5), torch.zeros(2).long(), torch.zeros(3))
+    ),
+    (r"z must be \(batch, 12\)", generate, {"z": torch.zeros(3, 11)}),
+    *(("truncation must be above 0", generate, {"truncation": x}) for x in (0.0, 1.01, float("nan"))),
+    ("at most 1", truncated_noise, {"batch_size": 2, "truncation": 1.5}),
+    ("truncation must be above 0", measure, {"truncations": [0.0]}),
+    ("same row", measure, {"truncations": [0.43, 0.42]}),
+    ("num_samples=0 .* must be at least 1", measure, {"num_samples": 0}),
+    ("batch_size=-1 must be at least 1", measure, {"batch_size": -1}),
+    # Classes that are unknown or ambiguous.
+    ("n02012849.*n03126707", biggan.class_index, {"name": "crane"}),
+    ("638.*639", biggan.class_index, {"name": "maillot"}),
+    ("'goldfish'", biggan.class_index, {"name": "goldfsh"}),
+    ("bubble", biggan.class_index, {"name": "soap bubbles"}),
+    ("class_names", biggan.class_index, {"name": "qqqq"}),
+    *(("0 to 999", biggan.class_index, {"name": number}) for number in (1000, -1)),
+    ("no class None", biggan.class_index, {"name": None}),
+    ("class_index", biggan.class_indices, {"names": "goldfish"}),
+    ("other weights", enable_checkpointing, {"model": tiny(spectral_norm=True)}),
 ]
 
 
-@pytest.mark.parametrize(("words", "call"), REFUSALS)
-def test_refusals(words, call):
+@pytest.mark.parametrize(("words", "call", "given"), REFUSALS)
+def test_refusals(words, call, given):
     with pytest.raises(ValueError, match=words):
-        call()
+        call(**given)
 
 
 def test_calibrate_and_analyze():
