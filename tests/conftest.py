@@ -1,5 +1,6 @@
 """Settings of all tests, and folders of real models and data; tests that need those are skipped if they are missing."""
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, settings
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest_plugins = ["core_suite"]
+pytest_plugins = ["core_suite", "pytester"]
 # The same cases in every run, and with `--hypothesis-profile attack` many cases, which are others in every run.
 settings.register_profile(
     "default", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items) -> None:
         family = values.get("family", values.get("name", ""))
         if values.get("method") in methods and isinstance(family, str) and family.startswith(tuple(DECODERS)):
             item.add_marker(pytest.mark.skip(reason="no causal form, and a decoder"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt from garbage collection what the imports have left: Trainer collects all garbage in each training."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

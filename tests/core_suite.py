@@ -41,13 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     core = {id(item) for cases in functions.values() for item in _cover(cases)}
     # What the command line names with "::", as a node id.
     named = tuple(_without_folder(argument) for argument in config.args if "::" in argument)
-    selected, deselected = [], []
+    kept = {True: [], False: []}
     for item in items:
-        keep = (id(item) in core) == (suite == "core")
-        keep = keep or _without_folder(item.nodeid).startswith(named) or item.get_closest_marker("slow") is not None
-        (selected if keep else deselected).append(item)
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = selected
+        is_named = _without_folder(item.nodeid).startswith(named) or item.get_closest_marker("slow") is not None
+        kept[is_named or (id(item) in core) == (suite == "core")].append(item)
+    config.hook.pytest_deselected(items=kept[False])
+    items[:] = kept[True]
 
 
 def _without_folder(node: str) -> str:
@@ -55,15 +54,18 @@ def _without_folder(node: str) -> str:
     return f"{file.rpartition('/')[2]}::{test}"
 
 
+def _params(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
 def _is_extra(item: pytest.Item) -> bool:
     """Whether a test is about a row of `instances.py` that is not in the core suite."""
-    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return any(isinstance(value, Instance) and value in INSTANCES and value not in _ROWS for value in values)
+    return any(isinstance(x, Instance) and x in INSTANCES and x not in _ROWS for x in _params(item).values())
 
 
 def _values(case: pytest.Item) -> set[tuple]:
     """The values of the parameters of a case. Parameters that are given together count as one."""
-    params = case.callspec.params
+    params = _params(case)
     together = [mark.args[0] for mark in case.iter_markers("parametrize")]
     groups = [tuple(x.replace(",", " ").split()) if isinstance(x, str) else tuple(x) for x in together]
     groups += [(name,) for name in params if not any(name in group for group in groups)]  # of fixtures
@@ -75,16 +77,14 @@ def _cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
 
     Cases that are skipped show nothing, so they are taken only for what nothing else has.
     """
-    if not hasattr(cases[0], "callspec"):
+    if not _params(cases[0]):
         return list(cases)
-    kept = []
-    missing = set().union(*map(_values, cases))
+    kept, values = [], {case: _values(case) for case in cases}
+    missing = set().union(*values.values())
     for skipped in (False, True):
-        values = {i: _values(c) for i, c in enumerate(cases) if (c.get_closest_marker("skip") is not None) == skipped}
-        while values:
-            best = max(values, key=lambda i: len(values[i] & missing))
-            if not values[best] & missing:
-                break
-            missing -= values.pop(best)
-            kept.append(cases[best])
+        left = [case for case in cases if (case.get_closest_marker("skip") is not None) == skipped]
+        while left and values[best := max(left, key=lambda case: len(values[case] & missing))] & missing:
+            missing -= values[best]
+            left.remove(best)
+            kept.append(best)
     return kept

@@ -1,31 +1,48 @@
-"""README and the documentation: length, links, commands, code, and that the generated pages follow from the code.
+"""README and the documentation: length, links, commands and code, and that generated pages follow from the code.
 
-test_guides.py runs the guides. Sphinx, which .ci/run calls, builds the pages and runs their code.
+Every block of code of the guides runs, and prints what the page says. Blocks of Python run one after the other in a
+namespace of the page. If a block of text follows, it is the expected output, in which "..." stands for anything. Blocks
+of commands run as well, except for those that install packages, use the network, or train or measure for minutes; of
+the latter two the options are checked. The models that a page names are folders in the working directory: the
+pretrained MiniLM, and tiny random models. Sphinx, which .ci/run calls, builds the pages and runs their code.
 """
 
+import contextlib
+import doctest
+import functools
 import importlib
+import io
+import json
 import re
 import shlex
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
+import promises
+from attack_cases import PROMISES, attack
 from broken_methods import broken
 from hf_efficient_attn import cli
-from test_guides import blocks_of, check_options, commands_of, help_of_command
+from instances import Instance, unregister
 from tiny_models import tiny_class, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-DOCS = ROOT / "docs"
+README, DOCS, GUIDES = ROOT / "README.md", ROOT / "docs", ROOT / "docs" / "guides"
 # Written by people; the pages about methods and commands are written by docs/_ext/reference.py.
 PAGES = [README, *(ROOT / name / "README.md" for name in ("recipes", "model_cards")), *sorted(DOCS.glob("*.md"))]
-PAGES += sorted((DOCS / "guides").glob("*.md"))
+PAGES += sorted(GUIDES.glob("*.md"))
 PAGES += [path for path in sorted((DOCS / "reference").glob("*.md")) if path.name != "commands.md"]
+each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+# Commands that take minutes and have tests of their own; here their options are checked.
+MEASURING = ("analyze", "benchmark", "demo")
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +53,62 @@ def reference():
     sys.path.remove(str(DOCS / "_ext"))
 
 
-@pytest.fixture(scope="module")
-def refusals(reference):
-    return reference.refusals()
+class Block(NamedTuple):
+    """A fenced block of a page: its language, its text, its first line, and the output that follows it."""
+
+    language: str
+    text: str
+    line: int
+    output: str | None
 
 
-each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def blocks_of(text: str) -> list[Block]:
+    pattern = r"^```([\w{}]*)[^\n]*\n(.*?)^```$\n?(?:\n```text\n(.*?)^```$)?"
+    return [
+        Block(match[1], match[2], text[: match.start()].count("\n") + 2, match[3])
+        for match in re.finditer(pattern, text, re.M | re.S)
+    ]
+
+
+def commands_of(block: Block) -> list[str]:
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def help_of(run: Callable[[list[str]], int], words: list[str]) -> str:
+    """What a command prints for --help."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            status = run([*words, "--help"])
+        except SystemExit as stopped:
+            status = stopped.code
+    assert status == 0, words
+    return printed.getvalue()
+
+
+def help_of_command(words: list[str], app=cli.app) -> str:
+    return help_of(functools.partial(cli.run, app, name="command"), words)
+
+
+def help_for(words: list[str]) -> str:
+    """The help text of a command; fails if there is none."""
+    if words[0] == "hf-efficient-attn":
+        return help_of_command(words[1:2])
+    if words[1] != "-m":
+        return help_of(importlib.import_module(words[1].removesuffix(".py").replace("/", ".")).run, [])
+    # A module of recipes with one or several commands.
+    name = f"{words[2]}.__main__" if words[2] == "recipes.experiments" else words[2]
+    command = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
+    return help_of_command(command, importlib.import_module(name).app)
+
+
+def check_options(words: list[str], page: str) -> None:
+    """Every option of a command is in its help text."""
+    known = help_for(words)
+    for word in words[2:]:
+        if re.match(r"--?[a-z]", word):
+            assert re.search(rf"(?<![\w-]){word}\b", known), f"{page}: no option {word} in: {shlex.join(words)}"
 
 
 def test_readme_is_short():
@@ -94,17 +161,22 @@ def test_commands_exist_with_their_options(path):
         assert ["hf-efficient-attn", "push", "OUT", "ORG/NAME"] in commands_in(path), "commands are found"
 
 
+def save_models(*models: tuple[str, str, dict]) -> None:
+    """Save tiny models into folders that have the names of models on the Hub."""
+    torch.manual_seed(0)
+    for folder, family, changes in models:
+        tiny_class(family, head=True)(tiny_config(family, **changes)).save_pretrained(folder)
+
+
 @pytest.mark.filterwarnings("ignore:at 300 tokens")
 def test_code_of_readme_runs(tmp_path, monkeypatch):
     """With tiny models in folders that have the names of the models on the Hub."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    for folder, family, changes in (
+    save_models(
         ("bert-base-uncased", "bert", {"num_hidden_layers": 6}),
         ("google/vit-base-patch16-224", "vit", {}),
         ("gpt2", "gpt2", {}),
-    ):
-        tiny_class(family, head=True)(tiny_config(family, **changes)).save_pretrained(folder)
+    )
     batches = [torch.randint(5, 50, (1, 300))]
     query, key, value = torch.randn(3, 1, 2, 700, 16)
     names = {"batches": batches, "query": query, "key": key, "value": value}
@@ -132,6 +204,102 @@ def test_public_names_are_documented():
         assert f":: {name}\n" in (DOCS / "reference" / "analysis.md").read_text(encoding="utf-8"), name
 
 
+# The guides
+
+
+def run(block: Block, page: str, namespace: dict) -> None:
+    """Run a block, and compare what it prints with what the page says."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if block.language == "python":
+            # Compiled with its place in the page, so that a failure names the line.
+            exec(compile("\n" * (block.line - 1) + block.text, f"{page}.md", "exec"), namespace)
+        elif block.language == "bash":
+            for command in commands_of(block):
+                run_command(command, page)
+    if block.output is not None:
+        where = f"{page}.md, line {block.line}\nexpected:\n{block.output}\nprinted:\n{printed.getvalue()}"
+        assert doctest.OutputChecker().check_output(block.output, printed.getvalue(), FLAGS), where
+
+
+def run_command(command: str, page: str) -> None:
+    words = shlex.split(command)
+    if words[0] in ("pip", "hf"):
+        return
+    if words[:2] == ["python", "-c"]:  # the command line after the import of a file
+        exec(words[2].partition("from hf_efficient_attn")[0])
+        words = ["hf-efficient-attn", *words[3:]]
+    if words[0] == "python" or words[1] in MEASURING or "--yes" in words:
+        check_options(words, page)
+    else:
+        assert words[0] == "hf-efficient-attn", f"{page}.md: unknown command {command}"
+        assert cli.run(cli.app, words[1:], words[0]) == 0, f"{page}.md: {command}"
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch, minilm, example):
+    """A working directory with the models that the pages name, and a text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copy(GUIDES / "random_keys.py", tmp_path)
+    Path("sentence-transformers").mkdir()
+    shutil.copytree(minilm, "sentence-transformers/all-MiniLM-L6-v2")
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    sizes = {"vocab_size": len(tokenizer)}
+    save_models(
+        ("gpt2", "gpt2", {"n_positions": 1024, **sizes}),
+        ("bert-base-uncased", "bert", sizes),
+        ("google/vit-base-patch16-224", "vit", {"image_size": 224, "patch_size": 16}),
+    )
+    for folder in ("gpt2", "bert-base-uncased"):
+        tokenizer.save_pretrained(folder)
+    ViTImageProcessorPil().save_pretrained("google/vit-base-patch16-224")
+    Path("book.txt").write_text(" ".join(f"Sentence {i} of a book about the number {i * i}." for i in range(3000)))
+    Path("inside").mkdir()
+    calibrated = hea.EfficientAttentionConfig("kdeformer", {"num_samples": 64}, [1, 2]).to_dict()
+    Path("inside/analysis.json").write_text(json.dumps({"calibrated": calibrated}))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", sorted(GUIDES.glob("*.md")), ids=lambda path: path.stem)
+def test_every_block_of_a_guide_runs(path, models):
+    blocks, namespace = blocks_of(path.read_text(encoding="utf-8")), {"__name__": path.stem}
+    assert blocks
+    for block in blocks:
+        run(block, path.stem, namespace)
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_stored_without_outputs(path):
+    """The build of the documentation executes them, so that a page shows what today's code prints."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code and notebook["cells"][0]["source"][0].startswith("# ")
+    for cell in code:
+        assert not cell["outputs"] and cell["execution_count"] is None
+        compile("".join(cell["source"]), path.name, "exec")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The example of a method in a file of its own, which can be imported."""
+    monkeypatch.syspath_prepend(str(GUIDES))
+    yield
+    if sys.modules.pop("random_keys", None) is not None:
+        unregister("random_keys")
+
+
+def test_the_example_of_a_method_keeps_the_promises(example):
+    """The checks that the page names are a selection; here are all."""
+    importlib.import_module("random_keys")
+    row = Instance("random_keys", {"num_samples": 24}, limit="exact", random=True)
+    assert row.config().exact_length == 24
+    for name in PROMISES:
+        if row.info.causal or name not in ("future", "length", "last_queries", "state"):
+            attack(name, row, 4)
+    promises.check_converges(row, False)
+
+
 def test_a_new_method_gets_its_page(reference, tmp_path):
     with broken("correct"):
         reference.write_pages(tmp_path)
@@ -148,15 +316,15 @@ def test_a_new_method_gets_its_page(reference, tmp_path):
 def test_the_command_reference_is_complete(reference):
     page = reference.commands_page()
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
-    listed = re.findall(r"^ {2}(\w+) {2,}", help_of_command(cli.app, []), re.M)
+    listed = re.findall(r"^ {2}(\w+) {2,}", help_of_command([]), re.M)
     assert {"convert", "benchmark", "push"} <= set(sections) == set(listed)
     for name, text in sections.items():
-        options = set(re.findall(r"--[a-z][\w-]*", help_of_command(cli.app, [name]))) - {"--help"}
+        options = set(re.findall(r"--[a-z][\w-]*", help_of_command([name]))) - {"--help"}
         assert options, name
         assert all(each in text for each in options), (name, options)
 
 
-def test_messages_are_listed_as_they_are_raised(refusals):
+def test_messages_are_listed_as_they_are_raised(reference):
     query = torch.randn(1, 2, 5, 4)
     bert, switched = tiny_model("bert"), tiny_model("bert", "kdeformer")
     calls = [
@@ -171,7 +339,7 @@ def test_messages_are_listed_as_they_are_raised(refusals):
         lambda: switched(torch.ones(1, 5, dtype=torch.long), output_attentions=True),
         lambda: hea.UptrainingSchedule([]),
     ]
-    patterns = [re.compile(as_pattern(refusal.message), re.S) for refusal in refusals]
+    patterns = [re.compile(as_pattern(refusal.message), re.S) for refusal in reference.refusals()]
     for call in calls:
         with pytest.raises(hea.UnsupportedAttentionError) as raised:
             call()

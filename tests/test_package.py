@@ -1,4 +1,4 @@
-"""The installed package: public names, metadata, what the import loads, and the top level of the repository."""
+"""Public names, metadata, what the import loads, the top level of the repository, and the suites of tests."""
 
 import configparser
 import dataclasses
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import hf_efficient_attn as hea
+from instances import INSTANCES
 
 ROOT = Path(__file__).resolve().parents[1]
 # What takes long to import and is needed only by some functions. SciPy, accelerate and torch._dynamo are missing here,
@@ -56,24 +57,21 @@ print(json.dumps([before == state(), sorted(sys.modules), sorted(set(sys.modules
 @pytest.mark.parametrize(
     "first",
     [
-        "import hf_efficient_attn; from transformers import BertModel",
         "import hf_efficient_attn, transformers.modeling_layers",
         "from hf_efficient_attn.models.t2t_vit import T2TViTModel",
         "from hf_efficient_attn.models.biggan import BigGANModel; import transformers.modeling_layers",
     ],
-    ids=["package-first", "layers", "t2t-vit", "biggan"],
+    ids=["layers", "t2t-vit", "biggan"],
 )
 def test_the_models_of_this_package_are_registered_in_any_order_of_imports(first):
     program = f"""
 {first}
-from transformers import AutoModel, AutoModelForImageClassification as Classifier
-from hf_efficient_attn.models.biggan import BigGANConfig
-from hf_efficient_attn.models.t2t_vit import T2TViTConfig
-found = AutoModel._model_mapping[BigGANConfig], AutoModel._model_mapping[T2TViTConfig]
-print(*(cls.__name__ for cls in (*found, Classifier._model_mapping[T2TViTConfig])))
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification as Classifier
+configs = [type(AutoConfig.for_model(name)) for name in ("biggan", "t2t_vit")]
+found = *(AutoModel._model_mapping[config] for config in configs), Classifier._model_mapping[configs[1]]
+print(*(cls.__name__ for cls in found))
 """
-    names = python(program).split()
-    assert names == ["BigGANModel", "T2TViTModel", "T2TViTForImageClassification"]
+    assert python(program).split() == ["BigGANModel", "T2TViTModel", "T2TViTForImageClassification"]
 
 
 NAMES = """
@@ -127,11 +125,9 @@ def test_metadata():
     metadata = importlib.metadata.metadata("hf_efficient_attn")
     assert metadata["Version"] == hea.__version__
     needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    names = sorted(line.split(">")[0].split("<")[0].split("!")[0].strip() for line in needed)
-    assert names == ["huggingface_hub", "jinja2", "safetensors", "torch", "tqdm", "transformers", "typer"]
-    transformers = next(line for line in needed if line.startswith("transformers"))
-    assert ">=5.12" in transformers
-    assert "<6" in transformers
+    names = [re.match(r"\w+", line)[0] for line in needed]
+    assert sorted(names) == ["huggingface_hub", "jinja2", "safetensors", "torch", "tqdm", "transformers", "typer"]
+    assert {">=5.12", "<6"} == set(re.findall(r"[<>]=?[\d.]+", needed[names.index("transformers")]))
     assert {"demo", "plots", "train", "test", "dev", "docs"} <= set(metadata.get_all("Provides-Extra"))
     commands = importlib.metadata.entry_points(group="console_scripts", name="hf-efficient-attn")
     assert [c.value for c in commands] == ["hf_efficient_attn.cli:main"]
@@ -140,13 +136,13 @@ def test_metadata():
 def test_every_file_beside_the_modules_is_installed():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
-    patterns = {package: value.split() for package, value in settings["options.package_data"].items()}
     folder = Path(hea.__file__).parent
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert {"py.typed", "card.md.jinja"} <= {path.name for path in files}
     for path in files:
         package = ".".join(path.parent.relative_to(folder.parent).parts)
-        assert any(fnmatch(path.name, pattern) for pattern in patterns.get(package, [])), path
+        patterns = settings["options.package_data"].get(package, "").split()
+        assert any(fnmatch(path.name, pattern) for pattern in patterns), path
 
 
 def tracked(*options: str) -> list[str]:
@@ -180,3 +176,63 @@ def test_the_source_distribution_is_complete(monkeypatch):
     assert {path for path in files if (ROOT / path).exists()} <= set(chosen.files)
     made = re.compile(r"\.py[co]$|^docs/_build/|^docs/reference/(methods/|commands\.md)|/\.ipynb_checkpoints/")
     assert not list(filter(made.search, chosen.files))
+
+
+# The option `--suite`: core and rest are disjoint and together all; the core has each value of each parameter.
+
+# A module with tests of every kind. It is no test of this project, so its marks and parameters are known here.
+MODULE = """
+import pytest
+from instances import INSTANCES
+
+@pytest.mark.exhaustive
+def test_long(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.fixture(params=["x", "y"])
+def letter(request): pass
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_fixture(letter, b): pass
+
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize(("b", "c"), [("p", False), ("p", True), ("q", False)])
+def test_product(a, b, c): pass
+
+@pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.skip(reason="no such thing")), 3])
+@pytest.mark.parametrize("b", [1, 2])
+def test_skipped(a, b): pass
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_method(instance): pass
+"""
+
+
+def test_the_core_has_each_value_once_and_core_and_rest_are_all(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makepyfile(MODULE)
+    pytester.makeini(
+        "[pytest]\naddopts = -m 'not slow'\nmarkers =\n    slow: of minutes\n    exhaustive: not in the core"
+    )
+
+    def collect(suite: str) -> list[str]:
+        """The ids of the tests without the file."""
+        lines = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "core_suite", "--suite", suite).outlines
+        return [line.split("::", 1)[1] for line in lines if "::" in line]
+
+    core, rest = collect("core"), collect("rest")
+    assert sorted(core + rest) == sorted(collect("all")) and not set(core) & set(rest)
+    assert len(core + rest) == 1 + 4 + 9 + 6 + len(INSTANCES)
+    # {test: its parameters in the core suite}
+    cases = {
+        kind: [name.partition("[")[2] for name in core if kind in name] for kind in ("fixture", "product", "skipped")
+    }
+    assert [len(found) for found in cases.values()] == [2, 3, 3] and not {"test_long", "test_slow"} & set(core)
+    assert all(any(value in x for x in cases["product"]) for value in ("1", "2", "3", "p-False", "p-True", "q-False"))
+    # A case that is skipped is taken only for a value that no other case has.
+    assert sum(x.endswith("-2]") for x in cases["skipped"]) == 1
+    methods = [*{instance.method for instance in INSTANCES}, *(x.method for x in INSTANCES if x.core)]
+    assert sorted(re.findall(r"test_method\[(\w+)", "\n".join(core))) == sorted(methods)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModel
+from transformers import AttentionInterface, AutoModel, AutoModelForMaskedLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.utils.import_utils import is_kernels_available
 
@@ -22,28 +22,25 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.standalone.export import (
-    BACKENDS,
-    MODULE,
-    export_kernel,
-    kernel_files,
-    kernel_methods,
-    method_module,
-    modules_of,
-    remote_code,
-)
+from hf_efficient_attn.standalone import export
+from hf_efficient_attn.standalone.export import BACKENDS, MODULE, export_kernel, kernel_methods, remote_code
 from hf_efficient_attn.standalone.function import kernel_function
-from tiny_models import SMALL, tiny_batch, tiny_config, tiny_model
+from tiny_models import SMALL, output, tiny_batch, tiny_config, tiny_model
 
 KERNELS = [method for method in kernel_methods() if method in SMALL]
+
+
+def imported(name, file):
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load(folder):
     """Import a build as the kernels library does, and make it known to Transformers -> (module, implementation)."""
     name = json.loads((folder / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(name, folder / "__init__.py")
     AttentionInterface.register(name, module.flash_attn_forward)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
     return module, name
@@ -80,9 +77,7 @@ def test_a_kernel_computes_what_the_package_does(method, repository):
     model = tiny_model("bert", method)
     for padding in ("none", "left"):
         inputs = tiny_batch("bert", padding=padding)
-        with torch.no_grad():
-            expected, out = model(**inputs)[0], same_model(model, name)(**inputs)[0]
-        assert torch.equal(out, expected)
+        assert torch.equal(output(same_model(model, name), inputs), output(model, inputs))
 
 
 @pytest.mark.skipif(not is_kernels_available(), reason="pip install 'transformers[kernels]'")
@@ -119,30 +114,25 @@ def test_a_kernel_keeps_other_layers_exact_and_trains(repository):
 
 def test_a_kernel_in_a_compiled_model(repository):
     model = same_model(tiny_model("bert", "nystromformer"), repository("nystromformer")[1])
-    inputs = tiny_batch("bert")
-    with torch.no_grad():
-        torch.testing.assert_close(
-            torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)[0], model(**inputs)[0]
-        )
+    inputs, compiled = tiny_batch("bert"), torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(output(compiled, inputs), output(model, inputs))
 
 
 def test_kernels_import_pytorch_only():
     allowed = {*sys.stdlib_module_names, "torch", "triton"}  # triton only in a function, for tensors on a GPU
-    modules = ["standalone.function", *map(method_module, KERNELS)]
-    for path, text in modules_of(modules, without_imports=["integration"]).items():
+    modules = ["standalone.function", *map(export.method_module, KERNELS)]
+    for path, text in export.modules_of(modules, without_imports=["integration"]).items():
         for node in ast.walk(ast.parse(text)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert {name.partition(".")[0] for name in names} <= {*allowed, "hf_efficient_attn"}, path
-    assert "hf_efficient_attn import" not in "".join(kernel_files("kdeformer").values())
+    assert "hf_efficient_attn import" not in "".join(export.kernel_files("kdeformer").values())
 
 
 def test_layout_of_a_repository(tmp_path, capsys):
     folder = tmp_path / "far"
     arguments = ["export-kernel", "wildcat", "--repo", "org/my_wildcat", "-o", str(folder), "--json"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 0
+    assert cli.run(cli.app, arguments, "hf-efficient-attn") == 0
     done = json.loads(capsys.readouterr().out)
     assert done["function"] == "org/my_wildcat:wildcat"
     build = pytest.importorskip("tomllib").loads((folder / "build.toml").read_text())
@@ -156,20 +146,16 @@ def test_layout_of_a_repository(tmp_path, capsys):
         metadata = json.loads((variant / "metadata.json").read_text())
         names.add(metadata["id"])
         assert metadata["name"] == "my-wildcat" and metadata["backend"] == {"type": backend}
-        digests = metadata["digest"]["files"]
-        written = [path for path in variant.rglob("*") if path.is_file() and path.name != "metadata.json"]
-        assert digests == {
+        assert metadata["digest"]["files"] == {
             path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-            for path in written
+            for path in variant.rglob("*")
+            if path.is_file() and path.name != "metadata.json"
         }
     assert len(names) == len(BACKENDS) and all(name.isidentifier() for name in names)
     assert (folder / "torch-ext" / "my_wildcat" / "_modules" / "methods" / "wildcat.py").is_file()
     assert 'attn_implementation="org/my_wildcat:wildcat"' in (folder / "README.md").read_text()
     # Early versions of the library import the inner folder.
-    inner = folder / "build" / "torch-cpu" / "my_wildcat" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("my_wildcat", inner)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported("my_wildcat", folder / "build" / "torch-cpu" / "my_wildcat" / "__init__.py")
     assert module.__all__ == ["attention", "flash_attn_forward", "wildcat"] and callable(module.wildcat)
 
 
@@ -180,19 +166,15 @@ def test_methods_that_learn_have_no_kernel(method, tmp_path):
     assert not (tmp_path / "kernel").exists()
 
 
-def attention_module(**config):
+def call(method="longformer", mask=None, config=None, layer_idx=0, **kwargs):
     module = nn.Module()
-    module.config, module.layer_idx, module.is_causal = SimpleNamespace(**config), 0, True
-    return module
-
-
-def call(method="longformer", changes=None, mask=None, **kwargs):
-    changes = changes or {}
-    module = attention_module(**changes.pop("config", {}))
-    for name, value in changes.items():
-        setattr(module, name, value)
+    module.config, module.layer_idx, module.is_causal = SimpleNamespace(**(config or {})), layer_idx, True
     query = torch.randn(1, 2, 40, 8)
     return kernel_function(method)(module, query, query, query, mask, **kwargs)[0]
+
+
+def chosen(**values):
+    return {"config": {"efficient_attention": values}}
 
 
 @pytest.mark.parametrize(
@@ -206,15 +188,11 @@ def call(method="longformer", changes=None, mask=None, **kwargs):
         ("longformer", {"position_bias": torch.zeros(1, 2, 40, 40)}, "'position_bias'"),
         ("longformer", {"cu_seq_lens_q": torch.tensor([0, 20, 40])}, "'cu_seq_lens_q'"),
         ("longformer", {"position_ids": torch.arange(40)[None] % 20}, "packed sequences"),
-        ("longformer", {"changes": {"config": {"is_encoder_decoder": True}}}, "cross attention"),
-        ("longformer", {"changes": {"config": {"efficient_attention": {"method": "nearfar"}}}}, "chooses nearfar"),
-        (
-            "longformer",
-            {"changes": {"config": {"efficient_attention": {"layers": [1]}}, "layer_idx": None}},
-            "does not know which one",
-        ),
-        ("linear", {"changes": {"config": {"efficient_attention": {"feature_map": "hedgehog"}}}}, "query_map None"),
-        ("longformer", {"changes": {"config": {"efficient_attention": {"window": 3}}}}, "unknown key"),
+        ("longformer", {"config": {"is_encoder_decoder": True}}, "cross attention"),
+        ("longformer", chosen(method="nearfar"), "chooses nearfar"),
+        ("longformer", {**chosen(layers=[1]), "layer_idx": None}, "does not know which one"),
+        ("linear", chosen(feature_map="hedgehog"), "query_map None"),
+        ("longformer", chosen(window=3), "unknown key"),
     ],
 )
 def test_a_kernel_refuses_what_it_would_lose(method, arguments, message):
@@ -230,60 +208,51 @@ def test_arguments_that_a_kernel_ignores():
 
 
 # Without this package: neither on the path of the process, nor by the finder of an editable installation.
-HIDE = """
+LOAD = """
 import importlib.util, sys
-sys.path[:] = [path for path in sys.path if path not in ("", {root!r})]
+root, *folders = sys.argv[1:]
+sys.path[:] = [path for path in sys.path if path not in ("", root)]
 sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", type(f).__module__)]
 if importlib.util.find_spec("hf_efficient_attn") is not None:
     print("installed")
     sys.exit()
-"""
-LOAD = """
-import torch, transformers
+import torch
+from transformers import AutoModelForMaskedLM
 try:
-    transformers.AutoModel.from_pretrained({checkpoints!r}[0][0])
+    AutoModelForMaskedLM.from_pretrained(folders[0])
 except ValueError as error:
     print(error)
-for folder, kind in {checkpoints!r}:
-    model = getattr(transformers, kind).from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules.")
+for folder in folders:
     inputs, expected = torch.load(folder + "/expected.pt")
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
     assert torch.equal(model(**inputs)[0], expected), folder
     model(**inputs)[0].square().sum().backward()
     learned = [p for name, p in model.named_parameters() if "learned_parameters" in name]
     assert learned and all(p.grad is not None for p in learned)
     model.save_pretrained(folder + "-again")
-    again = getattr(transformers, kind).from_pretrained(folder + "-again", trust_remote_code=True)
+    again = AutoModelForMaskedLM.from_pretrained(folder + "-again", trust_remote_code=True)
     assert torch.equal(again(**inputs)[0], expected), folder
 """
 
 
 def test_remote_code_loads_without_the_package(tmp_path):
-    checkpoints = []
+    folders = []
     for method, values in {"linear": {"feature_map": "hedgehog"}, "flurka_eva": SMALL["flurka_eva"]}.items():
         source, folder = tmp_path / f"{method}-source", tmp_path / method
         converted.make(source, head=True)
         convert_checkpoint(source, folder, method, hyperparameters=values, has_code=True)
-        model, inputs = hea_model(folder), tiny_batch("bert", padding="right")
-        with torch.no_grad():
-            torch.save((inputs, model(**inputs)[0]), folder / "expected.pt")
-        checkpoints.append((str(folder), "AutoModelForMaskedLM"))
-    root = os.path.dirname(os.path.dirname(hea.__file__))
-    script = HIDE.format(root=root) + LOAD.format(checkpoints=checkpoints)
+        inputs = tiny_batch("bert", padding="right")
+        expected = output(AutoModelForMaskedLM.from_pretrained(folder).eval(), inputs)
+        torch.save((inputs, expected), folder / "expected.pt")
+        folders.append(str(folder))
+    command = [sys.executable, "-c", LOAD, os.path.dirname(os.path.dirname(hea.__file__)), *folders]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     if ended.stdout == "installed\n":
         pytest.skip("this package is in the environment's site-packages, so that it cannot be hidden")
     assert 'attn_implementation="linear"' in ended.stdout  # refused without trust_remote_code
-
-
-def hea_model(folder):
-    from transformers import AutoModelForMaskedLM
-
-    return AutoModelForMaskedLM.from_pretrained(folder).eval()
 
 
 def test_remote_code_uses_the_installed_package(tmp_path, monkeypatch):
@@ -298,8 +267,7 @@ def test_remote_code_uses_the_installed_package(tmp_path, monkeypatch):
     finders, inputs = [*sys.meta_path], tiny_batch("bert")
     model = AutoModel.from_pretrained(folder, trust_remote_code=True)
     assert type(model).__name__ == "BertModel" and sys.meta_path == finders
-    with torch.no_grad():
-        assert torch.equal(model(**inputs)[0], AutoModel.from_pretrained(folder)(**inputs)[0])
+    assert torch.equal(output(model, inputs), output(AutoModel.from_pretrained(folder), inputs))
 
 
 def test_a_converted_checkpoint_names_its_kernel(tmp_path):

@@ -1,8 +1,9 @@
-"""Up-training: schedules, switches during training, and the callback. test_uptraining_resume.py tests resumption."""
+"""Up-training: schedules, switches during training, and the callback. test_uptraining_resume.py kills trainings."""
 
 import copy
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,78 +11,17 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
+from each import close
 from hf_efficient_attn.training.steps import learned_parameters
-from hf_efficient_attn.training.switch import Stage, is_in_stage, switch_stage
-from tiny_models import METHODS, SMALL, tiny_class, tiny_config, tiny_model
+from hf_efficient_attn.training.switch import Stage, switch_stage
+from test_uptraining_resume import lora, translator
+from tiny_models import SMALL, tiny_model
+from uptraining_run import PLAIN, Attention, classifier, decoder, losses, samples, switches, trainer_of
 
-TWO = [("linformer", 0.25, {"projection_dim": 8, "share": "none"}), ("flurka_performer", 1.0, {"num_features": 16})]
-PLAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def classifier(seed: int = 0, **changes):
-    torch.manual_seed(seed)
-    return transformers.BertForSequenceClassification(tiny_config("bert", **changes))
-
-
-def samples(count: int = 48, num_tokens: int = 24) -> list[dict]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            "input_ids": torch.randint(5, 60, (num_tokens,), generator=generator),
-            "attention_mask": [1] * num_tokens,
-            "labels": i % 2,
-        }
-        for i in range(count)
-    ]
-
-
-def one_batch() -> dict[str, torch.Tensor]:
-    four = samples(4)
-    return {name: torch.stack([torch.as_tensor(sample[name]) for sample in four]) for name in ("input_ids", "labels")}
-
-
-def trainer_of(folder, schedule, model=None, steps: int = 8, callbacks=(), data=None, **options) -> Trainer:
-    usual = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no"}
-    arguments = TrainingArguments(
-        str(folder), max_steps=steps, report_to="none", use_cpu=True, disable_tqdm=True, seed=3, **{**usual, **options}
-    )
-    callbacks = [*([] if schedule is None else [hea.UptrainingCallback(schedule)]), *callbacks]
-    model = classifier() if model is None else model
-    return Trainer(model, arguments, train_dataset=data or samples(), callbacks=callbacks)
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def resumed(folder, schedule, make_model, at: int, steps: int, data=None) -> Trainer:
-    """Train, and train again from checkpoint `at`; assert that both are equal. Return the uninterrupted training."""
-    found = []
-    for resume in (None, str(folder / f"checkpoint-{at}")):
-        options = {"save_strategy": "steps", "save_steps": at}
-        found.append(trainer_of(folder, schedule, make_model(), data=data, steps=steps, **options))
-        found[-1].train(resume_from_checkpoint=resume)
-    whole, again = found
-    assert losses(again) == losses(whole)
-    assert all(torch.equal(p, dict(whole.model.named_parameters())[n]) for n, p in again.model.named_parameters())
-    return whole
-
-
-def switches(trainer: Trainer) -> list[tuple[int, str, str]]:
-    found = [entry for entry in trainer.state.log_history if "uptraining_stage" in entry]
-    return [(entry["step"], entry["uptraining_from"], entry["uptraining_stage"]) for entry in found]
-
-
-class Seen(transformers.TrainerCallback):
-    """Records the model's attention and the steps of the optimizer's state at the beginning of each step."""
-
-    def __init__(self) -> None:
-        self.names, self.states = [], []
-
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.names.append(model.config._attn_implementation)
-        names = {id(p): name for name, p in model.named_parameters()}
-        self.states.append({names[id(p)]: int(value["step"]) for p, value in optimizer.optimizer.state.items()})
+LINFORMER = {"projection_dim": 8, "share": "none"}
+TWO = [("linformer", 0.25, LINFORMER), ("flurka_performer", 1.0, {"num_features": 16})]
+# Stages that drop and add parameters.
+THREE = [("linformer", 0.25, {"projection_dim": 8}), ("linear", 0.5), ("flurka_linear", 1.0, {"projection_dim": 8})]
 
 
 def test_stages_by_share_and_by_step():
@@ -91,17 +31,15 @@ def test_stages_by_share_and_by_step():
     assert hea.UptrainingSchedule([("sdpa", 0.29), ("linear", 1.0)]).ends(100) == [29, 100]
     counted = hea.UptrainingSchedule([("sdpa", 10), ("linear", 15), ("performer", None)])
     assert counted.ends(40) == [10, 15, 40] and [counted.index(s) for s in (9, 10, 15, 1000)] == [0, 1, 2, 2]
-    with pytest.raises(hea.UnsupportedAttentionError, match="total_steps"):
-        hea.UptrainingSchedule(TWO).index(3)
+
+
+def config_of(stages):
+    return hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config
 
 
 def test_stages_inherit_hyperparameters():
-    second = hea.UptrainingSchedule(TWO).stages[1]
-    assert second.settings.entries[0].config == hea.FlurkaPerformerConfig(
-        projection_dim=8, share="none", num_features=16
-    )
-    stages = [("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)]
-    config = hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config
+    assert config_of(TWO) == hea.FlurkaPerformerConfig(**LINFORMER, num_features=16)
+    config = config_of([("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)])
     assert (config.num_features, config.seed) == (32, 5)
 
 
@@ -124,11 +62,12 @@ def test_stages_inherit_hyperparameters():
         ("projection_dim", [("linformer", 1.0, {"projection_dims": 3})]),
         ("no layers or hyperparameters", [("sdpa", 1.0, {"seed": 3})]),
         *(("not a stage", [one]) for one in (("linformer",), {"attention": "linear"})),
+        ("'linformer' would have none of the 10 steps", [("linformer", 0.01), ("linear", 1.0)]),
     ],
 )
-def test_bad_schedules_are_refused(sentence, stages):
+def test_wrong_stages_are_refused(sentence, stages):
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        hea.UptrainingSchedule(stages)
+        hea.UptrainingSchedule(stages, total_steps=10)
 
 
 def test_schedules_from_strings():
@@ -140,6 +79,8 @@ def test_schedules_from_strings():
     for text in ("linformer", "linformer:x", ":0.5", "linformer,projection_dim:1.0"):
         with pytest.raises(hea.UnsupportedAttentionError, match="write"):
             hea.UptrainingSchedule.parse([text])
+    with pytest.raises(hea.UnsupportedAttentionError, match="total_steps"):
+        given.index(3)
 
 
 def test_schedules_survive_copies():
@@ -160,8 +101,7 @@ def test_presets_have_the_shares_of_the_paper():
         ("glue", "flurka_performer", [("flurka_performer", 1.0)]),
     ]:
         assert [(s.attention, s.end) for s in hea.uptraining_preset(task, variant).stages] == shares
-    narrow = hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)
-    assert narrow.stages[1].settings.entries[0].config.projection_dim == 16
+    assert config_of(hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)).projection_dim == 16
     for task, variant, options in (("nmtt", "flurka_eva", {}), ("nmt", "linear", {}), ("nmt", "flurka_eva", {"x": 1})):
         with pytest.raises(hea.UnsupportedAttentionError, match="unknown"):
             hea.uptraining_preset(task, variant, **options)
@@ -171,62 +111,35 @@ def stage(attention: str, **hyperparameters) -> Stage:
     return hea.UptrainingSchedule([("eager", 0.5), (attention, 1.0, hyperparameters)]).stages[1]
 
 
-@pytest.mark.parametrize("family", ["bert", "vit"])
-def test_learned_parameters_of_the_base_are_carried_over(family):
-    model = tiny_model(family)
-    hea.convert(model, "linformer", projection_dim=8, share="none")
-    learned = learned_parameters(model)
-    assert len(learned) == 4
-    with torch.no_grad():
-        for projection in learned.values():
-            projection.uniform_()
-    values = {name: projection.clone() for name, projection in learned.items()}
-    record = switch_stage(model, None, stage("flurka_performer", projection_dim=8), 7)
-    after = learned_parameters(model)
-    assert sorted(record["carried"]) == sorted(after) == sorted(learned)
-    assert not record["started"] and not record["dropped"] and record["step"] == 7
-    assert all(after[name] is learned[name] and torch.equal(after[name], values[name]) for name in learned)
-
-
 @pytest.mark.parametrize(
-    ("share", "after"),
+    ("family", "share", "after", "count"),
     [
-        ("kv", stage("flurka_linear", projection_dim=8, share="none")),
+        *((family, "none", stage("flurka_performer", **LINFORMER), 4) for family in ("bert", "vit")),
+        # Keys and values share a projection. The first keeps the parameter, and the others start from a copy.
+        ("bert", "kv", stage("flurka_linear", **LINFORMER), 2),
         # Of another size: nothing is carried over.
-        ("none", stage("flurka_linear", projection_dim=16)),
+        ("bert", "none", stage("flurka_linear", projection_dim=16), 0),
     ],
 )
-def test_a_shared_projection_becomes_several(share, after):
-    """Keys and values share it. The first keeps the parameter, and the others start from a copy."""
-    model = hea.convert(tiny_model("bert"), "linformer", projection_dim=8, share=share)
-    fresh = learned_parameters(hea.convert(tiny_model("bert"), after.settings))
-    before = list(learned_parameters(model).values())
+def test_learned_parameters_of_the_base_are_carried_over(family, share, after, count):
+    model = hea.convert(tiny_model(family), "linformer", projection_dim=8, share=share)
+    fresh = learned_parameters(hea.convert(tiny_model(family), after.settings))
+    before = learned_parameters(model)
     with torch.no_grad():
-        for projection in before:
+        for projection in before.values():
             projection.uniform_()
-    record = switch_stage(model, None, after, 0)
-    learned = learned_parameters(model)
-    kept = [p for p in learned.values() if any(p is old for old in before)]
-    new = {name: p for name, p in learned.items() if not any(p is old for old in before)}
-    assert len(kept) == len(record["carried"]) and list(new) == record["started"]
-    if share == "none":
-        assert not kept and len(record["dropped"]) == 4
-        assert all(torch.equal(p, fresh[name]) for name, p in new.items())
+    values = [projection.clone() for projection in before.values()]
+    record, learned = switch_stage(model, None, after, 7), learned_parameters(model)
+    kept = {name: p for name, p in learned.items() if any(p is old for old in before.values())}
+    new = {name: p for name, p in learned.items() if name not in kept}
+    assert (len(kept), list(kept), list(new)) == (count, record["carried"], record["started"])
+    assert record["step"] == 7 and record["dropped"] == ([] if count else list(before))
+    if count:
+        assert all(torch.equal(p, value) for p, value in zip(kept.values(), values, strict=True))
+        assert share == "none" or len(new) == count
+        assert all(torch.equal(p, value) for p, value in zip(new.values(), values, strict=False))
     else:
-        assert len(kept) == len(before) == len(new) and not record["dropped"]
-        assert all(torch.equal(p, old) for p, old in zip(new.values(), before, strict=True))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_switch_from_exact_attention_to_any_method_and_back(method):
-    model = tiny_model("bert")
-    before = dict(model.named_parameters())
-    first = stage(method, **SMALL[method])
-    record = switch_stage(model, None, first, 0)
-    assert record["from"] == "sdpa" and is_in_stage(model, first) and not is_in_stage(model, stage("sdpa"))
-    switch_stage(model, None, stage("sdpa"), 1)
-    after = dict(model.named_parameters())
-    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+        close(new, fresh, 0)
 
 
 def test_optimizer_follows_a_switch(tmp_path):
@@ -244,10 +157,10 @@ def test_optimizer_follows_a_switch(tmp_path):
     state, rate = {k: v.clone() for k, v in optimizer.state[query].items()}, scheduler.get_last_lr()
     for settings in (stage("linear"), stage("flurka_linear", projection_dim=8), stage("eva", **SMALL["eva"])):
         record = switch_stage(model, optimizer, settings, 3)
-        anew = Trainer(model, arguments).create_optimizer()
         names = {id(p): name for name, p in model.named_parameters()}
         ours, theirs = (
-            [[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in (optimizer, anew)
+            [[names[id(p)] for p in group["params"]] for group in o.param_groups]
+            for o in (optimizer, Trainer(model, arguments).create_optimizer())
         )
         assert ours == theirs
         assert all(torch.equal(optimizer.state[query][k], v) for k, v in state.items())
@@ -256,10 +169,13 @@ def test_optimizer_follows_a_switch(tmp_path):
         assert set(record["started"]) == set(learned) and not any(p in optimizer.state for p in learned.values())
         assert scheduler.get_last_lr() == rate
         # Learned parameters have weight decay, as other matrices do.
-        decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
-        assert optimizer.param_groups[0]["weight_decay"] == 0.1 and all(id(p) in decayed for p in learned.values())
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1 and learned.keys() <= set(ours[0])
     model(**batch).loss.backward()
     optimizer.step(), scheduler.step()
+
+
+def one_batch() -> dict[str, torch.Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples(4)]) for name in ("input_ids", "labels")}
 
 
 def test_custom_parameter_groups_and_frozen_parameters():
@@ -277,136 +193,143 @@ def test_custom_parameter_groups_and_frozen_parameters():
 
 
 def test_callback_switches_and_logs(tmp_path):
-    seen = Seen()
-    trainer = trainer_of(tmp_path, TWO, callbacks=[seen], weight_decay=0.1, save_strategy="steps", save_steps=1)
+    trainer = trainer_of(tmp_path, TWO, weight_decay=0.1, save_steps=1)
     trainer.train()
-    assert seen.names == ["linformer"] * 2 + ["flurka_performer"] * 6
-    assert switches(trainer) == [(2, "linformer", "flurka_performer")]
-    learned = [name for name in seen.states[3] if "learned_parameters" in name]
     # The projections remain the same parameters, so their optimizer state continues.
-    assert len(learned) == 4 and all(seen.states[5][name] == 5 for name in seen.states[5])
+    states = trainer.optimizer.optimizer.state
+    assert len(learned_parameters(trainer.model)) == 4 and len(states) == len(list(trainer.model.parameters()))
+    assert all(int(states[p]["step"]) == 8 for p in trainer.model.parameters())
     for step, method in ((1, "linformer"), (2, "linformer"), (3, "flurka_performer"), (8, "flurka_performer")):
         folder = tmp_path / f"checkpoint-{step}"
         assert json.loads((folder / "config.json").read_text())["attn_implementation"] == method
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        assert sum("uptraining_stage" in entry for entry in history) == (step > 2)
+        assert switches(history) == [(2, "linformer", "flurka_performer")] * (step > 2)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-8")
-    for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(parameter, dict(loaded.named_parameters())[name])
+    close(dict(loaded.named_parameters()), dict(trainer.model.named_parameters()), 0)
 
 
-def test_one_stage_is_plain_training(tmp_path):
-    model = hea.convert(classifier(), "linformer", projection_dim=8)
-    stages, trainers = [("linformer", 1.0, {"projection_dim": 8})], []
-    for folder, *given in (("a", None, model), ("b", stages)):
-        trainers.append(trainer_of(tmp_path / folder, *given, steps=3))
-        trainers[-1].train()
-    assert losses(trainers[0]) == losses(trainers[1])
+OPTIONS = [
+    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    {"bf16": True},
+    {"torch_compile": True, "torch_compile_backend": "eager"},
+]
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"gradient_checkpointing": True},
-        pytest.param(
-            {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, marks=pytest.mark.exhaustive
-        ),
-        pytest.param({"bf16": True}, marks=pytest.mark.exhaustive),
-        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.exhaustive),
-    ],
-    ids=lambda options: next(iter(options)),
+    [{"gradient_checkpointing": True}, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OPTIONS)],
+    ids=str,
 )
 def test_training_options(options, tmp_path):
     """Losses equal those without the option, up to rounding, also after a switch that drops and adds parameters."""
-    schedule = [
-        ("linformer", 0.25, {"projection_dim": 8}),
-        ("linear", 0.5),
-        ("flurka_linear", 1.0, {"projection_dim": 8}),
-    ]
 
     def run(folder, **options):
         model = classifier(**PLAIN)
         # Trainer divides by the number of accumulated batches only if the model's loss does not.
         model.accepts_loss_kwargs = False
-        trainer = trainer_of(folder, schedule, model, steps=4, adam_epsilon=1e-3, **options)
+        trainer = trainer_of(folder, THREE, model, steps=4, adam_epsilon=1e-3, **options)
         trainer.train()
-        assert [to for *_, to in switches(trainer)] == ["linear", "flurka_linear"]
+        assert [to for *_, to in switches(trainer.state.log_history)] == ["linear", "flurka_linear"]
         return torch.tensor(losses(trainer), dtype=torch.float64)
 
     tolerance = 2e-2 if "bf16" in options else 2e-4
     torch.testing.assert_close(run(tmp_path / "b", **options), run(tmp_path / "a"), rtol=0, atol=tolerance)
 
 
-def test_peft_lora(tmp_path):
-    """Stages that learn nothing of their own. Others are refused, because PEFT would not save their parameters."""
-    peft = pytest.importorskip("peft")
-
-    def lora():
-        return peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
-
-    with pytest.raises(hea.UnsupportedAttentionError, match="PEFT saves only its adapters"):
-        trainer_of(tmp_path, [("linformer", 2), ("linear", None)], lora())
-    stages = [("longformer", 2, {"window_size": 8}), ("linear", None)]
-    whole = resumed(tmp_path, stages, lora, at=3, steps=4)
-    assert switches(whole) == [(2, "longformer", "linear")]
+def test_only_the_encoder_of_a_translation_model_learns():
+    model = translator()
+    hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, total_steps=5).step(model, None, 0)
+    assert learned_parameters(model) and all(name.startswith("encoder.") for name in learned_parameters(model))
 
 
-def test_weights_under_older_names_can_be_resumed(tmp_path):
-    """Transformers saves ViT under its names from before version 5, which Trainer cannot load."""
-    generator = torch.Generator().manual_seed(1)
-    images = [{"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": i % 2} for i in range(16)]
-
-    def vit():
-        torch.manual_seed(0)
-        return tiny_class("vit", head=True)(tiny_config("vit"))
-
-    resumed(tmp_path, [("linformer", 3, {"projection_dim": 8}), ("linear", None)], vit, at=2, steps=4, data=images)
-
-
-def translator():
-    torch.manual_seed(0)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config("bert"), tiny_config("bert"))
-    config.decoder_start_token_id, config.pad_token_id = 2, 1
-    return transformers.EncoderDecoderModel(config=config)
+@pytest.mark.parametrize(
+    ("sentence", "make_model", "stages"),
+    [
+        ("'performer' would have none", classifier, [("linear", 20), ("performer", None)]),
+        ("no causal form", decoder, [("linear", 0.5), ("nystromformer", 1.0)]),
+        ("no causal form", translator, hea.uptraining_preset("nmt", projection_dim=8)),
+        ("PEFT saves only its adapters", lora, [("linformer", 2), ("linear", None)]),
+    ],
+)
+def test_refusals_come_before_the_first_step(sentence, make_model, stages, tmp_path):
+    with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
+        trainer_of(tmp_path, stages, make_model()).train()
+    assert not list(tmp_path.iterdir())
 
 
-def test_encoder_of_a_translation_model(tmp_path):
-    """The paper up-trains only the encoder (Gupta et al. 2023, appendix A.3). The decoder stays exact."""
-    pairs = [{"input_ids": sample["input_ids"], "labels": sample["input_ids"].flip(0)} for sample in samples(24)]
-    schedule = hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, num_features=8)
-
-    whole = resumed(tmp_path, schedule, translator, at=4, steps=5, data=pairs)
-    assert switches(whole) == [(4, "linformer", "flurka_performer")]
-    assert all(name.startswith("encoder.") for name in learned_parameters(whole.model))
-    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-        hea.uptraining_preset("nmt", projection_dim=8, total_steps=5).step(translator(), None, 0)
+def test_fsdp_is_refused_for_stages_that_learn_other_parameters():
+    args, callback = SimpleNamespace(fsdp="full_shard"), hea.UptrainingCallback([("linformer", 2), ("linear", None)])
+    with pytest.raises(
+        hea.UnsupportedAttentionError, match=r"do not learn the same parameters.*DistributedDataParallel"
+    ):
+        callback.on_init_end(args, None, None, model=classifier())
 
 
-def test_refusals_come_before_the_first_step(tmp_path):
-    with pytest.raises(hea.UnsupportedAttentionError, match="'linformer' would have none"):
-        hea.UptrainingSchedule([("linformer", 0.01), ("linear", 1.0)], total_steps=10)
-    with pytest.raises(hea.UnsupportedAttentionError, match="'performer' would have none"):
-        trainer_of(tmp_path, [("linear", 20), ("performer", None)]).train()
-    decoder = tiny_class("gpt2", head=True)(tiny_config("gpt2"))
-    with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-        trainer_of(tmp_path, [("linear", 0.5), ("nystromformer", 1.0)], decoder)
+def test_weights_of_other_stages_are_refused(tmp_path):
+    first, second = ("linformer", 2, {"projection_dim": 8}), ("flurka_performer", {"num_features": 8, "share": "none"})
+    trainer_of(tmp_path, [first, (second[0], None, second[1])], steps=4, save_steps=3).train()
+    resume = str(tmp_path / "checkpoint-3")
+    for stages, message in [
+        ([first, ("performer", None)], "learned_parameters.* none of the stages linformer, performer"),
+        (
+            [("linformer", 2, {"projection_dim": 86}), (second[0], None, second[1])],
+            r"of shape \(8, 128\), which none of",
+        ),
+    ]:
+        with pytest.raises(hea.UnsupportedAttentionError, match=message):
+            trainer_of(tmp_path, stages).train(resume_from_checkpoint=resume)
+    # Later stages may end elsewhere, or be replaced.
+    stages = [first, (second[0], 4, second[1]), ("flurka_linear", None, {"share": "none"})]
+    trainer = trainer_of(tmp_path, stages, steps=6, callbacks=[seen := Attention()])
+    trainer.train(resume_from_checkpoint=resume)
+    assert seen.names == ["flurka_performer", "flurka_linear", "flurka_linear"]
+
+
+@pytest.mark.parametrize(
+    "stages", [TWO, [("performer", 0.25), ("linear", 1.0)]], ids=["learned", "weights of any stage"]
+)
+def test_best_model_is_in_its_own_stage(stages, tmp_path):
+    """The best step was not saved, and it is in a later stage than the best saved one."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    trainer = trainer_of(tmp_path, stages, save_steps=2, metric_for_best_model="score", **options)
+
+    def score(prediction) -> dict[str, float]:
+        step = trainer.state.global_step
+        return {"score": step if step <= 3 else -step}
+
+    trainer.compute_metrics = score
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    saved = tmp_path / "checkpoint-2"
+    assert trainer.state.best_model_checkpoint == str(saved) and trainer.state.best_global_step == 3
+    assert trainer.model.config._attn_implementation == stages[0][0]
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "final" / file).read_bytes() == (saved / file).read_bytes()
 
 
 def test_incomplete_checkpoints_are_renamed(tmp_path):
     """Each file that a kill may leave truncated is truncated; nothing is deleted."""
-    options = {"steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer_of(tmp_path, TWO, **options)
+
+    def trainer(**options):
+        return trainer_of(tmp_path, TWO, steps=4, **options)
+
+    whole = trainer(save_steps=2)
     whole.train()
     path = tmp_path / "checkpoint-4"
     for number, name in enumerate(("trainer_state.json", "rng_state.pth"), start=1):
         content = (path / name).read_bytes()
         (path / name).write_bytes(content[: len(content) // 2])
-        trainer_of(tmp_path, TWO, **options)
+        trainer()
         renamed = tmp_path / f"incomplete-checkpoint-4-{number}"
         assert not path.exists() and (renamed / name).stat().st_size == len(content) // 2
         shutil.copytree(renamed, path)
         (path / name).write_bytes(content)
     (path / "trainer_state.json").unlink()
-    again = trainer_of(tmp_path, TWO, **options)
+    again = trainer()
     again.train(resume_from_checkpoint=True)
     assert losses(again) == losses(whole) and (tmp_path / "incomplete-checkpoint-4-3").is_dir()
+    # Without a complete checkpoint Trainer reports that.
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer().train(resume_from_checkpoint=True)
+    assert (tmp_path / "incomplete-checkpoint-2-1").is_dir()

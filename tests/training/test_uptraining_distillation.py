@@ -6,53 +6,64 @@ import random
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch.utils.data import DataLoader, IterableDataset
 
 import hf_efficient_attn as hea
+from each import close
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.training import DistillationOptions, switch
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.steps import learned_parameters
 from hf_efficient_attn.training.switch import is_in_stage, switch_stage, training_batches
-from test_uptraining import PLAIN, classifier, losses, one_batch, samples, stage, switches, trainer_of
+from test_distillation import HEDGEHOG, batches, values
+from test_uptraining import LINFORMER, one_batch, stage
 from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
+from uptraining_run import PLAIN, classifier, losses, samples, switches, trainer_of
 
-HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
-LINFORMER = {"projection_dim": 8, "share": "none"}
 TWO = [("linformer", 3, LINFORMER), ("flurka_linear", None, {**HEDGEHOG, "distill": 10})]
-
-
-def batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
-    return [tiny_batch("bert", seed=seed) for seed in range(count)]
-
-
-def values(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def test_distillation_is_a_part_of_a_stage():
     given = hea.UptrainingSchedule.parse("sdpa:2 linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
     assert [one.distill for one in given.stages] == [0, 6, 0]
-    config = hea.LinearConfig(**HEDGEHOG)
-    assert stage(config, distill=3, layers=[1]).distill == 3
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"the first stage has distill=6.* hea\.distill"):
-        hea.UptrainingSchedule.parse("linformer,distill=6:end")
+    assert stage(hea.LinearConfig(**HEDGEHOG), distill=3, layers=[1]).distill == 3
+
+
+def take_step(step, given=None, options=None):
+    """A step of a custom training loop whose second stage is distilled."""
+    schedule, model = hea.UptrainingSchedule(TWO), classifier()
+    schedule.step(model, None, 0)
+    schedule.step(model, torch.optim.AdamW(model.parameters()), step, given, options)
+
+
+FIXED = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
+FINETUNING = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps=1))
 
 
 @pytest.mark.parametrize(
-    ("attention", "steps", "sentence"),
+    ("sentence", "call"),
     [
-        ("linear", 5, "distill=5: linear learns nothing .* use feature_map='hedgehog'"),
-        ("kdeformer", 5, "distill=5: kdeformer has no learned parameters"),
-        ("sdpa", 5, "distill=5: 'sdpa' is exact attention"),
-        *(("linformer", steps, f"distill={steps}: give the number of steps") for steps in (-1, 0.5, True)),
+        (
+            r"the first stage has distill=6.* hea\.distill",
+            lambda: hea.UptrainingSchedule.parse("linformer,distill=6:end"),
+        ),
+        ("distill=5: linear learns nothing .* use feature_map='hedgehog'", lambda: stage("linear", distill=5)),
+        ("distill=5: kdeformer has no learned parameters", lambda: stage("kdeformer", distill=5)),
+        ("distill=5: 'sdpa' is exact attention", lambda: stage("sdpa", distill=5)),
+        *(
+            (f"distill={steps}: give the number of steps", lambda steps=steps: stage("linformer", distill=steps))
+            for steps in (-1, 0.5, True)
+        ),
+        ("'flurka_performer' has distill=5.* the stage before", lambda: trainer_of("nowhere", FIXED)),
+        ("no batches to distill 'flurka_linear'", lambda: take_step(1)),
+        ("no iterator", lambda: take_step(3, iter(batches()))),
+        (r"leave out options\.finetuning", lambda: take_step(3, batches(), FINETUNING)),
     ],
 )
-def test_impossible_distillations_are_refused(attention, steps, sentence):
+def test_impossible_distillations_are_refused(sentence, call):
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        stage(attention, distill=steps)
+        call()
 
 
 def switched(model, target, step=0, given=None):
@@ -84,27 +95,29 @@ def output_error(model, former, batch, monkeypatch) -> float:
     return sum(found) / len(found)
 
 
+@torch.no_grad()
+def shake(model):
+    """Give learned parameters values that are not those of a conversion."""
+    for p in learned_parameters(model).values():
+        p.mul_(torch.rand(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
 @pytest.mark.parametrize("start", ["sdpa", "linformer"])
 def test_the_error_to_the_former_attention_falls(start, monkeypatch):
-    """From a linformer with tables that are not those of a conversion, flurka_linear learns its softmax."""
+    """From a linformer flurka_linear learns its softmax."""
     errors = []
     for distill in (1, 40):
         model = tiny_model("bert")
         if start == "linformer":
-            hea.convert(model, "linformer", **LINFORMER)
-            with torch.no_grad():
-                for table in learned_parameters(model).values():
-                    table.mul_(torch.rand(table.shape, generator=torch.Generator().manual_seed(1)))
-        former, own, kept = copy.deepcopy(model), values(model), dict(model.named_parameters())
+            shake(hea.convert(model, "linformer", **LINFORMER))
+        former, before, kept = copy.deepcopy(model), values(model, False), dict(model.named_parameters())
         target = stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill})
         record = switched(model, target, 5)
         errors.append(output_error(model, former, tiny_batch("bert", seed=9), monkeypatch))
-        for name, value in own.items():
-            if "learned_parameters" not in name:
-                assert torch.equal(dict(model.named_parameters())[name], value)
-        if start == "linformer":
-            assert len(record["carried"]) == 4
-            assert all(dict(model.named_parameters())[name] is kept[name] for name in record["carried"])
+        close(values(model, False), before, 0)
+        assert len(record["carried"]) == (4 if start == "linformer" else 0)
+        assert all(dict(model.named_parameters())[name] is kept[name] for name in record["carried"])
         assert all(p.grad is None for p in model.parameters())
     assert errors[1] < 0.8 * errors[0]
     assert record["distillation"]["steps"] == 40
@@ -112,86 +125,63 @@ def test_the_error_to_the_former_attention_falls(start, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_former_attention_is_that_of_the_model(method, monkeypatch):
+def test_switch_from_any_method_and_back(method, monkeypatch):
     """With the former attention in place of its own, a model has the output that it had before the switch."""
-    model, batch = tiny_model("bert"), tiny_batch("bert", padding="right")
-    hea.convert(model, method, **SMALL[method])
-    with torch.no_grad():
-        for p in learned_parameters(model).values():
-            p.add_(0.1 * torch.rand(p.shape, generator=torch.Generator().manual_seed(1)))
-        before = model(**batch).last_hidden_state
+    model, batch, first = tiny_model("bert"), tiny_batch("bert", padding="right"), stage(method, **SMALL[method])
+    own = dict(model.named_parameters())
+    assert switch_stage(model, None, first, 0)["from"] == "sdpa"
+    assert is_in_stage(model, first) and not is_in_stage(model, stage("sdpa"))
+    shake(model)
+    before = forward(model, batch).last_hidden_state
     teacher = teacher_of(model, monkeypatch)
     with capture_attention(model, lambda call: None, teacher):
         after = forward(model, batch).last_hidden_state
     valid = batch["attention_mask"].bool()
-    torch.testing.assert_close(after[valid], before[valid], rtol=1e-4, atol=1e-4)
+    close(after[valid], before[valid], 1e-4)
+    switch_stage(model, None, stage("sdpa"), 1)
+    back = dict(model.named_parameters())
+    assert list(back) == list(own) and all(back[name] is p for name, p in own.items())
 
 
 def test_layers_that_do_not_change_are_not_trained():
-    model = tiny_model("bert").double()
-    hea.convert(model, "linformer", layers=[0], **LINFORMER)
-    with torch.no_grad():
-        for table in learned_parameters(model).values():
-            table.mul_(torch.rand(table.shape, dtype=table.dtype))
-    before = values(model)
-    target = stage("linformer", **LINFORMER, distill=3)
-    record = switched(model, target)
+    model = shake(hea.convert(tiny_model("bert").double(), "linformer", layers=[0], **LINFORMER))
+    before, fresh = values(model), values(hea.convert(tiny_model("bert").double(), "linformer", **LINFORMER))
+    record, after = switched(model, stage("linformer", **LINFORMER, distill=3)), values(model)
     assert len(record["carried"]) == len(record["started"]) == 2
-    after = values(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    fresh = hea.convert(tiny_model("bert").double(), "linformer", **LINFORMER)
-    assert all(not torch.equal(after[name], values(fresh)[name]) for name in record["started"])
+    close({name: after[name] for name in before}, before, 0)
+    assert all(not torch.equal(after[name], fresh[name]) for name in record["started"])
 
 
 def test_custom_training_loop():
     """The first stage is distilled when training begins, later ones at their switch; resumption repeats it."""
 
-    def trained(model, optimizer, steps, first=0, **given):
-        schedule = hea.UptrainingSchedule(TWO)
-        records = []
+    def trained(steps, saved=None, **given):
+        """Train up to `steps`, from the step and the states that an interrupted training saved, if any."""
+        first, *states = saved or (0,)
+        model, schedule, records = classifier(first, **PLAIN), hea.UptrainingSchedule(TWO), []
         schedule.step(model, None, max(0, first - 1))
-        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for target, state in zip((model, optimizer), states, strict=False):
+            target.load_state_dict(state)
         for step in range(first, steps):
             records.append(schedule.step(model, optimizer, step, batches(), **given))
             model(**one_batch()).loss.backward()
             optimizer.step(), optimizer.zero_grad()
-        return optimizer, records
+        return model, optimizer, records
 
-    whole = classifier(**PLAIN)
-    optimizer, records = trained(whole, None, 6)
+    whole, optimizer, records = trained(6)
     assert [record and (record["step"], record["to"], record["distillation"]["steps"]) for record in records] == [
         None, None, None, (3, "flurka_linear", 10), None, None]  # fmt: skip
     assert records[3]["from"] == "linformer" and len(records[3]["started"]) == len(records[3]["carried"]) == 4
     # The projections keep their optimizer state.
     assert all(int(optimizer.state[learned_parameters(whole)[name]]["step"]) == 6 for name in records[3]["carried"])
     for first in (1, 3):
-        model = classifier(**PLAIN)
-        saved, _ = trained(model, None, first)
-        weights, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(saved.state_dict())
-        again, schedule = classifier(1, **PLAIN), hea.UptrainingSchedule(TWO)
-        schedule.step(again, None, first - 1)
-        again.load_state_dict(weights)
-        optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
-        optimizer.load_state_dict(moments)
-        _, later = trained(again, optimizer, 6, first)
+        model, optimizer, _ = trained(first)
+        again, _, later = trained(6, (first, model.state_dict(), optimizer.state_dict()))
         assert [x and x["distillation"] for x in later] == [x and x["distillation"] for x in records[first:]]
-        assert all(torch.equal(p, values(whole)[name]) for name, p in again.named_parameters())
-    slow = classifier(**PLAIN)
-    _, other = trained(slow, None, 4, options=DistillationOptions(learning_rate=1e-4))
+        close(values(again), values(whole), 0)
+    *_, other = trained(4, options=DistillationOptions(learning_rate=1e-4))
     assert other[3]["distillation"]["last_loss"] > records[3]["distillation"]["last_loss"]
-
-
-def test_missing_batches_are_refused():
-    schedule, model = hea.UptrainingSchedule(TWO), classifier()
-    schedule.step(model, None, 0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(hea.UnsupportedAttentionError, match="no batches to distill 'flurka_linear'"):
-        schedule.step(model, optimizer, 1)
-    with pytest.raises(hea.UnsupportedAttentionError, match="no iterator"):
-        schedule.step(model, optimizer, 3, iter(batches()))
-    options = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps=1))
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"leave out options\.finetuning"):
-        schedule.step(model, optimizer, 3, batches(), options)
 
 
 @pytest.mark.parametrize("sentence", ["computes them exactly", "layer.1.* values that are not finite"])
@@ -232,25 +222,9 @@ def test_random_states_and_modes_stay():
     assert seen[:3] == seen[3:] and len(seen) == 6
 
 
-class Order(transformers.TrainerCallback):
-    """Records the samples of each forward pass of the training, and the random state before it."""
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.samples, self.draws = [], []
-        model.register_forward_pre_hook(self.note, with_kwargs=True)
-
-    def note(self, model, args, kwargs):
-        if model.training:
-            self.samples.append(kwargs["input_ids"].tolist())
-            self.draws.append(torch.get_rng_state().tolist())
-
-
 def distilled(trainer) -> list[tuple]:
-    return [
-        (entry["step"], entry.get("uptraining_stage"), entry["distillation_steps"])
-        for entry in trainer.state.log_history
-        if "distillation_steps" in entry
-    ]
+    log = [entry for entry in trainer.state.log_history if "distillation_steps" in entry]
+    return [(entry["step"], entry["uptraining_stage"], entry["distillation_steps"]) for entry in log]
 
 
 @pytest.mark.parametrize(
@@ -258,24 +232,28 @@ def distilled(trainer) -> list[tuple]:
 )
 def test_callback(own, tmp_path):
     """Only the distilled parameters differ from a run without it: data and random states are those of the training."""
-    options = {"save_strategy": "steps", "save_steps": 2}
 
-    def trained(folder, stages, resume=None, seed=0):
+    def trained(folder, stages):
         given = {"distillation_batches": batches()} if own and stages is TWO else {}
+        model, seen = classifier(), []
+
+        def note(model, args, kwargs):
+            if model.training:
+                seen.append((kwargs["input_ids"].tolist(), torch.get_rng_state().tolist()))
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
         callback = hea.UptrainingCallback(stages, **given)
-        trainer = trainer_of(folder, None, classifier(seed), steps=5, callbacks=[callback, order := Order()], **options)
-        trainer.train(resume_from_checkpoint=resume and str(folder / resume))
-        return trainer, order
+        trainer = trainer_of(folder, None, model, steps=5, callbacks=[callback])
+        trainer.train()
+        return trainer, seen
 
     plain, order = trained(tmp_path / "plain", [("linformer", 3, LINFORMER), ("flurka_linear", None, HEDGEHOG)])
     whole, again = trained(tmp_path / "whole", TWO)
-    assert again.samples == order.samples and again.draws == order.draws
-    assert losses(whole) != losses(plain) and switches(whole) == switches(plain) == [(3, "linformer", "flurka_linear")]
+    assert again == order and len(order) == 5
+    assert losses(whole) != losses(plain) and losses(whole)[:3] == losses(plain)[:3]
+    for trainer in (whole, plain):
+        assert switches(trainer.state.log_history) == [(3, "linformer", "flurka_linear")]
     assert distilled(whole) == [(3, "flurka_linear", 10)]
-    for resume in ("checkpoint-2", "checkpoint-4"):
-        again, _ = trained(tmp_path / "whole", TWO, resume, seed=1)
-        assert losses(again) == losses(whole) and distilled(again) == distilled(whole)
-        assert all(torch.equal(p, values(whole.model)[name]) for name, p in again.model.named_parameters())
 
 
 def test_training_options(tmp_path):
@@ -288,22 +266,17 @@ def test_training_options(tmp_path):
     assert entry["distillation_last_loss"] < entry["distillation_first_loss"]
 
 
-def test_refusals_of_the_callback(tmp_path):
-    fixed = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"'flurka_performer' has distill=5.* the stage before"):
-        trainer_of(tmp_path, fixed)
-
+def test_a_training_set_that_can_only_be_iterated_needs_other_batches(tmp_path):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(samples())
 
     stages = [("sdpa", 1), ("linear", None, {**HEDGEHOG, "distill": 2})]
-    trainer = trainer_of(tmp_path, stages)
-    trainer.train_dataset = Stream()
+    trainer = trainer_of(tmp_path, stages, data=Stream())
     with pytest.raises(hea.UnsupportedAttentionError, match=r"\(Stream\) can only be iterated.*distillation_batches="):
         trainer.train()
-    trainer = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], steps=2)
-    trainer.train_dataset = Stream()
+    callback = hea.UptrainingCallback(stages, batches())
+    trainer = trainer_of(tmp_path, None, callbacks=[callback], steps=2, data=Stream())
     trainer.train()
     assert distilled(trainer) == [(1, "linear", 2)]
 
