@@ -8,27 +8,19 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from commands import command, interrupt, read, run_json, save, shown
 from hf_efficient_attn import analysis
 from hf_efficient_attn.evaluation import analyze, calibration, capture, pictures
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
-from test_benchmark_command import (  # noqa: F401 (fixtures)
-    _short,
-    command,
-    figures,
-    made,
-    photographs,
-    run_json,
-    text,
-    tokenizer_for,
-)
 from tiny_models import tiny_batch, tiny_model
 
 WINDOW = {"methods": [hea.LongformerConfig()], "budgets": [8], "max_error": 9.0}
+QUICK = ("--methods", "longformer", "--budgets", "16", "--rows", 1, "--max-error", "9")
 
 
-def test_analysis_of_every_head(made, text, capsys):  # noqa: F811
+def test_analysis_of_every_head(made, text, capsys):
     source = made("bert")
     result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 2, "--budgets", "8,16",
                       "--methods", "longformer,nystromformer")  # fmt: skip
@@ -64,15 +56,13 @@ def test_padding_does_not_count_in_an_analysis():
 
 
 @pytest.fixture
-def flat(made, text, tmp_path):  # noqa: F811
+def flat(made, text, tmp_path):
     """Arguments for a model whose second layer computes the mean of all values, which landmarks represent exactly."""
     model = transformers.BertModel.from_pretrained(made("bert"))
     with torch.no_grad():
         model.encoder.layer[1].attention.self.query.weight.zero_()
         model.encoder.layer[1].attention.self.query.bias.zero_()
-    folder = tmp_path / "a model"
-    model.save_pretrained(folder)
-    tokenizer_for("bert").save_pretrained(folder)
+    folder = save(tmp_path / "a model", model)
     return ["analyze", folder, "--data", text, "--length", 60, "--rows", 2, "--budgets", "4,8"]
 
 
@@ -85,9 +75,8 @@ def test_the_command_applies_the_recommendation(flat, tmp_path, capsys):
     assert chosen.items() <= one.items() and one["error"] < 1e-3 and best["exact_layers"] == [0]
     assert (best["columns"], best["keys"]) == ((4 + 60) / 2, 60)
     assert best["speed_up"] > 0 and 0 <= best["output_error"] < 0.1
-    assert result["calibrated"] == {
-        "method": "nystromformer", "num_landmarks": 2, "layers": [1], "calibrated_length": 60, "version": 2,
-    }  # fmt: skip
+    settings = {"num_landmarks": 2, "layers": [1], "calibrated_length": 60, "version": 2}
+    assert result["calibrated"] == {"method": "nystromformer", **settings}
     written, _, words = result["command"].partition(" > calibrated.json && ")
     assert shlex.split(written)[:2] == ["printf", "%s"] and json.loads(shlex.split(written)[2]) == result["calibrated"]
     assert shlex.split(words) == ["hf-efficient-attn", "convert", str(flat[1]), "--config", "calibrated.json",
@@ -108,8 +97,7 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
     result = run_json(capsys, *flat, "--methods", "nystromformer", "--output", inside)
     words, mine = shlex.split(result["command"]), inside / "analysis-1.json"
     assert words[words.index("--config") + 1] == str(mine)
-    written = json.loads(mine.read_text())
-    assert written == result and written["machine"]["dtype"] == "float32"
+    assert json.loads(mine.read_text()) == result and result["machine"]["dtype"] == "float32"
     assert (inside / "analysis.json").read_text() == "theirs"
     assert command(*words[1:-1], tmp_path / "out") == 0
     settings = transformers.AutoModel.from_pretrained(tmp_path / "out").config.efficient_attention
@@ -120,19 +108,9 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
 
 
 def test_nothing_is_recommended(flat, capsys):
-    assert command(*flat, "--methods", "longformer", "--calibrate", "1e-7") == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(shown(capsys, *flat, "--methods", "longformer", "--calibrate", "1e-7").out.split())
     assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
     assert "hf-efficient-attn convert" not in out
-
-
-def test_extended_positions_are_part_of_the_command(made, text, capsys):  # noqa: F811
-    arguments = ["analyze", made("bert"), "--data", text, "--rows", 1, "--budgets", "16", "--methods", "longformer",
-                 "--max-error", "9"]  # fmt: skip
-    result = run_json(capsys, *arguments, "--length", 140)
-    assert result["max_length"] == 140 and "has 128 positions" in result["notes"][0]
-    assert "--max-length 140" in result["command"]
-    assert "--max-length" not in run_json(capsys, *arguments, "--length", 100)["command"]
 
 
 def test_one_choice_saves_the_most():
@@ -154,7 +132,7 @@ def test_one_choice_saves_the_most():
     assert calibration.choose_one(table, candidates, 0.01, 100) == {}
 
 
-def test_both_recommendations_keep_one_limit(made, text, capsys):  # noqa: F811
+def test_both_recommendations_keep_one_limit(made, text, capsys):
     arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 2, "--budgets", "16,32"]
     one, each = (
         run_json(capsys, *arguments, option, "0.6")["recommended"] for option in ("--max-error", "--calibrate")
@@ -165,18 +143,19 @@ def test_both_recommendations_keep_one_limit(made, text, capsys):  # noqa: F811
     assert set(one["exact_layers"]) >= set(each["exact_layers"])
 
 
-def test_default_length(made, tmp_path, capsys, photographs, monkeypatch):  # noqa: F811
+def test_default_length(made, tmp_path, capsys, photographs, monkeypatch):
     """2,048 tokens, or the whole text; pictures are resized."""
     words = tmp_path / "short.txt"
     words.write_text(" ".join(f"w{i * i % 50}" for i in range(98)))
-    arguments = ["--methods", "longformer", "--budgets", "16", "--rows", 1, "--max-error", "9"]
-    short = run_json(capsys, "analyze", made("bert"), "--data", words, *arguments)
+    short = run_json(capsys, "analyze", made("bert"), "--data", words, *QUICK)
     assert short["tokens"] == 100 and "has only 100 tokens" in short["notes"][0]
+    assert short["max_length"] is None and "--max-length" not in short["command"]
     monkeypatch.setattr(analyze, "DEFAULT_LENGTH", 256)
     words.write_text(" ".join(f"w{i * i % 50}" for i in range(500)))
-    long = run_json(capsys, "analyze", made("bert"), "--data", words, *arguments)
+    long = run_json(capsys, "analyze", made("bert"), "--data", words, *QUICK)
     assert long["tokens"] == long["calibrated"]["calibrated_length"] == long["max_length"] == 256
-    pictures = run_json(capsys, "analyze", made("deit", True), "--data", photographs, *arguments)
+    assert "has 128 positions" in long["notes"][0] and "--max-length 256" in long["command"]
+    pictures = run_json(capsys, "analyze", made("deit", True), "--data", photographs, *QUICK)
     assert pictures["pixels"] == 64 and pictures["tokens"] == 16**2 + 2
     assert "64 x 64 pixels" in pictures["notes"][0]
 
@@ -202,27 +181,24 @@ def test_a_method_that_stores_the_limit_is_recommended():
     assert (one["attention"], one["method"], one["settings"]) == ("auto", "auto", {"columns": 16, "max_error": 9.0})
 
 
-def test_rows_as_they_finish():
-    events = []
-    callbacks = {
-        "on_begin": lambda about: events.append(about["tokens"]),
-        "on_row": lambda row: events.append(row["layer"]),
-    }
-    analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW, execution=Execution(**callbacks))
+def test_rows_as_they_finish_and_a_limit_of_time():
+    events, given = [], (tiny_model("bert"), tiny_batch("bert"))
+    options = {**WINDOW, "budgets": [8, 70, 99]}  # 70 tokens cost as much exactly
+    callbacks = [lambda row: events.append(row["layer"]), lambda about: events.append(about["tokens"])]
+    assert analyze.analyze(*given, **options, execution=Execution(None, *callbacks))["budgets"] == [8]
     assert events == [70, 0, 1]
+    found = analyze.analyze(*given, **WINDOW, execution=Execution(1e-9))
+    assert [entry["layer"] for entry in found["layers"]] == [0] and found["left_out"] == [1]
+    assert found["recommended"]["exact_layers"] == [1]
 
 
-def _interrupt(*arguments):
-    raise KeyboardInterrupt
-
-
-def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):
     errors = capture.Call.errors
 
-    def interrupt(call, config, *rest):
-        return _interrupt() if call.layer == 1 else errors(call, config, *rest)
+    def in_layer_1(call, *rest):
+        return interrupt() if call.layer == 1 else errors(call, *rest)
 
-    monkeypatch.setattr(capture.Call, "errors", interrupt)
+    monkeypatch.setattr(capture.Call, "errors", in_layer_1)
     model = tiny_model("bert").train()
     with pytest.raises(Interrupted) as raised:
         analyze.analyze(model, tiny_batch("bert"), **WINDOW)
@@ -233,19 +209,17 @@ def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys,
     assert [entry["layer"] for entry in result["recommended"]["layers"]] == [0]
     assert result["recommended"]["exact_layers"] == [1]
     pytest.importorskip("matplotlib")
-    arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--methods", "longformer",
-                 "--budgets", "16", "--max-error", "9", "--output", tmp_path / "out"]  # fmt: skip
-    assert command(*arguments) == 130
-    out, err = capsys.readouterr()
+    line = ["analyze", made("bert"), "--data", text, "--length", 60, *QUICK, "--output", tmp_path / "out"]
+    out, err = shown(capsys, *line, status=130)
     assert "| 0     |" in out and "| 1     |" not in out
     assert "Layers that were not measured and stay exact: 1." in out
     assert err == "error: interrupted\n"
-    written = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    written = read(tmp_path / "out", "analysis.json")
     assert not written["complete"] and written["source"]
 
 
 def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
-    monkeypatch.setattr(analyze, "measure_speed", _interrupt)
+    monkeypatch.setattr(analyze, "measure_speed", interrupt)
     with pytest.raises(Interrupted) as raised:
         analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW)
     result = raised.value.result
@@ -253,27 +227,17 @@ def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
     assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
 
 
-def test_minutes_leave_out_layers():
-    found = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW, execution=Execution(1e-9))
-    assert [entry["layer"] for entry in found["layers"]] == [0] and found["left_out"] == [1]
-    assert found["recommended"]["exact_layers"] == [1]
-
-
 # text and pictures
 
 
 def test_the_report(flat, capsys):
-    assert command(*flat, "--methods", "nystromformer,longformer", "--max-error", "0.1") == 0
-    out, err = capsys.readouterr()
+    out, err = shown(capsys, *flat, "--methods", "nystromformer,longformer", "--max-error", "0.1")
     assert err == ""
     model, about, *_ = out.splitlines()
     assert model == f"{flat[1].parent.name}/a model, words.txt, 2 texts of 60 tokens"
     assert about.endswith(", cpu, float32")
     assert "| layer | stable rank | tail/head |" in out
-    recommended = (
-        "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 columns"
-    )
-    assert recommended in out
+    assert "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 c" in out
     assert "    0: exact\n" in out
     assert "costs as much as 32 keys per query instead of 60" in out
     saves = "this saves nothing" not in out
@@ -291,7 +255,7 @@ def drawn(num_layers, num_heads, errors=(0.3, 7.0), properties=True):
             "data": {"name": "book.txt", "rows": 4}}  # fmt: skip
 
 
-def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):  # noqa: F811
+def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):
     from matplotlib.colors import LogNorm
 
     pictures.draw_analysis(drawn(3, 4), tmp_path / "a.png")
@@ -306,30 +270,3 @@ def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):  # noq
     pictures.draw_analysis(drawn(13, 2, errors=(0.2,), properties=False), tmp_path / "a.png")
     images = [axes.images[0] for axes in figures[1].axes if axes.get_title().startswith("m0")]
     assert {image.norm.vmax for image in images} == {0.2}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--data"),
-        (["--data", "TEXT", "--methods", "nystromformer"], "Methods that have one: "),
-        (["--data", "TEXT", "--methods", "longformer", "--max-error", "0"], "max_error"),
-        (["--data", "TEXT", "--length", "60", "--calibrate", "-1"], "max_error"),
-        (["--data", "TEXT", "--length", "60", "--budgets", "64"], "save nothing"),
-        (["--data", "TEXT", "--length", "999999999999"], "give more text"),
-        (["--data", "TEXT", "--max-error", "0.1", "--calibrate", "0.2"], "two limits"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_analysis_refused(arguments, message, made, text, capsys):  # noqa: F811
-    words = [text if word == "TEXT" else word for word in arguments]
-    assert command("analyze", made("gpt2", True), *words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert message in err
-
-
-def test_budgets_beyond_the_length_are_left_out():
-    result = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **{**WINDOW, "budgets": [16, 70, 99]})
-    assert result["budgets"] == [16]

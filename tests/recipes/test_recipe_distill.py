@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from test_benchmark_command import command, made, text  # noqa: F401 (fixtures)
+from commands import command, made, text  # noqa: F401 (fixtures)
 
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
