@@ -18,11 +18,6 @@ from hf_efficient_attn.methods import learns
 METHODS = hea.available_methods()
 
 
-def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsys):
-    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
-    assert "\nmodule: my_file\n" in shown(capsys, "info", "kdeformer").out
-
-
 def test_help_and_version(capsys):
     out = shown(capsys).out
     assert "Usage: hf-efficient-attn" in out and all(name in out for name in ("methods", "info", "demo"))

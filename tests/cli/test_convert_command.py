@@ -68,23 +68,16 @@ def test_conversion_and_back(family, method, tmp_path):
     assert bool(done["parameters"]["new"]) == (method != "longformer")
     assert same(before, {name: after[name] for name in before})
     assert done["architecture"] == cls.__name__
-    loaded, inputs = cls.from_pretrained(tmp_path / "converted").eval(), tiny_batch(family)
+    found, inputs = {}, tiny_batch(family)
+    exec(done["load"], found)
+    loaded = found["model"].eval()
     converted = hea.convert(cls.from_pretrained(source), method, **hyperparameters).eval()
-    assert loaded.config._attn_implementation == method
+    assert type(loaded) is cls and loaded.config._attn_implementation == method
     assert torch.equal(output(loaded, inputs), output(converted, inputs))
     back = convert_checkpoint(tmp_path / "converted", tmp_path / "back", "sdpa")
     assert same(before, tensors(tmp_path / "back")) and read(tmp_path / "back") == read(source)
     assert back["parameters"]["dropped"] == done["parameters"]["new"] and not back["parameters"]["new"]
     assert back["load"].startswith("from transformers") and done["load"].startswith("import hf_efficient_attn")
-
-
-def test_the_reported_lines_load_the_result(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = convert_checkpoint("source", "out", "linear")
-    found = {}
-    exec(done["load"], found)
-    assert type(found["model"]) is transformers.BertForMaskedLM
-    assert found["model"].config._attn_implementation == "linear"
 
 
 def test_every_tensor_keeps_its_dtype_and_none_is_lost(source, tmp_path):
@@ -101,11 +94,9 @@ def test_every_tensor_keeps_its_dtype_and_none_is_lost(source, tmp_path):
     assert any("cls.seq_relationship.weight" in note for note in done["notes"])
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "made": "by hand"}
-
-
-def test_learned_parameters_have_the_dtype_of_the_checkpoint(tmp_path):
-    tiny_model("bert").bfloat16().save_pretrained(tmp_path / "source")
-    linformer(tmp_path / "source", tmp_path / "out")
+    # Learned parameters have the dtype of the others.
+    tiny_model("bert").bfloat16().save_pretrained(tmp_path / "half")
+    linformer(tmp_path / "half", tmp_path / "out", force=True)
     assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert read(tmp_path / "out")["dtype"] == "bfloat16"
 
@@ -197,38 +188,33 @@ def test_the_origin_is_carried_on(source, tmp_path, capsys):
     assert "efficient_attention.json: install: give" in refused(capsys, *line, "--force")
 
 
-def test_extended_positions(tmp_path):
-    source = save(tmp_path / "source", "roberta")
-    done = linformer(source, tmp_path / "out", max_length=300)
-    model = transformers.RobertaForMaskedLM.from_pretrained(tmp_path / "out").eval()
-    output(model, tiny_batch("roberta", length=300))
-    reference = hea.extend_positions(transformers.RobertaForMaskedLM.from_pretrained(source), 300)
-    assert same(hea.convert(reference, "linformer", projection_dim=8).state_dict(), model.state_dict())
-    (grown,) = [name for name in done["parameters"]["new"] if "learned" not in name]
-    before, after = tensors(source), tensors(tmp_path / "out")
-    assert all(torch.equal(before[name], after[name]) for name in before if name != grown)
-
-
-def test_a_repeated_table_is_compared_with_the_trained_one(tmp_path, capsys):
+def test_extended_positions(tmp_path, capsys):
     source, note = save(tmp_path / "source", "roberta"), "the table of 128 positions is repeated {} times"
     (source / "tokenizer_config.json").write_text('{"model_max_length": 128, "unk_token": "[UNK]"}')
 
-    def card(source, name, *options):
-        line = ("convert", tmp_path / source, "--method", "linear", *options, "-o", tmp_path / name)
+    def card(source, name, method, *options):
+        line = ("convert", tmp_path / source, "--method", method, *options, "-o", tmp_path / name)
         out = shown(capsys, *line).out
         return (tmp_path / name / "README.md").read_text(), out
 
-    text, out = card("source", "same", "--max-length", 128)
+    text, out = card("source", "same", "linear", "--max-length", 128)
     assert "extended" not in text and "is repeated" not in out
-    text, out = card("source", "first", "--max-length", 320)
+    text, out = card("source", "first", "linformer:projection_dim=8", "--max-length", 320)
     assert note.format(2.5) in out and "model_max_length 320 in place of 128" in out
     assert "the position table was extended from 128 to 320 tokens" in text
     values = read(tmp_path / "first", "tokenizer_config.json")
     assert values == {"model_max_length": 320, "unk_token": "[UNK]"}
+    model = transformers.RobertaForMaskedLM.from_pretrained(tmp_path / "first")
+    output(model, tiny_batch("roberta", length=320))
+    reference = hea.extend_positions(transformers.RobertaForMaskedLM.from_pretrained(source), 320)
+    assert same(hea.convert(reference, "linformer", projection_dim=8).state_dict(), model.state_dict())
+    before, after = tensors(source), tensors(tmp_path / "first")
+    changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    assert changed == ["roberta.embeddings.position_embeddings.weight"]
     # The second conversion compares with what was trained, not with the table that it finds.
-    text, out = card("first", "second", "--max-length", 640)
+    text, out = card("first", "second", "linear", "--max-length", 640)
     assert note.format(5) in out and "extended from 128 to 640 tokens" in text
-    text, out = card("first", "third")
+    text, out = card("first", "third", "linear")
     assert "is repeated" not in out and "extended from 128 to 320 tokens" in text
 
 

@@ -48,8 +48,8 @@ def test_every_command_imports_the_file_first(name, capsys, tmp_path):
 def test_a_method_of_ones_own_in_the_commands(made, tmp_path, capsys):
     assert "unknown attention method 'random_keys'" in refused(capsys, "info", "random_keys")
     own = ("--import", EXAMPLE)
-    about = run_json(capsys, "info", "random_keys", *own)
-    assert about["config_class"] == "RandomKeysConfig"
+    about = shown(capsys, "info", "random_keys", *own).out
+    assert {"config class: RandomKeysConfig", "module: random_keys"} <= set(about.splitlines())
     assert "random_keys" in [entry["name"] for entry in run_json(capsys, "methods", *own)]
     out, small = tmp_path / "out", ("--set", "num_samples=16")
     done = run_json(capsys, "convert", made("bert"), "--method", "random_keys", *small, "-o", out, *own)
