@@ -107,12 +107,6 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
     assert settings.for_layer(1) == hea.NystromformerConfig(num_landmarks=2) and settings.for_layer(0) is None
 
 
-def test_nothing_is_recommended(flat, capsys):
-    out = " ".join(shown(capsys, *flat, "--methods", "longformer", "--calibrate", "1e-7").out.split())
-    assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
-    assert "hf-efficient-attn convert" not in out
-
-
 def test_one_choice_saves_the_most():
     errors = {("longformer", 9): (0.05, 0.5, 0.5), ("kdeformer", 16): (0.05, 0.06, 0.5)}  # of the layers
     candidates = [calibration.Candidate(columns, make_config(label).with_budget(columns)) for label, columns in errors]
@@ -172,15 +166,6 @@ def test_properties_of_the_first_input_if_it_is_short(monkeypatch):
     assert all(entry["errors"]["longformer"]["8"] for entry in long["layers"])
 
 
-# rows as they finish, interruption, limit of time
-
-
-def test_a_method_that_stores_the_limit_is_recommended():
-    options = {"methods": [make_config("auto")], "budgets": [16], "max_error": 9.0}
-    (one, _) = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **options)["recommended"]["layers"]
-    assert (one["attention"], one["method"], one["settings"]) == ("auto", "auto", {"columns": 16, "max_error": 9.0})
-
-
 def test_rows_as_they_finish_and_a_limit_of_time():
     events, given = [], (tiny_model("bert"), tiny_batch("bert"))
     options = {**WINDOW, "budgets": [8, 70, 99]}  # 70 tokens cost as much exactly
@@ -193,41 +178,37 @@ def test_rows_as_they_finish_and_a_limit_of_time():
 
 
 def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):
+    """All of them, if it comes during the last measurement."""
     errors = capture.Call.errors
+
+    def interrupted_in(owner, name, function):
+        model = tiny_model("bert").train()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, function)
+            with pytest.raises(Interrupted) as raised:
+                analyze.analyze(model, tiny_batch("bert"), **WINDOW)
+        assert model.training and model.config._attn_implementation == "sdpa"
+        return raised.value.result
 
     def in_layer_1(call, *rest):
         return interrupt() if call.layer == 1 else errors(call, *rest)
 
-    monkeypatch.setattr(capture.Call, "errors", in_layer_1)
-    model = tiny_model("bert").train()
-    with pytest.raises(Interrupted) as raised:
-        analyze.analyze(model, tiny_batch("bert"), **WINDOW)
-    assert model.training and model.config._attn_implementation == "sdpa"
-    result = raised.value.result
+    result = interrupted_in(analyze, "measure_speed", interrupt)
+    assert (result["complete"], result["left_out"]) == (True, [])
+    assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
+    result = interrupted_in(capture.Call, "errors", in_layer_1)
     assert [entry["layer"] for entry in result["layers"]] == [0]
     assert (result["complete"], result["left_out"]) == (False, [1])
     assert [entry["layer"] for entry in result["recommended"]["layers"]] == [0]
     assert result["recommended"]["exact_layers"] == [1]
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(capture.Call, "errors", in_layer_1)
     line = ["analyze", made("bert"), "--data", text, "--length", 60, *QUICK, "--output", tmp_path / "out"]
     out, err = shown(capsys, *line, status=130)
-    assert "| 0     |" in out and "| 1     |" not in out
+    assert err == "error: interrupted\n" and "| 0     |" in out and "| 1     |" not in out
     assert "Layers that were not measured and stay exact: 1." in out
-    assert err == "error: interrupted\n"
     written = read(tmp_path / "out", "analysis.json")
     assert not written["complete"] and written["source"]
-
-
-def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
-    monkeypatch.setattr(analyze, "measure_speed", interrupt)
-    with pytest.raises(Interrupted) as raised:
-        analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW)
-    result = raised.value.result
-    assert (result["complete"], result["left_out"]) == (True, [])
-    assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
-
-
-# text and pictures
 
 
 def test_the_report(flat, capsys):
@@ -243,6 +224,9 @@ def test_the_report(flat, capsys):
     saves = "this saves nothing" not in out
     assert "Measured here: attention is " in out
     assert f"To apply it{'' if saves else ' all the same'}:\n    printf " in out
+    out = " ".join(shown(capsys, *flat, "--methods", "longformer", "--calibrate", "1e-7").out.split())
+    assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
+    assert "hf-efficient-attn convert" not in out
 
 
 def drawn(num_layers, num_heads, errors=(0.3, 7.0), properties=True):

@@ -150,17 +150,11 @@ def test_the_demo(made, tmp_path, monkeypatch, capsys):
 @pytest.mark.exhaustive
 def test_the_demo_of_minilm(minilm, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    line = ["demo", "--length", "512,1024", "--threads", "1", "--plot", tmp_path / "demo.png"]
-    result = run_json(capsys, *line)  # no progress bars, since stderr is not a terminal
+    result = run_json(capsys, "demo", "--length", "512,1024", "--plot", tmp_path / "demo.png")
     measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
-    chunks = measured.pop(("sdpa, chunks of 512", 1024))
-    assert chunks["speed_up"] > 0.5 and 0.8 < chunks["agreement"] < 0.999
+    assert 0.8 < measured.pop(("sdpa, chunks of 512", 1024))["agreement"] < 0.999
     assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar") for n in (512, 1024)}
     for n in (512, 1024):
-        assert measured["auto", n]["error"] < 1e-5  # below the built-in crossover
-        assert measured["auto", n]["agreement"] > 0.99999
+        assert measured["auto", n]["error"] < 1e-5 and measured["auto", n]["agreement"] > 0.99999  # short: exact
         assert 0.01 < measured["nearfar", n]["error"] < 0.2
-    assert all(row["seconds"] > 0 and -1.0001 <= row["agreement"] <= 1.0001 for row in measured.values())
-    assert len(result["summary"]) == 2
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]

@@ -186,9 +186,9 @@ def test_bound_and_spread_of_errors():
     assert calibration.spread({(0, one): {(0, 0): 0.1}}, one, 0.5) == 0.25
 
 
-def choice():
+def choice(calibrated_length=70):
     """A new one for each model, since it warns once."""
-    return hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, 70)
+    return hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, calibrated_length)
 
 
 def warnings_of(model, *batches):
@@ -268,16 +268,13 @@ def test_compiled_models_neither_warn_nor_break():
     """The length is no condition of a graph: there are as many graphs as without a calibrated length."""
     from torch._dynamo.testing import CompileCounter
 
-    graphs = []
-    for limit in (None, 70):
-        model = tiny_model("bert", num_hidden_layers=1)
-        hea.convert(model, hea.EfficientAttentionConfig("linear", None, None, limit))
+    counters = [CompileCounter(), CompileCounter()]
+    for counter, limit in zip(counters, (None, 70), strict=True):
         torch._dynamo.reset()
-        counter = CompileCounter()
+        model = hea.convert(tiny_model("bert", num_hidden_layers=1), choice(limit))
         compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
         assert warnings_of(compiled, *(tiny_batch("bert", length=length) for length in (66, 80))) == []
-        graphs.append(counter.frame_count)
-    assert graphs[0] == graphs[1] > 0
+    assert counters[0].frame_count == counters[1].frame_count > 0
     torch._dynamo.reset()
 
 
