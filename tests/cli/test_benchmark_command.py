@@ -35,6 +35,7 @@ from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
+from test_encoder_decoder import tiny
 from tiny_models import IMAGES, SMALL, tiny_model
 
 QUICK = Procedure(rounds=1, memory=False)
@@ -461,6 +462,7 @@ def test_names_and_tasks(made):
     assert name_of(dataclasses.replace(checked, hub_id="org/name")) == "org/name"
     assert [task_of(tiny_model(*key)) for key in [("bert",), ("vit",), ("roberta",)]] == ["embedding"] * 3
     assert task_of(tiny_model("distilbert", head=True)) == "masked-lm"
+    assert task_of(tiny("bart")) == "text-to-text" and task_of(tiny("bart").model) == "embedding"
 
 
 def test_number_of_passes(made, text, monkeypatch):

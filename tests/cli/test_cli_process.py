@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
+from commands import shown
 from hf_efficient_attn import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -96,17 +97,17 @@ def test_a_terminal_shows_at_once_that_the_command_works():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=environment)
     os.close(theirs)
-    shown = b""
-    while b"Loading PyTorch" not in shown:
-        shown += os.read(ours, 1000)
+    told = b""
+    while b"Loading PyTorch" not in told:
+        told += os.read(ours, 1000)
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate()
-    while b"interrupted" not in shown:
-        shown += os.read(ours, 1000)
+    while b"interrupted" not in told:
+        told += os.read(ours, 1000)
     os.close(ours)
     assert (running.returncode, out) == (130, b"")
-    assert shown.decode().split("\n")[-2].strip() == "error: interrupted"
-    assert b"Traceback" not in shown
+    assert told.decode().split("\n")[-2].strip() == "error: interrupted"
+    assert b"Traceback" not in told
 
 
 # Help and completion.
@@ -154,8 +155,7 @@ def test_completion_can_be_installed():
 def test_headers_are_bold_on_a_terminal_only(settings, is_bold, monkeypatch, capsys):
     for name, value in {"NO_COLOR": "", "TERM": "xterm", **settings}.items():
         monkeypatch.setenv(name, value)
-    assert cli.run(cli.app, ["info", "linear"], NAME) == 0
-    plain = capsys.readouterr().out
+    plain = shown(capsys, "info", "linear").out
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)

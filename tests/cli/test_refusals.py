@@ -58,6 +58,8 @@ REFUSALS = [
     ("demo --plot picture.bogus", "must end in one of"),
     ("demo --plot no/such/folder/picture.png", "its folder must exist"),
     ("crossover --method kdeformr", "Did you mean 'kdeformer'?"),
+    ("crossover --method linformer", "learned parameters"),
+    ("crossover --method auto --renew", "measured for nearfar: name nearfar"),
     ("crossover --device nowhere", f"--device nowhere: {NO_DEVICE}"),
     *((line, "takes input_features. Supported are models of text") for line in SOUND),
     # benchmark

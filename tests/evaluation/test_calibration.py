@@ -202,12 +202,9 @@ def warnings_of(model, *batches):
 @pytest.mark.parametrize("is_mix", [False, True])
 def test_the_calibrated_length_is_stored(is_mix, tmp_path):
     """In every form of the choice, through cycles of saving and loading."""
-    model = tiny_model("bert")
-    config = hea.calibrate(model, batches("bert", 2), max_error=5.0, methods=["longformer"], budgets=[16])
-    assert config.calibrated_length == 70 and "calibrated_length=70" in repr(config)
-    if is_mix:
-        mix = [{"layers": [i], "method": method} for i, method in enumerate(["longformer", "kdeformer"])]
-        config = hea.EfficientAttentionConfig(layers=mix, calibrated_length=70)
+    model, mix = tiny_model("bert"), [{"layers": [i], "method": x} for i, x in enumerate(["longformer", "kdeformer"])]
+    config = hea.EfficientAttentionConfig(layers=mix, calibrated_length=70) if is_mix else choice()
+    assert "calibrated_length=70" in repr(config)
     for values in (config.to_dict(), config.to_dict(defaults=False)):
         again = hea.EfficientAttentionConfig.from_dict(values)
         assert (again, again.calibrated_length) == (config, 70)
@@ -219,18 +216,14 @@ def test_the_calibrated_length_is_stored(is_mix, tmp_path):
         assert (written["calibrated_length"], written["version"]) == (70, 2)
         model = transformers.AutoModel.from_pretrained(tmp_path / str(turn))
         assert hea.EfficientAttentionConfig.from_dict(model.config.efficient_attention) == config
-    hea.convert(model, config.to_dict())
-    assert model.config.efficient_attention["calibrated_length"] == 70
-
-
-def test_the_length_belongs_to_what_was_calibrated():
+    # It belongs to what was calibrated, and may be absent.
     model = hea.convert(tiny_model("bert"), choice(), window_size=2)
     assert "calibrated_length" not in model.config.efficient_attention
     old = {"method": "longformer", "window_size": 3, "version": 1}
     config = hea.EfficientAttentionConfig.from_dict(old)
     assert config.calibrated_length is None
     assert config.to_dict().items() >= old.items() and "calibrated_length" not in config.to_dict()
-    assert warnings_of(hea.convert(tiny_model("bert"), config), tiny_batch("bert")) == []
+    assert warnings_of(hea.convert(model, config), tiny_batch("bert")) == []
 
 
 @pytest.mark.parametrize(
@@ -295,7 +288,7 @@ def test_calibrate_warns_if_nothing_is_saved(ratio, low, high, message, monkeypa
         warnings.simplefilter("error")
         with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
             config = hea.calibrate(model, batches("bert", 2), **options)
-    assert measured[0][2] == config
+    assert measured[0][2] == config and config.calibrated_length == 70
 
 
 def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_efficient_attn import cli
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import crossover as measuring
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import crossover
@@ -92,13 +91,6 @@ def test_every_kind_of_call_is_measured(monkeypatch):
     for name, one in found.items():
         factor = 2 if name.endswith("causal") else 1
         assert one == pytest.approx((3000 * factor, 1000 * factor), rel=0.05)
-
-
-def test_methods_without_a_crossover_are_refused():
-    with pytest.raises(UnsupportedAttentionError, match="learned parameters"):
-        measuring.measure_crossover("linformer", CPU)
-    with pytest.raises(UnsupportedAttentionError, match="measured for nearfar: name nearfar"):
-        measuring.measure_crossover("auto", CPU)
 
 
 def test_sizes_between_and_beyond_the_measured_ones():
