@@ -85,9 +85,8 @@ def test_the_command_applies_the_recommendation(flat, tmp_path, capsys):
                                   "-o", "a model-efficient"]  # fmt: skip
 
 
-def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, monkeypatch):
+def test_the_command_names_the_file_that_was_written(flat, tmp_path, figures, capsys, monkeypatch):
     """Somebody else's analysis.json appears while the model is measured. The file stores the calibrated length."""
-    pytest.importorskip("matplotlib")
     inside, work = tmp_path / "in side", analyze.analyze_checkpoint
 
     def meanwhile(*arguments, **options):

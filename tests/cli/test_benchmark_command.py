@@ -315,8 +315,7 @@ def test_peak_memory():
     assert [timing.peak_of(work) // 2**20 for _ in range(2)] == [8, 8]
 
 
-def test_table_and_files(made, text, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_table_and_files(made, text, figures, tmp_path, capsys):
     folder = tmp_path / "out"
     line = ["benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60", "--rounds", 1,
             "--batch", 3, "--data", text, "--output", folder]  # fmt: skip
@@ -492,9 +491,8 @@ def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
             raise given
 
 
-@pytest.mark.parametrize("measured", [(512,), (512, 2048, 4096)])
-def test_the_picture_names_each_line(measured, figures, tmp_path):
-    labels = [f"method {number}" for number in range(8)]
+def test_the_picture_names_each_line(figures, tmp_path):
+    measured, labels = (512, 2048, 4096), [f"method {number}" for number in range(8)]
     rows = [{"attention": "sdpa", "method": "sdpa", "length": n, "speed_up": 1.0, "error": 0.0} for n in measured]
     for number, label in enumerate(labels):
         more = {"attention": label, "method": "m", "error": 7.0 if number == 3 else 0.2}

@@ -161,8 +161,7 @@ def test_the_demo(made, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.exhaustive
-def test_the_demo_of_minilm(minilm, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_the_demo_of_minilm(minilm, figures, tmp_path, capsys):
     result = run_json(capsys, "demo", "--length", "512,1024", "--plot", tmp_path / "demo.png")
     measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
     assert 0.8 < measured.pop(("sdpa, chunks of 512", 1024))["agreement"] < 0.999

@@ -53,14 +53,7 @@ def _handles_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(autouse=True)
-def _quick(request, monkeypatch):
-    """Draw the figure in one test only."""
-    if "result" not in request.node.name:
-        monkeypatch.setattr(distill_checkpoint, "_draw", lambda result, path: path.write_bytes(b""))
-
-
-def test_the_result_is_that_of_the_library(base, made, text, tmp_path, capsys):
+def test_the_result_is_that_of_the_library(base, made, text, figures, tmp_path, capsys):
     done = run_json(capsys, *base, "-o", tmp_path / "out")
     found = done["distillation"]
     assert read(tmp_path / "out", "distillation.json") == found
