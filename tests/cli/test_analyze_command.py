@@ -230,12 +230,13 @@ def test_the_report(flat, capsys):
     assert "hf-efficient-attn convert" not in out
 
 
-def drawn(num_layers, num_heads, errors=(0.3, 7.0), properties=True):
-    layers = []
-    for layer in range(num_layers):
-        maps = {f"m{i}": {"64": [error] * num_heads, "128": [error / 2] * num_heads} for i, error in enumerate(errors)}
-        ranks = [1.0 + layer * head for head in range(num_heads)] if properties else None
-        layers.append({"layer": layer, "name": "", "stable_rank": ranks, "head_to_tail": None, "errors": maps})
+def drawn(errors=(0.3, 7.0), properties=True):
+    """A result for 3 layers of 4 heads; the error of a method halves with twice the budget."""
+    maps = {f"m{i}": {"64": [error] * 4, "128": [error / 2] * 4} for i, error in enumerate(errors)}
+    ranks = [[1.0 + layer * head for head in range(4)] if properties else None for layer in range(3)]
+    layers = [
+        {"layer": i, "name": "", "stable_rank": x, "head_to_tail": None, "errors": maps} for i, x in enumerate(ranks)
+    ]
     return {"layers": layers, "budgets": [64, 128], "tokens": 2048, "source": "org/model", "pixels": None,
             "data": {"name": "book.txt", "rows": 4}}  # fmt: skip
 
@@ -243,7 +244,7 @@ def drawn(num_layers, num_heads, errors=(0.3, 7.0), properties=True):
 def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):
     from matplotlib.colors import LogNorm
 
-    pictures.draw_analysis(drawn(3, 4), tmp_path / "a.png")
+    pictures.draw_analysis(drawn(), tmp_path / "a.png")
     one = figures[0]
     assert one._suptitle.get_text() == "org/model, book.txt, 4 texts of 2,048 tokens"
     images = {axes.get_title(): axes.images[0] for axes in one.axes if axes.images and axes.get_title()}
@@ -252,7 +253,7 @@ def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):
     assert len(errors) == 4
     assert {(image.norm.vmin, image.norm.vmax) for image in errors} == {(0.0, 1.0)}
     assert {image.colorbar.extend for image in errors} == {"max"}
-    pictures.draw_analysis(drawn(13, 2, errors=(0.2,), properties=False), tmp_path / "a.png")
+    pictures.draw_analysis(drawn(errors=(0.2,), properties=False), tmp_path / "a.png")
     images = [axes.images[0] for axes in figures[1].axes if axes.get_title().startswith("m0")]
     assert {image.norm.vmax for image in images} == {0.2}
 
