@@ -228,6 +228,8 @@ def test_the_report(flat, capsys):
     out = " ".join(shown(capsys, *flat, "--methods", "longformer", "--calibrate", "1e-7").out.split())
     assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
     assert "hf-efficient-attn convert" not in out
+    out = shown(capsys, *flat, "--methods", "nystromformer", "--max-error", "9").out
+    assert ": exact\n" not in out  # both layers are converted
 
 
 def drawn(errors=(0.3, 7.0), properties=True):

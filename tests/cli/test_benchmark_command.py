@@ -228,7 +228,8 @@ def test_lengths_beyond_the_positions_of_the_model(made, text):
 def _row(attention, speed_up, error, length=4096, spread=0.01):
     """A measurement whose rounds differ by `spread` to either side; 0 if there was a single one."""
     times = {"seconds": 1.0, "speed_up": speed_up, "speed_up_min": speed_up - spread, "speed_up_max": speed_up + spread}
-    return {"attention": attention, "length": length, "error": error, "output_error": 0.5, **times}
+    output_error = None if error == 0.2 else 0.5  # as if it could not be compared
+    return {"attention": attention, "length": length, "error": error, "output_error": output_error, **times}
 
 
 @pytest.mark.parametrize(
