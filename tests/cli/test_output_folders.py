@@ -1,30 +1,21 @@
 """Where `convert`, `benchmark` and `analyze` write: never over what others put there, and nothing half-done."""
 
-import json
 import os
 
 import pytest
 
-from hf_efficient_attn import cli
+from commands import command, interrupt, read, refused, save, tree
 from hf_efficient_attn.checkpoint import open_checkpoint
-from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.writing import replacing, write_results
 from tiny_models import tiny_model
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A checkpoint of a tiny BERT."""
-    folder = tmp_path_factory.mktemp("output-folders") / "source"
-    with quiet():
-        tiny_model("bert", head=True).save_pretrained(folder)
-    return folder
-
-
-def convert(source, output, *options):
-    return cli.run(cli.app, ["convert", str(source), "--method", "linear", "-o", str(output), *options], "convert")
+@pytest.fixture
+def convert(made):
+    """convert(output, *options) -> the arguments of a conversion to that folder."""
+    return lambda output, *options: ("convert", made("bert", True), "--method", "linear", "-o", output, *options)
 
 
 def at_the_end(monkeypatch, action):
@@ -38,12 +29,6 @@ def at_the_end(monkeypatch, action):
     monkeypatch.setattr(checkpoint_conversion, "write_card", write_and_act)
 
 
-def tree(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
-    }
-
-
 def fill(folder, **files):
     for name, text in files.items():
         path = folder / name.replace("__", "/").replace("_txt", ".txt")
@@ -54,16 +39,15 @@ def fill(folder, **files):
 # Existing folders, and files that appear during the work
 
 
-def test_existing_folders_are_replaced_only_with_force(whole, tmp_path, capsys):
+def test_existing_folders_are_replaced_only_with_force(convert, tmp_path, capsys):
     out = tmp_path / "out"
     fill(out, mine_txt="mine")
-    assert convert(whole, out) == 2
-    assert "--force" in capsys.readouterr().err and tree(out) == {"mine.txt": b"mine"}
-    assert convert(whole, out, "--force") == 0
+    assert "--force" in refused(capsys, *convert(out)) and tree(out) == {"mine.txt": b"mine"}
+    assert command(*convert(out, "--force")) == 0
     assert not (out / "mine.txt").exists() and (out / "config.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (tmp_path / "empty").mkdir()
-    assert convert(whole, tmp_path / "empty") == 0
+    assert command(*convert(tmp_path / "empty")) == 0
 
 
 @pytest.mark.parametrize(
@@ -71,33 +55,25 @@ def test_existing_folders_are_replaced_only_with_force(whole, tmp_path, capsys):
     [(None, []), ({}, []), ({"old__old_txt": "old", "changed_txt": "old"}, ["--force"])],
     ids=["new", "empty", "replaced"],
 )
-def test_what_appears_during_the_work_is_not_lost(before, options, whole, tmp_path, monkeypatch, capsys):
+def test_what_appears_during_the_work_is_not_lost(before, options, convert, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     if before is not None:
         out.mkdir()
         fill(out, **before)
     at_the_end(monkeypatch, lambda: fill(out, new_txt="mine", old__new_txt="mine", changed_txt="mine now"))
-    assert convert(whole, out, *options) == 2
-    error = capsys.readouterr().err
-    assert "something else has written" in error and "--force" in error and error.count("\n") == 1
+    error = refused(capsys, *convert(out, *options))
+    assert "something else has written" in error and "--force" in error
     mine = {"new.txt": b"mine", "old": None, "old/new.txt": b"mine", "changed.txt": b"mine now"}
     assert tree(out) == mine | ({"old/old.txt": b"old"} if before else {})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("number", range(1, 4))
-def test_nothing_is_lost_when_a_replacement_is_interrupted(number, whole, tmp_path, monkeypatch):
+def test_nothing_is_lost_when_a_replacement_is_interrupted(number, convert, tmp_path, monkeypatch):
     fill(tmp_path / "out", old_txt="old")
-    rename, calls = os.rename, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == number:
-            raise KeyboardInterrupt
-        rename(*arguments)
-
-    monkeypatch.setattr(os, "rename", interrupted)
-    status = convert(whole, tmp_path / "out", "--force")
+    rename, calls = os.rename, iter(range(1, 10))
+    monkeypatch.setattr(os, "rename", lambda *given: interrupt() if next(calls) == number else rename(*given))
+    status = command(*convert(tmp_path / "out", "--force"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert status == (130 if number < 3 else 0)
     if status:
@@ -111,40 +87,37 @@ def test_nothing_is_lost_when_a_replacement_is_interrupted(number, whole, tmp_pa
     [(OSError("disk full"), "out", 1), (KeyboardInterrupt(), "new/folders/out", 130)],
     ids=["error", "Ctrl-C"],
 )
-def test_nothing_remains_after_a_failure(failure, folder, status, whole, tmp_path, monkeypatch, capsys):
+def test_nothing_remains_after_a_failure(failure, folder, status, convert, tmp_path, monkeypatch, capsys):
     fill(tmp_path / "out", mine_txt="mine")
 
     def fail():
         raise failure
 
     at_the_end(monkeypatch, fail)
-    assert convert(whole, tmp_path / folder, "--force") == status
-    assert capsys.readouterr().err.count("\n") == 1
+    refused(capsys, *convert(tmp_path / folder, "--force"), status=status)
     assert tree(tmp_path) == {"out": None, "out/mine.txt": b"mine"}
 
 
-def test_two_conversions_to_the_same_folder(whole, tmp_path, capsys):
+def test_two_conversions_to_the_same_folder(convert, tmp_path, capsys):
     """The first one is running, or was killed while it wrote."""
     at_work = tmp_path / ".out.converting"
     fill(at_work, half_txt="half")
-    assert convert(whole, tmp_path / "out") == 2
-    assert f"or was killed: in that case delete {at_work}" in capsys.readouterr().err
+    assert f"or was killed: in that case delete {at_work}" in refused(capsys, *convert(tmp_path / "out"))
     assert tree(tmp_path) == {at_work.name: None, f"{at_work.name}/half.txt": b"half"}
-    assert convert(whole, tmp_path / "other") == 0
+    assert command(*convert(tmp_path / "other")) == 0
 
 
 # Names that cannot be used
 
 
-def test_outputs_that_would_damage_other_files_are_refused(tmp_path, capsys, monkeypatch):
-    source = tmp_path / "above" / "source"
-    with quiet():
-        tiny_model("bert").save_pretrained(source)
-    (tmp_path / "file").write_text("mine")
+def test_outputs_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
+    """They would damage other files, or are no names."""
+    source = save(tmp_path / "above" / "source", tiny_model("bert"))
+    fill(tmp_path, file="mine")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    before = sorted(tmp_path.rglob("*"))
+    before, no_name = tree(tmp_path), "the output .* is not the name of a folder.*"
     for output, message in [
         (source, "in the source"),
         (source / ".." / "source" / "inside", "in the source"),
@@ -154,29 +127,14 @@ def test_outputs_that_would_damage_other_files_are_refused(tmp_path, capsys, mon
         (tmp_path / "work", "never replaced"),
         ("", "never replaced"),
         ("/", "holds"),
+        ("\ud812x", f"{no_name}surrogates not allowed"),
+        ("a\0b", f"{no_name}embedded null"),
+        *(("x" * length, f"{no_name}File name too long") for length in (300, 245)),
+        (tmp_path / "file/a/b/out", f"{no_name}Not a directory"),
     ]:
-        assert convert(source, output, "--force") == 2
-        assert message in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("\ud812x", "surrogates not allowed"),
-        ("a\0b", "embedded null"),
-        ("x" * 300, "File name too long"),
-        ("x" * 245, "File name too long"),
-        ("file/a/b/out", "Not a directory"),
-    ],
-    ids=lambda value: ascii(value)[:12],
-)
-def test_names_that_cannot_be_used_are_the_outputs_fault(name, reason, whole, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(UnsupportedAttentionError, match=reason) as refused:
-        checkpoint_conversion.convert_checkpoint(whole, f"{tmp_path}/{name}", "linear")
-    assert str(refused.value).startswith("the output ") and "is not the name of a folder" in str(refused.value)
-    assert tree(tmp_path) == {"file": b"mine"}
+        with pytest.raises(UnsupportedAttentionError, match=message):
+            checkpoint_conversion.convert_checkpoint(source, output, "linear", force=True)
+    assert tree(tmp_path) == before
 
 
 # Full disks
@@ -184,17 +142,16 @@ def test_names_that_cannot_be_used_are_the_outputs_fault(name, reason, whole, tm
 
 # 20,000 bytes are too few for the weights, 600 for config.json, and 20 for the names of the tensors.
 @pytest.mark.parametrize("limit", [20_000, 600, 20])
-def test_a_full_disk_is_an_error_of_one_line(limit, whole, tmp_path, capsys):
+def test_a_full_disk_is_an_error_of_one_line(limit, convert, tmp_path, capsys):
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores the signal that comes with this limit, so that writing fails as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        status = convert(whole, tmp_path / "new" / "out")
+        err = refused(capsys, *convert(tmp_path / "new" / "out"), status=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    out, err = capsys.readouterr()
-    assert (status, out) == (1, "") and err.count("\n") == 1 and err.startswith("error: the output ")
+    assert err.startswith("error: the output ")
     assert "out' cannot be written: " in err and "File too large" in err
     assert list(tmp_path.iterdir()) == []
 
@@ -212,9 +169,6 @@ def test_results_on_a_full_disk(tmp_path):
     with pytest.raises(OSError, match=r"analysis\.json cannot be written: .*No space left"):
         write()
     assert tree(tmp_path) == {"analysis.json": b"old"}
-    with replacing(path) as draft:
-        draft.write_text("new")
-    assert tree(tmp_path) == {"analysis.json": b"new"}
 
 
 def test_results_do_not_replace_files_that_appeared_during_the_measurement(tmp_path):
@@ -224,7 +178,7 @@ def test_results_do_not_replace_files_that_appeared_during_the_measurement(tmp_p
     (tmp_path / "analysis.png").write_text("mine")
     written = write_results({"n": 1}, tmp_path, "analysis", draw, force=False)
     assert [path.name for path in written] == ["analysis-1.json", "analysis-1.png"]
-    assert json.loads(written[0].read_text()) == {"n": 1} and written[1].read_text() == "1"
+    assert read(tmp_path, "analysis-1.json") == {"n": 1} and written[1].read_text() == "1"
     assert (tmp_path / "analysis.png").read_text() == "mine"
     assert write_results({"n": 3}, tmp_path, "analysis", draw)[1].read_text() == "3"
 

@@ -9,10 +9,9 @@ import typer
 from transformers import AutoModel
 
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
+from commands import refused, run_json, shown
 from hf_efficient_attn.cli.common import app
 from instances import unregister
-from test_benchmark_command import command, made, run_json  # noqa: F401 (fixtures)
 from tiny_models import output, tiny_batch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -34,36 +33,23 @@ def _restored(monkeypatch):
             del sys.modules[name]
 
 
-def refusal(capsys, *arguments):
-    capsys.readouterr()
-    assert command(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1
-    return err.removeprefix("error: ").strip()
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_imports_the_file_first(name, capsys, tmp_path):
     needed = {
-        "info": ["random_keys"],
-        "export-kernel": ["random_keys", "-o", "y"],
-        "convert": ["x", "-o", "y"],
-        "distill": ["x", "--data", "y", "-o", "z", "--method", "random_keys"],
-        "push": ["x", "a/b"],
-        "benchmark": ["x"],
-        "analyze": ["x", "--data", "y"],
-    }.get(name, [])
+        "info": "random_keys", "export-kernel": "random_keys -o y", "convert": "x -o y", "push": "x a/b",
+        "distill": "x --data y -o z --method random_keys", "benchmark": "x", "analyze": "x --data y",
+    }.get(name, "").split()  # fmt: skip
     (option,) = [parameter for parameter in GROUP.commands[name].params if "--import" in parameter.opts]
     assert option.multiple and option.metavar == "FILE" and "method of your own" in option.help
     (tmp_path / "own.py").write_text("raise ValueError('reached')")
-    assert "ValueError in line 1: reached" in refusal(capsys, name, *needed, "--import", tmp_path / "own.py")
+    assert "ValueError in line 1: reached" in refused(capsys, name, *needed, "--import", tmp_path / "own.py")
 
 
-def test_a_method_of_ones_own_in_the_commands(made, tmp_path, capsys):  # noqa: F811
-    assert "unknown attention method 'random_keys'" in refusal(capsys, "info", "random_keys")
+def test_a_method_of_ones_own_in_the_commands(made, tmp_path, capsys):
+    assert "unknown attention method 'random_keys'" in refused(capsys, "info", "random_keys")
     own = ("--import", EXAMPLE)
-    about = run_json(capsys, "info", "random_keys", *own)
-    assert about["config_class"] == "RandomKeysConfig"
+    about = shown(capsys, "info", "random_keys", *own).out
+    assert {"config class: RandomKeysConfig", "module: random_keys"} <= set(about.splitlines())
     assert "random_keys" in [entry["name"] for entry in run_json(capsys, "methods", *own)]
     out, small = tmp_path / "out", ("--set", "num_samples=16")
     done = run_json(capsys, "convert", made("bert"), "--method", "random_keys", *small, "-o", out, *own)
@@ -78,7 +64,7 @@ def test_a_method_of_ones_own_in_the_commands(made, tmp_path, capsys):  # noqa: 
     plan = run_json(capsys, "push", out, "me/mine", *own)
     assert any("readers need random_keys.py" in problem for problem in plan["card_problems"])
     unregister("random_keys")
-    error = refusal(capsys, "push", out, "me/mine")
+    error = refused(capsys, "push", out, "me/mine")
     assert "unknown attention method 'random_keys'" in error and "--import FILE" in error
 
 
@@ -124,13 +110,12 @@ def test_files_that_are_refused(name, content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / name).write_text(content)
     before, path = set(hea.available_methods()), list(sys.path)
-    found = refusal(capsys, "methods", "--import", tmp_path / name)
-    assert found.startswith(f"--import {tmp_path / name}: ") and message in found
+    found = refused(capsys, "methods", "--import", tmp_path / name)
+    assert found.startswith(f"error: --import {tmp_path / name}: ") and message in found
     assert set(hea.available_methods()) == before
     assert path[: len(path)] == sys.path[: len(path)]
 
 
 def test_help_and_completion_import_nothing(tmp_path, capsys):
     (tmp_path / "own.py").write_text("raise ValueError")
-    assert cli.run(app, ["info", "--import", str(tmp_path / "own.py"), "--help"], "hf-efficient-attn") == 0
-    assert "--import FILE" in capsys.readouterr().out
+    assert "--import FILE" in shown(capsys, "info", "--import", tmp_path / "own.py", "--help").out

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,16 +25,21 @@ def gaussian_kernel(query, key):
     return torch.exp(-distance / (2 * math.sqrt(query.shape[1] - 1)))
 
 
-def test_head_to_tail_of_every_prefix_of_the_kernel_matrix():
-    query, key = normal(2, 3, 23, 6), normal(2, 3, 23, 6, seed=1)
-    found = analysis.head_to_tail(query, key, first=4)
+def test_head_and_tail_of_the_kernel_matrix(monkeypatch):
+    """The sums of every prefix, and the ratios of the n-th largest entry to the 2n-th and the next."""
+    query, key = normal(6, 23, 6), normal(6, 23, 6, seed=1)
+    found = analysis.head_to_tail(query.unflatten(0, (2, 3)), key.unflatten(0, (2, 3)), first=4)
     assert found.shape == (2, 3, 20) and found.dtype == torch.float64
-    for b in range(2):
-        for h in range(3):
-            kernel = gaussian_kernel(query[b, h], key[b, h])
-            for i in range(4, 24):
-                entries = kernel[:i, :i].flatten().sort(descending=True).values
-                assert found[b, h, i - 4].item() == pytest.approx((entries[i:].sum() / entries[:i].sum()).item())
+    ratios = analysis.order_statistics_ratio(query, key)
+    for h, head in enumerate(found.flatten(0, 1).tolist()):
+        kernel = gaussian_kernel(query[h], key[h])
+        for i in range(4, 24):
+            entries = kernel[:i, :i].flatten().sort(descending=True).values
+            assert head[i - 4] == pytest.approx((entries[i:].sum() / entries[:i].sum()).item())
+        assert ratios.to_double[h].item() == pytest.approx((entries[22] / entries[45]).item())
+        assert ratios.to_next[h].item() == pytest.approx((entries[22] / entries[23]).item())
+    monkeypatch.setattr(kernel_sparsity, "_CHUNK_ENTRIES", 1100)  # two heads of 23 x 23 at a time
+    assert torch.equal(found.flatten(0, 1), analysis.head_to_tail(query, key, first=4))
 
 
 @pytest.mark.parametrize(
@@ -54,23 +58,6 @@ def test_head_to_tail_of_known_kernels(query, key, options, expected):
     assert analysis.head_to_tail(query, key, **options).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
-def test_head_to_tail_does_not_depend_on_the_number_of_heads_at_a_time(monkeypatch):
-    query, key = normal(5, 20, 4), normal(5, 20, 4, seed=1)
-    found = analysis.head_to_tail(query, key, first=3)
-    monkeypatch.setattr(kernel_sparsity, "_CHUNK_ENTRIES", 800)  # two heads of 20 x 20 at a time
-    assert torch.equal(found, analysis.head_to_tail(query, key, first=3))
-    assert torch.equal(found[2], analysis.head_to_tail(query[2], key[2], first=3))
-
-
-def test_order_statistics_ratio():
-    query, key = normal(2, 9, 6), normal(2, 9, 6, seed=1)
-    found = analysis.order_statistics_ratio(query, key)
-    for h in range(2):
-        entries = gaussian_kernel(query[h], key[h]).flatten().sort(descending=True).values
-        assert found.to_double[h].item() == pytest.approx((entries[8] / entries[17]).item())
-        assert found.to_next[h].item() == pytest.approx((entries[8] / entries[9]).item())
-
-
 def test_softmax_matrix():
     query, key = normal(2, 4, 5, 3), normal(2, 2, 7, 3, seed=1)
     mask = torch.ones(2, 7, dtype=torch.bool)
@@ -86,11 +73,8 @@ def test_softmax_matrix():
                 row = [math.exp(sum((query[b, h, i] * key[b, h // 2, j]).tolist()) / math.sqrt(3)) for j in seen]
                 weights[b, h, i, seen] = torch.tensor(row, dtype=torch.float64) / sum(row)
     assert torch.allclose(found, weights, atol=1e-6)
-
-
-def test_rows_of_the_softmax_matrix_without_a_key_are_zero():
     found = analysis.softmax_matrix(normal(1, 1, 3, 2), normal(1, 1, 2, 2), is_causal=True)
-    assert found.sum(3).flatten().tolist() == pytest.approx([0.0, 1.0, 1.0])
+    assert found.sum(3).flatten().tolist() == pytest.approx([0.0, 1.0, 1.0])  # the first row has no key
 
 
 def test_stable_rank_and_singular_values_of_known_matrices():
@@ -101,40 +85,30 @@ def test_stable_rank_and_singular_values_of_known_matrices():
     assert analysis.stable_rank(torch.zeros(2, 3, 3)).tolist() == [0.0, 0.0]
 
 
-def test_near_field_of_a_window_is_a_band():
-    query, key = normal(1, 2, 20, 4), normal(1, 2, 20, 4, seed=1)
-    distance = torch.arange(20) - torch.arange(20)[:, None]
-    found = analysis.near_field_pairs(hea.LongformerConfig(window_size=3), query, key)
-    assert torch.equal(found, (distance.abs() <= 3).expand(1, 2, 20, 20))
-    found = analysis.near_field_pairs(hea.LongformerConfig(window_size=3), query, key, is_causal=True)
-    assert torch.equal(found, ((distance <= 0) & (distance >= -3)).expand(1, 2, 20, 20))
+NEAR_FIELDS = [
+    hea.LongformerConfig(window_size=3),
+    *(
+        config_class(block_size=6, num_samples=0, near_field=near_field)
+        for config_class in (hea.KDEformerConfig, hea.HyperAttentionConfig)
+        for near_field in ("lsh", "window", "auto")
+    ),
+]
 
 
-def test_near_field_of_a_hash_holds_similar_tokens():
-    # Tokens in four directions. Scores are in the thousands, so all weights outside a token's own cluster underflow.
-    centres = 100.0 * torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
-    cluster = torch.arange(32) % 4
-    points = (centres[cluster] + normal(32, 2))[None, None]
-    config = hea.KDEformerConfig(block_size=8, num_hashes=12, near_field="lsh")
-    found = analysis.near_field_pairs(config, points, points)
-    assert found.sum(3).flatten().tolist() == [8] * 32
-    assert found[0, 0][cluster[:, None] == cluster].float().mean() > 0.95
-
-
-@pytest.mark.parametrize("config_class", [hea.KDEformerConfig, hea.HyperAttentionConfig])
-@pytest.mark.parametrize("near_field", ["lsh", "window", "auto"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_near_field_is_what_the_method_computes_without_samples(config_class, near_field, causal):
-    config = config_class(block_size=6, num_samples=0, near_field=near_field)
+@pytest.mark.parametrize(
+    "config", NEAR_FIELDS, ids=lambda config: f"{config.method}-{getattr(config, 'near_field', '')}"
+)
+def test_near_field_is_what_the_method_computes_without_samples(config):
     query, key, value = normal(2, 2, 33, 8), normal(2, 2, 33, 8, seed=1), normal(2, 2, 33, 5, seed=2)
     mask = torch.ones(2, 33, dtype=torch.bool)
     mask[1, 25:] = False
-    options = {"attention_mask": mask, "is_causal": causal, "seed": 3}
-    pairs = analysis.near_field_pairs(config, query, key, **options)
-    scores = (query @ key.transpose(2, 3) / math.sqrt(8)).masked_fill(~pairs, -torch.inf)
-    expected = scores.softmax(3).nan_to_num(0.0) @ value
-    assert torch.allclose(hea.attention(config, query, key, value, **options), expected, atol=1e-5)
-    assert not pairs[1, :, :, 25:].any()
+    for causal in (False, True):
+        options = {"attention_mask": mask, "is_causal": causal, "seed": 3}
+        pairs = analysis.near_field_pairs(config, query, key, **options)
+        scores = (query @ key.transpose(2, 3) / math.sqrt(8)).masked_fill(~pairs, -torch.inf)
+        expected = scores.softmax(3).nan_to_num(0.0) @ value
+        assert torch.allclose(hea.attention(config, query, key, value, **options), expected, atol=1e-5)
+        assert not pairs[1, :, :, 25:].any()
 
 
 def test_residual_is_the_softmax_matrix_outside_the_near_field():
@@ -213,19 +187,19 @@ def test_attention_error_vanishes_with_the_whole_sequence_as_budget(causal, padd
 
 
 def test_attention_error_by_head_and_seed():
-    query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
+    query, key, value = (normal(2, 3, 40, 8, seed=i).requires_grad_() for i in range(3))
     options = {"block_size": 4, "num_samples": 4}
-    found = analysis.attention_error("hyperattention", query, key, value, seed=5, **options)
+    found, other = (
+        analysis.attention_error("hyperattention", query, key, value, seed=seed, **options) for seed in (5, 6)
+    )
     out = hea.attention("hyperattention", query, key, value, seed=5, **options).double()
     exact = (query.double() @ key.double().transpose(2, 3) / math.sqrt(8)).softmax(3) @ value.double()
-    for b in range(2):
-        for h in range(3):
-            error = np.linalg.norm((out - exact)[b, h].numpy(), 2) / np.linalg.norm(exact[b, h].numpy(), 2)
-            assert found.operator[b, h].item() == pytest.approx(error, rel=1e-6)
-    other = analysis.attention_error("hyperattention", query, key, value, seed=6, **options)
-    assert not torch.equal(found.operator, other.operator)
+    error = torch.linalg.matrix_norm(out - exact, 2) / torch.linalg.matrix_norm(exact, 2)
+    torch.testing.assert_close(found.operator, error.detach(), rtol=1e-6, atol=0)
+    assert not torch.equal(found.operator, other.operator) and not found.operator.requires_grad
     known = analysis.attention_error("hyperattention", query, key, value, seed=5, exact=exact, **options)
     assert torch.allclose(found.operator, known.operator)
+    assert not analysis.head_to_tail(query, key, first=2).requires_grad
 
 
 T, Q, LONG = torch.zeros(60, 2), normal(1, 1, 9, 4), torch.zeros(1, 1, 1, 1).expand(1, 1, 40000, 1)
@@ -266,10 +240,3 @@ REFUSALS = [
 def test_refusals(message, call):
     with pytest.raises(hea.UnsupportedAttentionError, match=message):
         call()
-
-
-def test_no_gradient_flows():
-    query = normal(1, 1, 60, 4).requires_grad_()
-    found = analysis.attention_error("longformer", query, query, query, window_size=3)
-    assert not found.operator.requires_grad
-    assert not analysis.head_to_tail(query, query).requires_grad

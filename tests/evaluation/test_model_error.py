@@ -1,4 +1,4 @@
-"""`hea.attention_error`: errors of a converted model, against dense attention on the same inputs."""
+"""`hea.attention_error` against dense attention on the same inputs, and how often its bound fails."""
 
 import json
 
@@ -8,9 +8,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from hf_efficient_attn.integration.masks import read_mask
+from recipe_commands import run
+from recipes.benchmarks import error_bound as recipe
 from test_encoder_decoder import tiny
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import output, tiny_batch, tiny_model
 
 KDEFORMER = hea.KDEformerConfig(block_size=4, num_samples=8, num_probes=4)
 
@@ -34,8 +37,7 @@ def dense_errors(model, batch, name):
 
     ALL_ATTENTION_FUNCTIONS[name] = look
     try:
-        with torch.no_grad():
-            model(**batch)
+        output(model, batch)
     finally:
         del ALL_ATTENTION_FUNCTIONS[name]
     return errors
@@ -87,15 +89,13 @@ def test_methods_that_pass_the_attention_function_by(family, method):
     options = {"projection_dim": 8} if method == "flurka_linear" else {}
     model = hea.convert(tiny_model(family), method, **options)
     batch = tiny_batch("bert")
-    with torch.no_grad():
-        before = model(**batch)[0]
+    before = output(model, batch)
     found = hea.attention_error(model, batch)
     assert [one.method for one in found.layers] == [method] * 2
     assert all(0.1 < one.mean < torch.inf for one in found.layers)
     forwards = [vars(module).get("forward") for module in model.modules()]
     assert any(forwards) == (method == "flurka_linear")
-    with torch.no_grad():
-        assert torch.equal(model(**batch)[0], before)
+    assert torch.equal(output(model, batch), before)
 
 
 def test_cross_attention_that_stays_exact():
@@ -146,3 +146,37 @@ def test_table_and_plain_values():
     assert plain["num_rows"] == 16
     assert plain["layers"][0]["estimate"] == first.estimate.tolist()
     assert first.bound.amax(0)[first.worst_head] == first.bound.max()
+
+
+# The recipe that measures how often the bound fails.
+
+
+def test_misses_are_counted(monkeypatch, capsys):
+    """Two layers with two heads each; the third has no error and is left out."""
+    exact = [[[0.2, 0.4]], [[0.1, 0.1]], [[0.0, 0.0]]]
+    bounds = {8: [[[0.3, 0.39]], [[0.05, 0.2]], [[0.0, 0.0]]], 16: [[[0.1, 0.3]], [[0.2, 0.2]], [[0.0, 0.0]]]}
+
+    def layers(values):
+        tensors = [torch.tensor(value, dtype=torch.float64) for value in values]
+        return tuple(LayerError(i, f"{i}", "kdeformer", 60, x, x) for i, x in enumerate(tensors))
+
+    def attention_error(model, batch, *, num_rows, seed=0):
+        return ModelError(layers(exact if num_rows is None else bounds[num_rows]), num_rows)
+
+    monkeypatch.setattr(hea, "attention_error", attention_error)
+    found = recipe.compare(torch.nn.Identity(), {}, [8, 16], 1)
+    assert [(row["rows"], row["layer"], row["missed"], row["heads_missed"]) for row in found] == [
+        (8, "0", False, 1),
+        (8, "1", False, 1),
+        (16, "0", True, 2),
+        (16, "1", False, 0),
+    ]
+    (verdict,) = recipe.show_bounds([{**row, "rows": 8, "source": "books", "tokens": 60} for row in found])
+    assert verdict.figure == 0.25
+    # One of four layers, half of the heads, and the median of bound / error.
+    assert "| 4      | 25.00% | 50.00%       | 1.20" in capsys.readouterr().out
+
+
+def test_methods_that_are_exact_are_refused(data, capsys):
+    assert run(recipe, "--data", data, "--source", "gpt2", "--tokens", 30, "--method", "kdeformer") == 2
+    assert "every method is exact here" in capsys.readouterr().err

@@ -8,13 +8,13 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from commands import command, made, text  # noqa: F401 (fixtures)
 from hf_efficient_attn.training import steps
 from hf_efficient_attn.training.data import TrainingData
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.steps import shuffled
 from recipes import distill as recipe
 from recipes import long_document
-from test_benchmark_command import command, made, text  # noqa: F401 (fixtures)
 from tiny_recipes import ROOT, launch, refuses, same_weights, write
 
 METHOD = ["--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16"]

@@ -1,0 +1,151 @@
+"""What the tests of commands share: calls of the command, and tiny checkpoints, texts and pictures to call it with."""
+
+import json
+import pathlib
+import zipfile
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import processors
+
+from converted import tiny_tokenizer
+from hf_efficient_attn import cli
+from hf_efficient_attn.checkpoint.loading import quiet
+from hf_efficient_attn.evaluation import calibration, comparison, pictures, timing
+from hf_efficient_attn.training import distill_checkpoint
+from tiny_models import IMAGES, tiny_model
+
+WORDS = [f"w{i}" for i in range(5, 55)]
+# The words have no period, which could coincide with that of masked tokens or a window.
+TEXT = " ".join(WORDS[(i * i + 3 * (i // 7)) % 50] for i in range(3000))
+NOTHING_COMPLETE = "error: interrupted before the first measurement was complete: nothing was written\n"
+
+
+def command(*arguments) -> int:
+    """The exit status of the command, which runs in this process."""
+    return cli.run(cli.app, list(map(str, arguments)), "hf-efficient-attn")
+
+
+def shown(capsys, *arguments, status: int = 0):
+    """What a command that ends with this status writes, as (out, err)."""
+    capsys.readouterr()
+    found = command(*arguments)
+    printed = capsys.readouterr()
+    assert found == status, printed.err
+    return printed
+
+
+def run_json(capsys, *arguments):
+    out, err = shown(capsys, *arguments, "--json")
+    assert err == ""
+    return json.loads(out)
+
+
+def refused(capsys, *arguments, status: int = 2) -> str:
+    """The one line that a refused command writes."""
+    out, err = shown(capsys, *arguments, status=status)
+    assert out == "" and err.startswith("error: ") and len(err.splitlines()) == 1, err
+    return err
+
+
+def interrupt(*arguments, **options):
+    """Press Ctrl-C, in place of a function."""
+    raise KeyboardInterrupt
+
+
+def read(folder, name="config.json"):
+    return json.loads((folder / name).read_text())
+
+
+def tree(folder) -> dict[str, bytes | None]:
+    """The contents of all files, and None for folders, by their paths in `folder`."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def tensors(folder):
+    """Name -> tensor, of all files."""
+    return {name: x for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}
+
+
+def same(first, second) -> bool:
+    """Whether names, dtypes and bits are equal."""
+    return first.keys() == second.keys() and all(
+        a.dtype == b.dtype and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
+        for a, b in ((tensor, second[name]) for name, tensor in first.items())
+    )
+
+
+def tokenizer_for(family):
+    tokenizer = tiny_tokenizer()
+    if family == "bert":
+        special = [("[CLS]", 2), ("[SEP]", 3)]
+        frame = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = frame
+    return tokenizer
+
+
+def save(folder, model, family="bert"):
+    """Save a model and its tokenizer or image processor -> the folder."""
+    with quiet():  # some tests check what is printed
+        model.save_pretrained(folder)
+    if family in IMAGES:
+        transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    else:
+        tokenizer_for(family).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _quick(request, monkeypatch):
+    """Time single calls, which otherwise are repeated for a tenth of a second, and draw only for tests of `figures`."""
+    for module in (calibration, comparison, timing):
+        monkeypatch.setattr(module, "calls_to_time", lambda work, first=None: 1)
+    drawings = [(pictures, "draw_benchmark"), (pictures, "draw_analysis"), (distill_checkpoint, "_draw")]
+    for module, name in drawings if "figures" not in request.fixturenames else ():
+        monkeypatch.setattr(module, name, lambda result, path: path.write_bytes(b""))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """make(family, head) -> the folder of a tiny checkpoint, which no test may change."""
+    folders = {}
+
+    def make(family, head=False):
+        if (family, head) not in folders:
+            folder = tmp_path_factory.mktemp(f"{family}-{head}")
+            folders[family, head] = save(folder, tiny_model(family, head=head), family)
+        return folders[family, head]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory) -> pathlib.Path:
+    """A zip file of six pictures."""
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = torch.Generator().manual_seed(0)
+    with zipfile.ZipFile(folder / "pictures.zip", "w") as archive:
+        for i in range(6):
+            pixels = torch.randint(256, (40, 50, 3), generator=generator, dtype=torch.uint8).numpy()
+            image.fromarray(pixels).save(folder / f"{i}.png")
+            archive.write(folder / f"{i}.png", f"class/{i}.png")
+    return folder / "pictures.zip"
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved."""
+    kind, saved = pytest.importorskip("matplotlib.figure").Figure, []
+    save = kind.savefig
+    monkeypatch.setattr(kind, "savefig", lambda figure, *rest, **more: (save(figure, *rest), saved.append(figure)))
+    return saved
