@@ -10,9 +10,9 @@ import transformers
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 import hf_efficient_attn as hea
+from each import few_methods
 from hf_efficient_attn.integration.masks import read_mask
 from instances import INSTANCES, inputs, padding_mask
-from test_generation import few_methods
 from test_model_types import REFUSALS, SAMPLE, case
 from tiny_models import SMALL
 

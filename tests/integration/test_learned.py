@@ -28,12 +28,13 @@ def convert(model, method: str, **options):
     return hea.convert(model, method, **{**LEARNING[method], **options})
 
 
-def shake(model) -> None:
+def shake(model):
     """Change every learned parameter, so that none has its start value."""
     with torch.no_grad():
         for module in learned_in(model).values():
             for parameter in module.parameters():
                 parameter += 0.3 * torch.randn_like(parameter)
+    return model
 
 
 def missing_keys(info) -> set:

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from test_generation import few_methods
+from each import few_methods
 from tiny_models import (
     DECODERS,
     RANDOM,

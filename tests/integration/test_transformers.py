@@ -14,12 +14,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
+from each import few_methods
 from hf_efficient_attn import methods
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.methods.linear import LinearConfig
-from test_generation import few_methods
 from tiny_models import (
     DECODERS,
     ENCODERS,

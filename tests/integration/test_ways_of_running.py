@@ -10,8 +10,8 @@ from torch import nn
 from torch.export import Dim
 
 import hf_efficient_attn as hea
+from each import few_methods
 from hf_efficient_attn.methods import methods_with
-from test_generation import few_methods
 from test_learned import learned_in, shake
 from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
 
