@@ -1,23 +1,37 @@
-"""Learned parameters in models: initialization, training, saving, loading, offloading, and switching the method."""
+"""Learned parameters in models, learned feature maps, and `linear` with a window that is computed exactly."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.methods import get_method
-from tiny_models import output, tiny_batch, tiny_class, tiny_config, tiny_model
+from hf_efficient_attn.ops.features import LEARNED, count_features, start_map
+from instances import inputs, numbers
+from tiny_models import FAMILIES, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
-FAMILIES = ["bert", "roberta", "distilbert", "vit", "deit"]
+Refused = hea.UnsupportedAttentionError
 LEARNING = {
     "eva": {"window_size": 8, "num_landmarks": 8, "proposal": "learned"},
     "linformer": {"projection_dim": 16, "share": "none"},
     "nystromformer": {"num_landmarks": 16, "conv_kernel_size": 3},
+    "flurka_linear": {"projection_dim": 16},
+    "flurka_performer": {"projection_dim": 16},
+    "flurka_eva": {"projection_dim": 16},
+    "linear": {"feature_map": "hedgehog", "num_features": 8, "window_size": 4},
+    "performer": {"feature_map": "t2r", "num_features": 8},
 }
 each = pytest.mark.parametrize("method", LEARNING)
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_form = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+each_map = pytest.mark.parametrize("feature_map", ["elu", *LEARNED])
+each_learned = pytest.mark.parametrize("feature_map", LEARNED)
 
 
 def learned_in(model) -> dict[str, LearnedParameters]:
@@ -37,38 +51,30 @@ def shake(model):
     return model
 
 
-def missing_keys(info) -> set:
-    return set(info["missing_keys"]) | set(info["unexpected_keys"])
+def test_every_method_that_learns_is_tested():
+    assert set(LEARNING) == {name for name in hea.available_methods() if hea.method_info(name).learned_parameters}
 
 
 @each
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_has_its_own_parameters_with_gradients(family, method):
-    model = convert(tiny_model(family), method)
-    found = list(learned_in(model).values())
-    assert len(found) == 2
-    assert set(dict(found[0].named_parameters())) == set(get_method(method).info.learned_parameters)
-    assert not {id(p) for p in found[0].parameters()} & {id(p) for p in found[1].parameters()}
-    shake(model)
-    model.train()(**tiny_batch(family, padding="right"))[0].square().mean().backward()
-    for module in found:
-        for name, parameter in module.named_parameters():
-            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-
-
-@each
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_learned_is_saved_and_loaded(family, method, tmp_path):
+@each_family
+def test_every_layer_has_its_own_parameters_which_are_trained_saved_and_loaded(family, method, tmp_path):
     model, inputs = convert(tiny_model(family, head=True), method), tiny_batch(family, padding="right")
+    first, second = learned_in(model).values()
+    assert set(first.tensors()) <= set(get_method(method).info.learned_parameters)
+    assert first.tensors().keys() == second.tensors().keys()
+    assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}
     start = output(model, inputs)
-    shake(model)
-    first = output(model, inputs)
-    assert not torch.equal(first, start)
+    found = output(shake(model), inputs)
+    assert not torch.equal(found, start)
     for turn in range(2):
         model.save_pretrained(tmp_path / str(turn))
         model, info = tiny_class(family, head=True).from_pretrained(tmp_path / str(turn), output_loading_info=True)
-        assert not missing_keys(info)
-        assert torch.equal(output(model, inputs), first)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert torch.equal(output(model, inputs), found)
+    model.train()(**inputs)[0].square().mean().backward()
+    for module in learned_in(model).values():
+        for name, parameter in module.named_parameters():
+            assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
 
 
 @each
@@ -88,17 +94,6 @@ def test_a_checkpoint_without_learned_parameters_starts_as_conversion_does(metho
             assert torch.equal(parameter, expected)
     inputs = tiny_batch("bert", padding="right")
     assert torch.equal(output(loaded, inputs), output(converted, inputs))
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_learned_parameters_of_decoders(family):
-    model, inputs = convert(tiny_model(family, head=True), "eva"), tiny_batch(family, padding="left")
-    start = output(model, inputs)
-    assert torch.equal(start, output(convert(tiny_model(family, head=True), "eva", proposal="normal"), inputs))
-    shake(model)
-    model.train()(**inputs).logits.square().mean().backward()
-    for module in learned_in(model).values():
-        assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in module.parameters())
 
 
 @each
@@ -144,38 +139,12 @@ def test_sequences_longer_than_the_tables_are_refused_and_positions_are_extended
     hea.extend_positions(convert(model, "nystromformer"), 310)
 
 
-# Models whose modules are moved to memory only for their own forward
-
-
-OFFLOADED = {
-    "eva": LEARNING["eva"],
-    "linformer": LEARNING["linformer"],
-    "nystromformer": LEARNING["nystromformer"],
-    "flurka_linear": {"projection_dim": 16},
-    "flurka_performer": {"projection_dim": 16},
-    "flurka_eva": {"projection_dim": 16},
-    "linear": {"feature_map": "hedgehog", "num_features": 8, "window_size": 4},
-    "performer": {"feature_map": "hedgehog", "num_features": 8},
-}
-
-
-def test_every_method_that_learns_is_tested_offloaded():
-    methods = {name.partition(" ")[0] for name in OFFLOADED}
-    assert methods == {name for name in hea.available_methods() if hea.method_info(name).learned_parameters}
-
-
-@pytest.mark.parametrize("name", OFFLOADED)
+@each
 @pytest.mark.parametrize("family", ["bert", "vit", "llama"])
-def test_an_offloaded_model_is_equal(family, name, tmp_path):
+def test_an_offloaded_model_is_equal(family, method, tmp_path):
+    """Its modules are moved to memory only for their own forward."""
     accelerate = pytest.importorskip("accelerate")
-    method = name.partition(" ")[0]
-    if family == "llama" and not hea.method_info(method).causal:
-        pytest.skip("no causal form, and a decoder")
-    model, inputs = (
-        hea.convert(tiny_model(family, head=True), {"method": method, **OFFLOADED[name]}),
-        tiny_batch(family),
-    )
-    shake(model)
+    model, inputs = shake(convert(tiny_model(family, head=True), method)), tiny_batch(family)
     expected = output(model, inputs)
     model.save_pretrained(tmp_path / "model")
     loaded = tiny_class(family, head=True).from_pretrained(
@@ -197,9 +166,6 @@ def test_an_offloaded_model_cannot_be_given_parameters():
         convert(model, "linformer")
     hea.convert(model, "kdeformer")
     output(model, tiny_batch("bert"))
-
-
-# A config that was changed without the model
 
 
 @each
@@ -224,7 +190,7 @@ def test_parameters_of_other_hyperparameters_and_of_a_compiled_model():
     model.config.efficient_attention = {"method": "linformer", "projection_dim": 8}
     with pytest.raises(hea.UnsupportedAttentionError, match=r"has learned parameters of Linformer.*convert"):
         output(model, inputs)
-    model = tiny_model("bert")
+    model = tiny_model("bert", num_hidden_layers=1)
     model.config._attn_implementation = "linformer"
     with pytest.raises(Exception, match=r"hf_efficient_attn\.convert"):
         output(torch.compile(model, fullgraph=True, backend="eager"), inputs)
@@ -236,7 +202,7 @@ def test_parameters_of_other_hyperparameters_and_of_a_compiled_model():
 )
 def test_methods_that_learn_nothing_compile_without_a_warning(method):
     torch._dynamo.reset()
-    model, inputs = hea.convert(tiny_model("bert"), method), tiny_batch("bert")
+    model, inputs = hea.convert(tiny_model("bert", num_hidden_layers=1), method), tiny_batch("bert")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(output(compiled, inputs), output(model, inputs))
 
@@ -287,3 +253,210 @@ def test_tables_need_the_longest_sequence():
     model, batch = _spectrogram()
     hea.convert(model, "linformer", projection_dim=4, max_length=40)
     assert model(**batch())[0].isfinite().all()
+
+
+# Learned feature maps
+
+
+def random_maps(feature_map: str, num_heads: int = 4, num_features: int = 12) -> dict[str, Tensor]:
+    shape = (num_heads, 8 + (feature_map == "t2r"), num_features)
+    return {name: numbers(*shape, seed=i, dtype=torch.float32) for i, name in enumerate(("query_map", "key_map"))}
+
+
+def features(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
+    """The formulas of the papers, in float64."""
+    x, weight = x.double(), weight.double()
+    if feature_map == "t2r":
+        return torch.relu(torch.cat((x, torch.ones_like(x[..., :1])), -1) @ weight)
+    y = torch.cat((x @ weight, x @ -weight), -1)
+    return y.softmax(-1) if feature_map == "hedgehog" else y.exp()
+
+
+@each_form
+@each_learned
+@pytest.mark.parametrize("method", ["linear", "performer"])
+def test_attention_is_that_of_the_formulas(method, feature_map, is_causal):
+    (query, key, value), maps = inputs(2, 4, 45, 8), random_maps(feature_map)
+    weights = features(query, maps["query_map"], feature_map) @ features(key, maps["key_map"], feature_map).mT
+    weights = weights.tril() if is_causal else weights
+    if feature_map == "t2r":
+        # A query and keys without a common feature have weights of 0, which the bounds of the features replace.
+        weights = weights + 1e-12 * torch.ones_like(weights).tril() if is_causal else weights + 1e-12
+    wanted = weights @ value.double() / weights.sum(-1, keepdim=True)
+    found = hea.attention(
+        method, query, key, value, is_causal=is_causal, feature_map=feature_map, num_features=12, **maps
+    )
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@each_learned
+def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
+    (query, key, value), maps = inputs(2, 4, 45, 8, num_kv_heads=2), random_maps(feature_map, num_heads=2)
+    options = {"feature_map": feature_map, "num_features": 12, "is_causal": True}
+    found = hea.attention("linear", query, key, value, **options, **maps)
+    repeated = {name: x.repeat_interleave(2, 0) for name, x in maps.items()}
+    wanted = hea.attention("linear", query, *(x.repeat_interleave(2, 1) for x in (key, value)), **options, **repeated)
+    torch.testing.assert_close(found, wanted)
+    model = tiny_model("llama")
+    hea.convert(model, "linear", feature_map=feature_map, num_features=12)
+    shapes = {p.shape[0] for m in learned_in(model).values() for p in m.parameters()}
+    assert shapes == {model.config.num_key_value_heads}
+
+
+@each_learned
+def test_start(feature_map):
+    factors = {"hedgehog": (1.5, 1.5), "exp": (2, 1), "t2r": (1, 1)}[feature_map]
+    both = [start_map(feature_map, 3, 8, 20, seed=0, is_query=is_query) for is_query in (True, False)]
+    start = both[1].clone()
+    assert start.shape == (3, 8 + (feature_map == "t2r"), 20)
+    for one, factor in zip(both, factors, strict=True):
+        torch.testing.assert_close(one[:, :8] / factor, start[:, :8] / factors[1])
+    start[:, :8] /= factors[1]
+    assert torch.equal(start[0, :8, :8], torch.eye(8))
+    columns = start[0, :8, 8:16]
+    torch.testing.assert_close(columns.T @ columns, torch.eye(8), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(start, start_map(feature_map, 3, 8, 20, seed=1, is_query=False))
+    assert count_features(feature_map, 20) == (20 if feature_map == "t2r" else 40)
+    budget = hea.LinearConfig(feature_map=feature_map).with_budget(64)
+    assert count_features(feature_map, budget.num_features) == 64
+    narrow = start_map(feature_map, 1, 8, 4, seed=0, is_query=False)[0, :8] / factors[1]
+    torch.testing.assert_close(narrow.T @ narrow, 2 * torch.eye(4), rtol=1e-5, atol=1e-5)
+    with torch.device("meta"):
+        assert start_map(feature_map, 1, 8, 12, seed=0, is_query=True).device.type == "cpu"
+
+
+def test_untrained_maps_are_no_worse_than_elu_on_a_pretrained_model(data):
+    folder = data / "models" / "gpt2-books"
+    text = " ".join(x.__doc__ for x in (hea.convert, hea.calibrate, hea.attention_error, hea.attention))
+    batch = transformers.AutoTokenizer.from_pretrained(folder)(
+        text, truncation=True, max_length=256, return_tensors="pt"
+    )
+    errors: dict[str, list[float]] = {name: [] for name in ("elu", *LEARNED)}
+
+    def visit(call):
+        for name, found in errors.items():
+            out = call.compute(hea.LinearConfig(feature_map=name))
+            found.append(((out - call.exact).norm() / call.exact.norm()).item())
+
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    with capture_attention(model, visit):
+        forward(model, dict(batch))
+    for feature_map in LEARNED:
+        assert sum(errors[feature_map]) < sum(errors["elu"]), feature_map
+
+
+# `linear` with a window
+
+SHAPE = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 90, "value_dim": 5, "dtype": torch.float64}
+
+
+def config(feature_map: str = "hedgehog", window_size: int = 6, **options) -> hea.LinearConfig:
+    return hea.LinearConfig(feature_map=feature_map, num_features=9, window_size=window_size, **options)
+
+
+def parameters(method: hea.LinearConfig, num_kv_heads: int = 2, spread: float = 0.3) -> dict[str, Tensor]:
+    """Parameters other than those that a conversion starts from."""
+    initial = get_method("linear").initial_parameters
+    start = initial(method, num_heads=4, num_kv_heads=num_kv_heads, head_dim=8, value_dim=5, max_length=90)
+    return {name: x.double() + spread * numbers(*x.shape, seed=i) for i, (name, x) in enumerate(start.items())}
+
+
+@each_form
+@each_map
+def test_tokens_of_zeros_count_the_same_in_both_fields(feature_map, is_causal):
+    query, key, value = inputs(**SHAPE)
+    ours = hea.attention(config(feature_map), 0.0 * query, 0.0 * key, value, is_causal=is_causal)
+    count = torch.arange(1, 91).view(-1, 1) if is_causal else 90
+    mean = value.cumsum(2) / count if is_causal else value.mean(2, keepdim=True).expand_as(value)
+    torch.testing.assert_close(ours, mean.repeat_interleave(2, 1), rtol=1e-6, atol=1e-6)
+
+
+@each_form
+@each_learned
+def test_the_log_weight_decides_between_the_fields(feature_map, is_causal):
+    """Without weight on the features the output is that of the window, and with all weight that of the features."""
+    tensors, method = inputs(**SHAPE), config(feature_map)
+    learned = parameters(method)
+    learned["far_log_weight"] = torch.full((2,), -1e4, dtype=torch.float64)
+    ours = hea.attention(method, *tensors, is_causal=is_causal, parameters=learned)
+    window = hea.attention("longformer", *tensors, is_causal=is_causal, window_size=6)
+    torch.testing.assert_close(ours, window)
+    learned["far_log_weight"] = torch.full((2,), 1e4, dtype=torch.float64)
+    ours = hea.attention(method, *tensors, is_causal=is_causal, parameters=learned)
+    # The first queries of the causal form have no key outside of the window.
+    first = slice(0, 7 if is_causal else 0)
+    torch.testing.assert_close(ours[:, :, first], window[:, :, first])
+    if is_causal:
+        # The last query: the features of the keys before its window.
+        keys = (torch.cat((x[:, :, :83], x[:, :, 83:84]), 2) for x in tensors[1:])
+        mask = (torch.arange(84) < 83).expand(2, -1)
+        far = hea.attention(
+            dataclasses.replace(method, window_size=0), tensors[0][:, :, -1:], *keys, attention_mask=mask,
+            is_causal=True, parameters=learned,
+        )  # fmt: skip
+        torch.testing.assert_close(ours[:, :, -1:], far)
+
+
+@each_form
+@each_learned
+def test_what_was_learned_with_a_window_is_used_without_it(feature_map, is_causal):
+    """Without it, `far_log_weight` has no effect."""
+    tensors, method = inputs(**SHAPE), config(feature_map)
+    learned, alone = parameters(method), dataclasses.replace(method, window_size=0)
+    ours = hea.attention(alone, *tensors, is_causal=is_causal, parameters=learned)
+    maps = {name: learned[name] for name in ("query_map", "key_map")}
+    assert torch.equal(ours, hea.attention(alone, *tensors, is_causal=is_causal, parameters=maps))
+    assert not torch.allclose(ours, hea.attention(method, *tensors, is_causal=is_causal, parameters=learned), rtol=0.1)
+
+
+@each_form
+@each_map
+def test_features_that_underflow(feature_map, is_causal):
+    """Queries and keys whose features are all tiny, or overflow without their bounds."""
+    query, key, value = inputs(1, 2, 90, 8)
+    for size in (-1e3, 1e3, 1e4):
+        leaves = [x.requires_grad_() for x in (torch.full_like(query, size), torch.full_like(key, -size), value)]
+        out = hea.attention(config(feature_map), *leaves, is_causal=is_causal, scale=1e-4)
+        assert out.isfinite().all() and out.abs().max() <= value.abs().max() * 1.001
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_parameters_that_are_refused():
+    tensors, maps = inputs(2, 4, 45, 8, value_dim=5), random_maps("hedgehog")
+    learned = {name: x.float() for name, x in parameters(config()).items()}
+    weight = r"far_log_weight .*window_size=.* 4 heads .*: give a tensor \(4,\)"
+    for method, given, words in (
+        (hea.LinearConfig(), maps, r"query_map .*feature_map='elu'.*: give no query_map"),
+        (hea.PerformerConfig(), maps, r"query_map .*feature_map='favor'.*: give no query_map"),
+        (hea.LinearConfig(feature_map="hedgehog", num_features=13), maps, r"not match .*num_features=13.* and 4 heads"),
+        (config(), {**learned, "far_log_weight": None}, weight),
+        (config(), {**learned, "far_log_weight": torch.zeros(3)}, weight),
+        (config(), {**learned, "far_log_weight": torch.zeros(2, 1)}, weight),
+        (config("elu"), {"far_log_weight": torch.zeros(2)}, r"far_log_weight .*'elu'.*: give no far_log_weight"),
+    ):
+        with pytest.raises(Refused, match=words):
+            hea.attention(method, *tensors, parameters={name: x for name, x in given.items() if x is not None})
+
+
+def test_parameters_and_the_budget_of_a_window():
+    assert set(parameters(config())) == {"query_map", "key_map", "far_log_weight"}
+    assert set(parameters(config(window_size=0))) == {"query_map", "key_map"}
+    assert parameters(config("elu")) == {} and parameters(config())["far_log_weight"].shape == (2,)
+    assert config().with_budget(64) == config(window_size=15).with_budget(64)
+    for one, expected in ((config(), (15, 16)), (config("elu"), (31, 9)), (config(window_size=0), (0, 32))):
+        assert (one.with_budget(64).window_size, one.with_budget(64).num_features) == expected
+    assert all(config(name).with_budget(1).window_size == 1 for name in ("elu", *LEARNED))
+
+
+def test_a_saved_model_gives_the_far_part_alone(tmp_path):
+    """Loaded without a window it has the same maps. Conversion to it would start with new ones."""
+    model, inputs = shake(hea.convert(tiny_model("gpt2", head=True), config())), tiny_batch("gpt2", padding="left")
+    model.save_pretrained(tmp_path)
+    again = tiny_class("gpt2", head=True).from_pretrained(tmp_path)
+    assert torch.equal(output(again, inputs), output(model, inputs))
+    choice = config(window_size=0).to_dict()
+    alone = tiny_class("gpt2", head=True).from_pretrained(tmp_path, efficient_attention=choice)
+    for own, other in zip(*(learned_in(x).values() for x in (alone, model)), strict=True):
+        assert set(own.tensors()) == {"query_map", "key_map"}
+        assert all(torch.equal(x, other.tensors()[name]) for name, x in own.tensors().items())
+    assert not torch.allclose(output(alone, inputs), output(model, inputs))
