@@ -1,4 +1,4 @@
-"""Models that no method can run are refused by every way of switching, and stay as they are; relatives are not."""
+"""Models that a method cannot run are refused by every way of switching, and stay as they are; relatives are not."""
 
 import copy
 import inspect
@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.models import attention_table, matrix_need
-from tiny_models import FAMILIES, SIZES, output, tiny_batch, tiny_model
+from tiny_models import DECODERS, FAMILIES, FAMILY_VALUES, SIZES, output, tiny_batch, tiny_model
 
 Refused = hea.UnsupportedAttentionError
 auto = transformers.AutoModel
@@ -19,6 +19,9 @@ NO_INTERFACE = "does not compute its attention through Transformers' attention i
 BIAS = "a bias of relative positions .*{}.*such as BERT, GPT-2 or Llama"
 VISION = {**SIZES, "image_size": 32, "patch_size": 4}
 TEXT = {**SIZES, "vocab_size": 60}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+GROUPED = {**TEXT, **HEADS, "head_dim": 8, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
 SPEECH = {
     **SIZES, "conv_dim": [32], "conv_stride": [2], "conv_kernel": [3], "num_conv_pos_embeddings": 4,
@@ -33,7 +36,7 @@ PEGASUS = {
     "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 60, "encoder_layers": 1,
     "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
 }  # fmt: skip
-# Model types with values of their config, and why they are refused.
+# Model types with values of their config, and why they are refused; and the method, if it is not kdeformer.
 MODELS = {
     "t5": (T5, BIAS.format("relative_attention_bias.*T5Attention")),
     "mt5": (T5, BIAS.format("relative_attention_bias")),
@@ -58,29 +61,44 @@ MODELS = {
     "falcon_mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
     "resnet": (RESNET, NO_INTERFACE),
     "fnet": (TEXT, NO_INTERFACE),
-}
+    # A name that no method has, and methods without a causal form.
+    "bert": (TEXT, r"Did you mean 'kdeformer'.*import that file first", "kdeformr"),
+    **{name: (FAMILY_VALUES[name][1], r"reformer has no causal form\. Methods that have one: .*longformer", "reformer")
+       for name in DECODERS},
+    # Windows and chunks of the model's own in all layers, and other things that a method would lose.
+    "mistral": ({**GROUPED, "sliding_window": 20}, "window of its own in .*1 more.*use attn_impl"),
+    "llama4_text": ({**GROUPED, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48,
+                     "layer_types": ["chunked_attention", "full_attention"]}, "within chunks of its own"),
+    "gemma3_text": ({**GROUPED, **WINDOW, "use_bidirectional_attention": True}, "composes its masks itself"),
+    "gemma2": ({**GROUPED, **WINDOW}, r"adds a soft cap .*attn_implementation='(eager|sdpa)'"),
+    "lasr_encoder": ({**SIZES, "subsampling_conv_channels": 16, "num_mel_bins": 16, "conv_kernel_size": 4},
+                     "finds the padding .*LasrEncoderConvolutionModule"),
+}  # fmt: skip
 
 
 def config_of(kind: str, **changes):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("this Transformers does not have the model")
     return transformers.AutoConfig.for_model(kind, **copy.deepcopy(MODELS[kind][0]), **changes)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
-    model, config, words = auto.from_config(config_of(kind)), config_of(kind), MODELS[kind][1]
+    config, (_, words, *other) = config_of(kind), MODELS[kind]
+    model, method = auto.from_config(config_of(kind)), (*other, "kdeformer")[0]
     model.save_pretrained(tmp_path / "source")
-    before, keys = model.config._attn_implementation, model.state_dict().keys()
+    before, state = model.config._attn_implementation, {name: x.clone() for name, x in model.state_dict().items()}
     ways = [
-        lambda: auto.from_pretrained(tmp_path / "source", attn_implementation="kdeformer"),
-        lambda: auto.from_config(config, attn_implementation="kdeformer"),
-        lambda: hea.convert(model, "kdeformer"),
-        lambda: model.set_attn_implementation("kdeformer"),
+        lambda: auto.from_pretrained(tmp_path / "source", attn_implementation=method),
+        lambda: auto.from_config(config, attn_implementation=method),
+        lambda: hea.convert(model, method),
+        lambda: model.set_attn_implementation(method),
     ]
     if kind in ("t5", "resnet"):
         ways += [
-            lambda: type(model)(config_of(kind, efficient_attention={"method": "kdeformer"})),
-            lambda: hea.convert(model, "kdeformer", layers=[1]),
-            lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", "kdeformer"),
+            lambda: type(model)(config_of(kind, efficient_attention={"method": method})),
+            lambda: hea.convert(model, method, layers=[1]),
+            lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", method),
         ]
     # Older versions of Transformers compute the attention of some of these models by code of their own.
     if "CLASSES" in words or "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
@@ -88,9 +106,20 @@ def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
     for way in ways:
         with pytest.raises(Refused, match=words):
             way()
-        assert model.config._attn_implementation == before and model.state_dict().keys() == keys
-        assert model.config.efficient_attention is None and config._attn_implementation is None
+        assert model.config._attn_implementation == before and model.config.efficient_attention is None
+        assert model.state_dict().keys() == state.keys() and config._attn_implementation is None
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_implementations_that_are_not_known_or_not_installed():
+    model = tiny_model("bert")
+    # It can be the method of a file that has not been imported yet.
+    with pytest.raises(ValueError, match=r"nothing_like_it.* is not supported.*import that file first"):
+        model.set_attn_implementation("nothing_like_it")
+    with pytest.raises((ValueError, ImportError)) as raised:
+        model.set_attn_implementation("flash_attention_2")
+    assert "import that file" not in str(raised.value)
 
 
 def test_models_of_the_same_kind_without_such_a_bias_are_converted(calls):
@@ -151,7 +180,6 @@ def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
         assert not any(matrix_need(module, is_attention=True) for module in tiny_model(family).modules())
 
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 2}
 # Models with attention in some layers.
 HYBRID = {
