@@ -20,8 +20,10 @@ from hf_efficient_attn.integration.layers import (
     ranges,
     stem_of,
 )
-from tiny_models import SMALL
+from tiny_models import SIZES as TOWER
+from tiny_models import SMALL, tiny_model
 
+Refused = hea.UnsupportedAttentionError
 SIZES = {
     "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
@@ -68,10 +70,10 @@ def inputs_of(family: str, length: int = 70, padded: bool = False) -> dict:
     return found
 
 
-def logits(model, inputs: dict, length: int = 9) -> torch.Tensor:
-    decoder = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(2))
+def logits(model, inputs: dict) -> torch.Tensor:
+    decoder = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        return model(**inputs, decoder_input_ids=decoder).logits
+        return model(**{"decoder_input_ids": decoder, **inputs}).logits
 
 
 def encoded(model, inputs: dict) -> torch.Tensor:
@@ -126,11 +128,9 @@ def test_padding_of_an_encoder_does_not_matter(family, method):
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][1, 50:] = 7
     assert torch.equal(logits(model, other)[1], found[1])
-    alone = {"input_ids": inputs["input_ids"][1:, :50].repeat(2, 1)}
-    decoder = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(2))[1:].repeat(2, 1)
-    with torch.no_grad():
-        expected = model(**alone, decoder_input_ids=decoder).logits[1]
-    torch.testing.assert_close(found[1], expected, rtol=1e-3, atol=1e-3)
+    decoder = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(2))[1:]
+    alone = {"input_ids": inputs["input_ids"][1:, :50], "decoder_input_ids": decoder}
+    torch.testing.assert_close(found[1:], logits(model, alone), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -151,85 +151,70 @@ def test_generation_with_the_cache_equals_that_without(family, layers):
         assert torch.equal(beams, model.generate(**inputs, use_cache=False, **options, num_beams=3))
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        (["encoder"], ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]),
-        (["encoder.layers"], ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]),
-        (["encoder.layers.1"], ["encoder.layers.1.self_attn"]),
-        (["decoder.layers.0.self_attn"], ["decoder.layers.0.self_attn"]),
-        # A number is that of all stacks, as ever.
-        ([1], ["decoder.layers.1.encoder_attn", "decoder.layers.1.self_attn", "encoder.layers.1.self_attn"]),
-        (["encoder.layers.0", 1], ["decoder.layers.1.encoder_attn", "decoder.layers.1.self_attn",
-                                   "encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]),
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("head", [True, False])
-def test_what_names_and_numbers_select(layers, expected, head):
-    model = tiny("bart") if head else tiny("bart").model
-    hea.convert(model, "scatterbrain", layers=layers)
-    assert sorted(name for name, method in in_use(model).items() if method) == expected
-    again = hea.convert(tiny("bart"), {"method": "scatterbrain", "layers": layers})
-    assert sorted(name for name, method in in_use(again).items() if method) == expected
+def clip():
+    vision = {**TOWER, "image_size": 32, "patch_size": 4}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config={**TOWER, "vocab_size": 60}, vision_config=vision)
+    )
 
 
-def test_a_mix_by_names():
-    mix = [
-        {"layers": ["encoder"], "method": "linformer"},
-        {"layers": ["decoder.layers.0", "decoder.layers.1.self_attn"], "method": "linear"},
-    ]
-    config = transformers.BartConfig(**TEXT, efficient_attention={"method": "linformer", "layers": mix})
-    model = transformers.BartForConditionalGeneration(config)
-    assert in_use(model) == {
-        "encoder.layers.0.self_attn": "linformer", "encoder.layers.1.self_attn": "linformer",
-        "decoder.layers.0.self_attn": "linear", "decoder.layers.0.encoder_attn": "linear",
-        "decoder.layers.1.self_attn": "linear", "decoder.layers.1.encoder_attn": None,
-    }  # fmt: skip
-    assert any("encoder.layers.0.self_attn.learned_parameters" in name for name, _ in model.named_parameters())
+STACKS = {
+    "bart": lambda: tiny("bart"),
+    "without head": lambda: tiny("bart").model,
+    "bert": lambda: tiny_model("bert", head=True),
+    "clip": clip,
+}
+FIRST, SECOND = ([f"encoder.layers.{i}.self_attn", f"decoder.layers.{i}.encoder_attn", f"decoder.layers.{i}.self_attn"]
+                 for i in (0, 1))  # fmt: skip
+# A model, layers, and the modules that they select.
+SELECTED = [
+    *(
+        (name, layers, expected)
+        for name in ("bart", "without head")
+        for layers, expected in (
+            (["encoder"], [FIRST[0], SECOND[0]]),
+            (["encoder.layers"], [FIRST[0], SECOND[0]]),
+            (["encoder.layers.1"], SECOND[:1]),
+            (["decoder.layers.0.self_attn"], FIRST[2:]),
+            # A number is that of all stacks, as ever.
+            ([1], SECOND),
+            (["encoder.layers.0", 1], [FIRST[0], *SECOND]),
+        )
+    ),
+    ("bert", ["encoder.layer.1"], ["encoder.layer.1.attention.self"]),
+    ("clip", ["vision_model"], [f"vision_model.encoder.layers.{i}.self_attn" for i in (0, 1)]),
+]
+
+
+@pytest.mark.parametrize(("stack", "layers", "expected"), SELECTED, ids=str)
+def test_what_names_and_numbers_select(stack, layers, expected):
+    choice = {"method": "scatterbrain" if stack != "clip" else "nystromformer", "layers": layers}
+    for model in (hea.convert(STACKS[stack](), choice["method"], layers=layers), hea.convert(STACKS[stack](), choice)):
+        assert sorted(name for name, method in in_use(model).items() if method) == sorted(expected)
 
 
 @pytest.mark.parametrize("layers", [["encodr"], ["enc"], ["encoder.layers.7"], ["encoder", "middle"]], ids=str)
 def test_an_unknown_name_is_refused_with_the_known_ones(layers, tmp_path):
-    model = tiny("bart")
-    known = r"'decoder', 'decoder\.layers', 'encoder', 'encoder\.layers'"
-    with pytest.raises(hea.UnsupportedAttentionError, match=known):
-        hea.convert(model, "linear", layers=layers)
-    assert model.config.efficient_attention is None
-    # So is a checkpoint with such a name.
+    model, choice = tiny("bart"), {"efficient_attention": {"method": "linear", "layers": layers}}
     model.save_pretrained(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    values |= {"attn_implementation": "linear", "efficient_attention": {"method": "linear", "layers": layers}}
+    values = {**json.loads((tmp_path / "config.json").read_text()), "attn_implementation": "linear", **choice}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    for kind in (type(model), transformers.BartModel):
-        with pytest.raises(hea.UnsupportedAttentionError, match=known):
-            kind.from_pretrained(tmp_path)
+    for call in (
+        lambda: hea.convert(model, "linear", layers=layers),
+        lambda: type(model).from_pretrained(tmp_path),
+        lambda: transformers.BartModel.from_pretrained(tmp_path),
+    ):
+        with pytest.raises(Refused, match=r"'decoder', 'decoder\.layers', 'encoder', 'encoder\.layers'"):
+            call()
+    assert model.config.efficient_attention is None
 
 
 def test_a_layer_that_is_selected_twice_is_refused():
-    with pytest.raises(hea.UnsupportedAttentionError, match="more than once"):
+    with pytest.raises(Refused, match="more than once"):
         hea.EfficientAttentionConfig("linear", None, ["encoder", "encoder"])
     mix = [{"layers": ["encoder"], "method": "linear"}, {"layers": [0], "method": "kdeformer"}]
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"encoder\.layers\.0\.self_attn .*linear, kdeformer"):
+    with pytest.raises(Refused, match=r"encoder\.layers\.0\.self_attn .*linear, kdeformer"):
         hea.convert(tiny("bart"), hea.EfficientAttentionConfig(layers=mix))
-
-
-def test_names_work_in_models_of_one_stack_and_of_two_towers():
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=60
-    )
-    bert = hea.convert(transformers.BertForMaskedLM(config), "linear", layers=["encoder.layer.1"])
-    assert [name for name, method in in_use(bert).items() if method and name.endswith("self")] == [
-        "encoder.layer.1.attention.self"
-    ]
-    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    clip = transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config={**tower, "vocab_size": 60}, vision_config={**tower, "image_size": 32, "patch_size": 4}
-        )
-    )
-    hea.convert(clip, "nystromformer", layers=["vision_model"])
-    assert {name.split(".")[0] for name, method in in_use(clip).items() if method} == {"vision_model"}
 
 
 def test_ranges_of_names():
@@ -238,17 +223,12 @@ def test_ranges_of_names():
     assert ranges([*names[:2], 3, 4, "decoder"]) == "decoder,encoder.layers.0,encoder.layers.1,3-4"
     assert stem_of("encoder.layers.0.self_attn") == "encoder.layers.0" and stem_of("attention") == "attention"
     assert names_of(["h.0.attn"]) == ["h"]
-    with pytest.raises(hea.UnsupportedAttentionError, match="--layers"):
-        parse_layers("encoder.layers.5-2")
-
-
-def test_order_none_first_then_names_then_numbers():
+    # None first, then names, then numbers.
     assert in_order([3, "t2t.1", None, 0, "t2t.0", 3]) == [None, "t2t.0", "t2t.1", 0, 3]
-
-
-@pytest.mark.parametrize("text", ["0", "0-3,5", "t2t.0,t2t.1", "t2t.1,0,2-4"])
-def test_the_short_form_is_read_back(text):
-    assert ranges(parse_layers(text)) == text
+    for text in ("0", "0-3,5", "t2t.0,t2t.1", "t2t.1,0,2-4"):
+        assert ranges(parse_layers(text)) == text
+    with pytest.raises(Refused, match="--layers"):
+        parse_layers("encoder.layers.5-2")
 
 
 @pytest.mark.exhaustive
@@ -262,12 +242,10 @@ def test_every_layer_has_its_own_seed_which_is_equal_in_every_process():
     assert int(done.stdout) == layer_seed("t2t.0")
 
 
-@pytest.mark.parametrize(
-    "layer", ["3", "-1", "", " t2t.0", "t2t..0", "t2t.0`", "a" * 65, "[x](y)", "t2t.0\n", True, 1.5, -1, None]
-)
-def test_invalid_layers_are_refused(layer):
-    with pytest.raises(hea.UnsupportedAttentionError, match="non-negative integer"):
-        check_layer(layer)
+def test_invalid_layers_are_refused():
+    for layer in ("3", "-1", "", " t2t.0", "t2t..0", "t2t.0`", "a" * 65, "[x](y)", "t2t.0\n", True, 1.5, -1, None):
+        with pytest.raises(Refused, match="non-negative integer"):
+            check_layer(layer)
 
 
 def test_a_config_keeps_names():
@@ -276,9 +254,7 @@ def test_a_config_keeps_names():
     again = hea.EfficientAttentionConfig.from_dict(settings.to_dict())
     assert again == settings and again.named_layers() == ["t2t.0", 2]
     assert again.for_layer("t2t.0").num_samples == 8 and again.for_layer("t2t.1") is None
-    mix = hea.EfficientAttentionConfig(
-        layers=[{"layers": ["t2t.0"], "method": "linear"}, {"layers": [0, "t2t.1"], "method": "performer"}]
-    )
-    assert mix.named_layers() == ["t2t.0", "t2t.1", 0]
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"more than once: \['t2t.0'\]"):
+    entries = [{"layers": ["t2t.0"], "method": "linear"}, {"layers": [0, "t2t.1"], "method": "performer"}]
+    assert hea.EfficientAttentionConfig(layers=entries).named_layers() == ["t2t.0", "t2t.1", 0]
+    with pytest.raises(Refused, match=r"more than once: \['t2t.0'\]"):
         hea.EfficientAttentionConfig("linear", None, ["t2t.0", "t2t.0"])
