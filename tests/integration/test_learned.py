@@ -139,26 +139,6 @@ def test_sequences_longer_than_the_tables_are_refused_and_positions_are_extended
     hea.extend_positions(convert(model, "nystromformer"), 310)
 
 
-@each
-@pytest.mark.parametrize("family", ["bert", "vit", "llama"])
-def test_an_offloaded_model_is_equal(family, method, tmp_path):
-    """Its modules are moved to memory only for their own forward."""
-    accelerate = pytest.importorskip("accelerate")
-    model, inputs = shake(convert(tiny_model(family, head=True), method)), tiny_batch(family)
-    expected = output(model, inputs)
-    model.save_pretrained(tmp_path / "model")
-    loaded = tiny_class(family, head=True).from_pretrained(
-        tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "loaded"
-    )
-    assert all(p.device.type == "meta" for m in learned_in(loaded).values() for p in m.parameters())
-    assert torch.equal(output(loaded, inputs), expected)
-    twin = copy.deepcopy(model)
-    assert torch.equal(output(accelerate.cpu_offload(twin, torch.device("cpu")), inputs), expected)
-    accelerate.disk_offload(model, tmp_path / "disk", torch.device("cpu"))
-    assert torch.equal(output(model, inputs), expected)
-    assert all(p.device.type == "meta" for m in learned_in(model).values() for p in m.parameters())
-
-
 def test_an_offloaded_model_cannot_be_given_parameters():
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
@@ -194,17 +174,6 @@ def test_parameters_of_other_hyperparameters_and_of_a_compiled_model():
     model.config._attn_implementation = "linformer"
     with pytest.raises(Exception, match=r"hf_efficient_attn\.convert"):
         output(torch.compile(model, fullgraph=True, backend="eager"), inputs)
-
-
-@pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
-@pytest.mark.parametrize(
-    "method", ["eva", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("nystromformer", "kdeformer"))]
-)
-def test_methods_that_learn_nothing_compile_without_a_warning(method):
-    torch._dynamo.reset()
-    model, inputs = hea.convert(tiny_model("bert", num_hidden_layers=1), method), tiny_batch("bert")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(output(compiled, inputs), output(model, inputs))
 
 
 def _deepseek():

@@ -1,30 +1,156 @@
-"""The second table in docs/guides/running.md: exported and compiled graphs, int8 weights, offloaded models."""
+"""Ways of running a model: copies, threads, graphs, other precisions, offloaded weights, training.
+
+docs/guides/running.md has a table of them.
+"""
 
 import copy
-import io
+import threading
 import warnings
 
 import pytest
 import torch
-from torch import nn
+import transformers
+from torch import Tensor, nn
 from torch.export import Dim
 
 import hf_efficient_attn as hea
-from each import few_methods
+from each import FEW, few_methods
 from hf_efficient_attn.methods import methods_with
-from test_learned import learned_in, shake
-from tiny_models import DECODERS, METHODS, SMALL, output, tiny_batch, tiny_model
+from instances import INSTANCES, inputs, padding_mask
+from test_learned import LEARNING, learned_in, shake
+from test_model_types import REFUSALS, SAMPLE, case
+from test_windows import exact_model
+from tiny_models import DECODERS, METHODS, RANDOM, SMALL, generate, output, tiny_batch, tiny_class, tiny_model
 
+CAUSAL = [name for name in METHODS if hea.method_info(name).causal]
 # What is enough for graphs in the core suite: sampled keys.
-CHOSEN = ("kdeformer",)
-EXPORTABLE = methods_with("exportable")
+each_method = pytest.mark.parametrize(
+    "method", ["kdeformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in METHODS if x != "kdeformer")]
+)
+
+
+def pairs(*rows, core):
+    """Pairs of a model and a method as parameters; those for which `core` is False are exhaustive."""
+    marks = (() if core(*row) else pytest.mark.exhaustive for row in rows)
+    return [pytest.param(*row, marks=mark, id="-".join(row)) for row, mark in zip(rows, marks, strict=True)]
+
+
+def gradients(model, inputs: dict, call=None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of a model, or of another call of it, and the gradients of its parameters."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    out = (model if call is None else call)(**inputs)[0]
+    (out.float() * torch.linspace(-1, 1, out.shape[-1])).mean().backward()
+    return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, expected, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert found[1].keys() >= expected[1].keys() and expected[1]  # a graph can have gradients of 0 in addition
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=10 * tolerance, atol=tolerance / 10, msg=name)
+
+
+# Copies
+
+
+def model_of(family: str, method: str):
+    model = tiny_model(family, method)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():  # learned ones need not stay what a conversion starts from
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model, tiny_batch(family, padding="left")
+
+
+each_family = pytest.mark.parametrize("family", ["bert", "vit", "llama", "distilbert"])
+
+
+def replicate(model: nn.Module, number: int) -> list[nn.Module]:
+    """What `torch.nn.parallel.replicate` does, on the CPU: parameters of a replica are functions of the originals."""
+    modules = list(model.modules())
+    copies = [{id(p): p * (1.0 + i) for p in model.parameters()} for i in range(number)]
+    made = {module: [module._replicate_for_data_parallel() for _ in range(number)] for module in modules}
+    for module in modules:
+        for i, replica in enumerate(made[module]):
+            replica._former_parameters = {}
+            for key, child in module._modules.items():
+                if child is None:
+                    replica._modules[key] = None
+                else:
+                    setattr(replica, key, made[child][i])
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    replica._parameters[key] = None
+                else:
+                    setattr(replica, key, copies[i][id(parameter)])
+                    replica._former_parameters[key] = copies[i][id(parameter)]
+            for key, buffer in module._buffers.items():
+                replica._buffers[key] = buffer
+    return made[model]
+
+
+def scaled(model: nn.Module, factor: float) -> nn.Module:
+    """A deep copy whose parameters are multiplied by a factor."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+@few_methods
+@each_family
+def test_replicas(family, method):
+    """As `torch.nn.DataParallel` computes: each replica in a thread, with tensors of its own and without parameters."""
+    model, inputs = model_of(family, method)
+    expected = [gradients(scaled(model, 1.0 + i), inputs) for i in range(3)]
+    replicas, found, errors = replicate(model, 3), [None] * 3, []
+
+    def run(i: int) -> None:
+        try:
+            found[i] = replicas[i](**inputs)[0]
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    torch.testing.assert_close(found, [out for out, _ in expected])
+    model.zero_grad()
+    sum((out * torch.linspace(-1, 1, out.shape[-1])).mean() for out in found).backward()
+    for name, parameter in model.named_parameters():
+        summands = [(1.0 + i) * grads[name] for i, (_, grads) in enumerate(expected) if name in grads]
+        assert (parameter.grad is None) == (not summands), name
+        if summands:
+            torch.testing.assert_close(parameter.grad, sum(summands), rtol=1e-3, atol=1e-5, msg=name)
+    # The original is as before.
+    assert all(replica is not model for replica in replicas)
+    torch.testing.assert_close(output(model, inputs), expected[0][0])
+
+
+@few_methods
+@each_family
+def test_deep_copies_and_functional_calls(family, method):
+    model, inputs = model_of(family, method)
+    before, expected, other = output(model, inputs), output(scaled(model, 2.0), inputs), copy.deepcopy(model)
+    doubled = {name: p.detach() * 2.0 for name, p in model.named_parameters()}
+    with torch.no_grad():
+        assert torch.equal(torch.func.functional_call(model, doubled, (), inputs)[0], expected)
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    assert torch.equal(output(other, inputs), before)
+
+
+# Graphs
+
+
 # (batch, length). The last row of a batch has a third less.
 LENGTHS = ((2, 70), (3, 70), (2, 40), (1, 128))
-
-
-each_method = pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.exhaustive) for name in METHODS]
-)
 
 
 class Positional(nn.Module):
@@ -52,47 +178,39 @@ def pictures(batch: int, _: int) -> tuple:
 MODELS = {"bert": (text, ("input_ids", "attention_mask")), "vit": (pictures, ("pixel_values",))}
 
 
-def saved_and_loaded(program) -> nn.Module:
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    return torch.export.load(file).module()
+def exported(model: nn.Module, example: tuple, shapes: tuple, path):
+    """A graph of torch.export, saved and loaded."""
+    torch.export.save(torch.export.export(model, example, dynamic_shapes=shapes), path)
+    return torch.export.load(path).module()
 
 
+def in_onnx(model: nn.Module, example: tuple, shapes: tuple, path):
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime computes the exported graph")
+    torch.onnx.export(model, example, path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    session = runtime.InferenceSession(path)
+    names = [entry.name for entry in session.get_inputs()]
+    return lambda *inputs: torch.from_numpy(
+        session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})[0]
+    )
+
+
+# tests/methods/test_onnx.py has one graph in the core suite.
+@pytest.mark.parametrize("export", [exported, pytest.param(in_onnx, marks=pytest.mark.exhaustive)])
 @each_method
 @pytest.mark.parametrize("family", ["bert", pytest.param("vit", marks=pytest.mark.exhaustive)])
-def test_an_exported_graph_of_dynamic_shapes(family, method):
+def test_an_exported_graph_of_dynamic_shapes(family, method, export, tmp_path):
     """One graph for other batches, and, if the inputs are texts, other lengths and masks."""
+    if export is in_onnx and method not in methods_with("exportable"):
+        pytest.skip("no ONNX of this method")
     make, names = MODELS[family]
     model = Positional(tiny_model(family, method), names)
     sizes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if family == "bert" else {0: Dim.DYNAMIC}
     with torch.no_grad():
-        program = torch.export.export(model, make(2, 70), dynamic_shapes=((sizes,) * len(names),))
-        loaded = saved_and_loaded(program)
+        loaded = export(model, make(2, 70), ((sizes,) * len(names),), tmp_path / "model.pt2")
         for batch, length in LENGTHS:
             inputs = make(batch, length)
-            torch.testing.assert_close(loaded(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.exhaustive  # tests/methods/test_onnx.py has one graph in the core suite
-@pytest.mark.parametrize("method", EXPORTABLE)
-@pytest.mark.parametrize("family", MODELS)
-def test_a_model_in_onnx(family, method, tmp_path):
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime computes the exported graph")
-    make, names = MODELS[family]
-    model, path = Positional(tiny_model(family, method), names), tmp_path / "model.onnx"
-    sizes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if family == "bert" else {0: Dim.DYNAMIC}
-    shapes = ((sizes,) * len(names),)
-    torch.onnx.export(model, make(2, 70), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
-    session = runtime.InferenceSession(path)
-    for batch, length in LENGTHS:
-        inputs = make(batch, length)
-        given = {entry.name: x.numpy() for entry, x in zip(session.get_inputs(), inputs, strict=True)}
-        (found,) = session.run(None, given)
-        torch.testing.assert_close(
-            torch.from_numpy(found), output(model.model, dict(zip(names, inputs, strict=True))), atol=1e-4, rtol=1e-4
-        )
+            torch.testing.assert_close(loaded(*inputs), model(*inputs), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["dynamic", pytest.param("mark_dynamic", marks=pytest.mark.exhaustive)])
@@ -119,6 +237,78 @@ def test_a_compiled_model_of_dynamic_lengths(method, way):
             expected = model(input_ids=ids, attention_mask=mask)[0]
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert len(graphs) == first > 0
+
+
+def compiled_model(name: str, method: str):
+    """A model of one or two layers, or of three with windows of its own, and a batch."""
+    if name == "modernbert":
+        model = exact_model("ModernBert")
+        with pytest.warns(UserWarning, match="stay exact"):
+            return hea.convert(model, method), tiny_batch("bert", padding="left")
+    if name in ("bert", "gpt2"):
+        layers = {"n_layer": 1} if name == "gpt2" else {"num_hidden_layers": 1}
+        return tiny_model(name, method, **layers), tiny_batch(name, padding="left" if name == "bert" else "none")
+    family = name.partition(" ")[0]
+    return hea.convert(tiny_model(family), method, layers=[1]), tiny_batch(family, padding="left")
+
+
+COMPILED = [("modernbert", "linear"), *(("bert", x) for x in METHODS), *(("gpt2", x) for x in CAUSAL)]
+COMPILED += [("bert in part", "linear"), ("llama in part", "linear")]
+
+
+# Of functions that the standard library caches, torch.compile says that it does not know what they are.
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    pairs(*COMPILED, core=lambda *row: row in [("modernbert", "linear"), ("bert", "eva"), ("gpt2", "linear")]),
+)
+def test_compiling_to_one_graph(name, method, backend):
+    """Layers with windows, learned parameters, and the check of positions are in the graph."""
+    torch.compiler.reset()
+    model, inputs = compiled_model(name, method)
+    model.config.use_cache = False
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True if name == "gpt2" else None)
+    assert_same(gradients(model, inputs, compiled), gradients(model, inputs))
+
+
+def test_packed_sequences_are_refused_in_a_compiled_model():
+    """Position values are not known while the graph is traced, so the check is part of the graph."""
+    torch.compiler.reset()
+    model, ids = tiny_model("llama", "linear", num_hidden_layers=1), tiny_batch("llama")["input_ids"]
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    plain = torch.arange(70).expand(2, -1)
+    packed = torch.cat((torch.arange(30), torch.arange(40))).expand(2, -1)
+    with torch.no_grad():
+        compiled(ids, position_ids=plain, use_cache=False)
+        with pytest.raises(RuntimeError, match="packed sequences"):
+            compiled(ids, position_ids=packed, use_cache=False)
+
+
+# Other precisions, and weights elsewhere
+
+
+@few_methods
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_and_low_precision(family, method, dtype, tmp_path):
+    model, inputs = tiny_model(family, method), tiny_batch(family, padding="left")
+    expected = output(model, inputs)
+    with torch.autocast("cpu", dtype=dtype):
+        cast = output(model, inputs)
+        model.train()(**inputs)[0].float().sum().backward()
+    model.eval()
+    similarity = torch.nn.functional.cosine_similarity(cast.float().flatten(1), expected.flatten(1)).min()
+    assert torch.isfinite(cast).all()
+    # Rounding can change the hash of a query and the keys that are sampled.
+    assert similarity > (0.7 if method in RANDOM else 0.99)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    model.save_pretrained(tmp_path)
+    low = tiny_class(family).from_pretrained(tmp_path, dtype=dtype)
+    assert low.dtype == dtype and low.config._attn_implementation == method
+    inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs.items()}
+    out = output(low, inputs)
+    assert out.dtype == dtype and torch.isfinite(out).all()
 
 
 def dynamic_int8(model: nn.Module) -> nn.Module:
@@ -163,15 +353,138 @@ def test_int8_weights(family, method, quantize):
         assert quantized.generate(**inputs, max_new_tokens=3, min_new_tokens=3).shape == (2, 73)
 
 
-@pytest.mark.parametrize("family", DECODERS)
-@few_methods
-def test_an_offloaded_decoder_generates_the_same(family, method, tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    model, inputs = tiny_model(family, method, head=True), tiny_batch(family, padding="left")
-    options = {**inputs, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    expected = model.generate(**options)
-    on_cpu = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"))
-    assert torch.equal(on_cpu.generate(**options), expected)
-    accelerate.disk_offload(model, tmp_path, torch.device("cpu"))
+OFFLOADED = {**SMALL, **LEARNING}
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(x, marks=() if x in (*FEW, *LEARNING) else pytest.mark.exhaustive) for x in OFFLOADED]
+)
+@pytest.mark.parametrize("family", ["bert", "vit", *DECODERS])
+def test_an_offloaded_model(family, method, tmp_path):
+    """Its modules are moved to memory only for their own forward; decoders generate."""
+    accelerate, cpu = pytest.importorskip("accelerate"), torch.device("cpu")
+    model = shake(hea.convert(tiny_model(family, head=True), {"method": method, **OFFLOADED[method]}))
+
+    def result(model):
+        inputs = tiny_batch(family, padding="left")
+        return generate(model, inputs, 6) if family in DECODERS else output(model, inputs)
+
+    expected, on_cpu, folders = result(model), accelerate.cpu_offload(copy.deepcopy(model), cpu), tmp_path / "loaded"
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, device_map={"": "disk"}, offload_folder=folders)
+    accelerate.disk_offload(model, tmp_path / "disk", cpu)
     assert all(p.device.type == "meta" for p in model.parameters())
-    assert torch.equal(model.generate(**options), expected)
+    assert all(p.device.type == "meta" for m in learned_in(loaded).values() for p in m.parameters())
+    for one in (loaded, on_cpu, model):
+        assert torch.equal(result(one), expected)
+
+
+# Training
+
+
+@few_methods
+def test_dropout_and_draws_in_training(method):
+    model = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    inputs = tiny_batch("bert")
+    model.train()
+    assert torch.equal(output(model, inputs), output(model, inputs)) is not (method in RANDOM)
+    model.eval()
+    state = torch.get_rng_state()
+    assert torch.equal(output(model, inputs), output(model, inputs))
+    assert torch.equal(torch.get_rng_state(), state)
+    with_dropout = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    in_eval = output(with_dropout, inputs)
+    assert torch.equal(in_eval, output(model, inputs))
+    with_dropout.train()
+    torch.manual_seed(0)
+    in_training = output(with_dropout, inputs)
+    assert (in_training - in_eval).abs().max() > 0.1
+    torch.manual_seed(0)
+    assert torch.equal(output(with_dropout, inputs), in_training)
+
+
+@pytest.mark.parametrize("family", ["bert", *DECODERS])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_on_queries_and_values(family, when, tmp_path):
+    peft = pytest.importorskip("peft")
+    targets = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}[family]
+    lora = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=family == "gpt2", init_lora_weights=False)
+    base, inputs = tiny_model(family), tiny_batch(family)
+    if when == "before":
+        hea.convert(base, "kdeformer", **SMALL["kdeformer"])
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, lora)
+    if when == "after":
+        hea.convert(model, "kdeformer", **SMALL["kdeformer"])
+    assert base.config._attn_implementation == "kdeformer"
+    expected = output(model.eval(), inputs)
+    model.train()(**inputs)[0].sum().backward()
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert trained and all("lora" in name for name in trained)
+    assert any(p.grad.abs().sum() > 0 for p in model.parameters() if p.grad is not None)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    fresh = hea.convert(tiny_model(family), "kdeformer", **SMALL["kdeformer"])
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
+    assert torch.equal(output(again, inputs), expected)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(output(merged, inputs), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_the_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny_model("bert", "kdeformer", head=True)
+    examples = [{"input_ids": ids, "labels": ids} for ids in tiny_batch("bert", batch=6)["input_ids"]]
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no", gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=examples)
+    before = copy.deepcopy(model.state_dict())
+    trainer.train()
+    assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
+    trainer.save_model(tmp_path / "saved")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
+    assert again.config.efficient_attention == model.config.efficient_attention
+
+
+# AIMv2 makes a causal mask for modules that call themselves bidirectional.
+TYPES = ("Aimv2Text", "Bert", "Llama", "GPT2", "Bart", "ViT")
+CHECKPOINTED = [(name, method) for name in SAMPLE if name not in REFUSALS for method in ("kdeformer", "linear")]
+CHECKPOINTED += [("Bert", x) for x in METHODS if x not in ("kdeformer", "linear")]
+CHECKPOINTED += [("Aimv2Text", x) for x in CAUSAL if x not in ("kdeformer", "linear")]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    pairs(*CHECKPOINTED, core=lambda x, y: (x in TYPES and y == "kdeformer") or (x == "Bert" and y in FEW)),
+)
+def test_gradient_checkpointing(name, method):
+    """Reentrant and not, the gradients are those without it."""
+    model_class, config, inputs = case(name)
+    if not model_class.supports_gradient_checkpointing:
+        pytest.skip("the model has no gradient checkpointing")
+    config.apply_spec_augment = False  # draws from NumPy
+    torch.manual_seed(0)
+    model = hea.convert(model_class(config), method, **SMALL[method]).train()
+    inputs |= {"use_cache": False} if "decoder_input_ids" in inputs or hasattr(config, "use_cache") else {}
+    expected = gradients(model, inputs)
+    for reentrant in (False, True):
+        with warnings.catch_warnings():  # Transformers 5.24 has another name for it
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert model.is_gradient_checkpointing
+        assert_same(gradients(model, inputs), expected, 1e-5)
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_draws_do_not_depend_on_the_gradient(instance, padding):
+    """Reentrant checkpointing computes without a gradient first, and repeats the call from the same random state."""
+    tensors, mask = inputs(q_len=200, value_dim=8), padding_mask(padding, 1, 200)
+    for is_causal in (False, True) if instance.info.causal else (False,):
+        outs = []
+        for needs_grad in (False, True):
+            torch.manual_seed(3)
+            leaves = [x.detach().requires_grad_(needs_grad) for x in tensors]
+            outs.append(instance(*leaves, mask, is_causal=is_causal, dropout_p=0.3, seed=None).detach())
+        torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
