@@ -15,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, QuantizedLay
 import hf_efficient_attn as hea
 from each import few_methods
 from hf_efficient_attn.integration.cache import StateLayer
-from tiny_models import DECODERS, EXACT, FAMILY_VALUES, SAME_BY_STEP, SMALL, decode, generate, tiny_batch, tiny_model
+from test_windows import converted, exact_model
+from tiny_models import DECODERS, EXACT, SAME_BY_STEP, SMALL, decode, generate, tiny_batch, tiny_model
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
 CAUSAL = [name for name in hea.available_methods() if hea.method_info(name).causal]
@@ -254,21 +255,14 @@ def attentions(model, kind):
 
 
 def own_window(model, kind):
-    """A model with windows of its own in some layers, which stay exact; test_windows.py has more."""
-    method = model.config._attn_implementation
-    tokens = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
-    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20, "use_sliding_window": True}
-    torch.manual_seed(0)
-    exact = transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**FAMILY_VALUES["llama"][1], **tokens, **kinds)
-    ).eval()
-    inputs = tiny_batch("llama")
+    """A model with windows of its own in some layers, which stay exact."""
+    method, exact, inputs = model.config._attn_implementation, exact_model("Qwen2", "ForCausalLM"), tiny_batch("llama")
+    config = hea.method_info(method).config_class(**SMALL[method])
     if method in EXACT:
         # With a budget of the whole prompt, the new tokens are those of the exact model with its window.
-        large = hea.method_info(method).config_class(**SMALL[method]).with_budget(512)
-        other = hea.convert(copy.deepcopy(exact), large, layers=[1])
+        other = converted(exact, config.with_budget(512))
         assert torch.equal(tokens_of(other, inputs, kind), tokens_of(exact, inputs, ""))
-    assert tokens_of(hea.convert(exact, method, layers=[1], **SMALL[method]), inputs, kind).shape == (2, NEW)
+    assert tokens_of(converted(exact, config), inputs, kind).shape == (2, NEW)
 
 
 WAYS = {
