@@ -149,63 +149,37 @@ def test_what_a_cache_refuses(family, name):
 # States
 
 
-def in_chunks(config, query, key, value, cuts, mask=None, seed=0, **options):
-    """Causal attention of one chunk of tokens after the other, each from the state before it: (output, state)."""
-    state, outs = None, []
-    for start, end in itertools.pairwise(sorted({0, query.shape[2], *cuts})):
-        chunk_mask = None if mask is None else mask[:, start:end]
-        tokens = (x[:, :, start:end] for x in (query, key, value))
-        out, state = attention_with_state(config, state, *tokens, attention_mask=chunk_mask, seed=seed, **options)
-        assert state[0].shape[:2] == key.shape[:2]
-        outs.append(out)
-    return torch.cat(outs, 2), state
-
-
 @each_instance
-def test_token_by_token_over_long_sequences(instance):
-    """The state sums up 200 tokens in float32, one at a time, and ignores what masked keys contain."""
-    query, key, value = inputs(1, 2, 200, 16)
-    out, state = in_chunks(instance.config(), query, key, value, range(200), seed=3, scale=0.1)
-    expected = naive_attention(instance.config(), query, key, value, is_causal=True, seed=3, scale=0.1)
-    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
-    few, mask = [x[:, :, :40] for x in (query, key, value)], padding_mask("holes", 1, 40)
-    outs = []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_token_by_token(instance, dtype):
+    """The state sums up in float32, and ignores what masked keys contain."""
+    query, key, value = inputs(1, 2, 90, 8, dtype=dtype)
+
+    def in_chunks(query, key, value, mask=None, **options):
+        state, outs = None, []
+        for start, end in itertools.pairwise([0, 30, *range(31, 91)]):
+            tokens = (x[:, :, start:end] for x in (query, key, value))
+            options["attention_mask"] = None if mask is None else mask[:, start:end]
+            out, state = attention_with_state(instance.config(), state, *tokens, **options)
+            assert out.dtype == dtype and all(x.dtype == torch.float32 and len(x) == 1 for x in state)
+            outs.append(out)
+        return torch.cat(outs, 2), state
+
+    options = {"seed": 3, "scale": 0.1}
+    out, state = in_chunks(query, key, value, **options)
+    whole = naive_attention(instance.config(), query, key, value, is_causal=True, **options)
+    assert relative_error(out, whole) < (1e-5 if dtype == torch.float32 else 0.01)
+    mask, found = padding_mask("holes", 1, 90), []
     for content in (0.0, torch.nan):
-        key_and_value = (x.masked_fill(~mask[:, None, :, None], content) for x in few[1:])
-        out, short = in_chunks(instance.config(), few[0], *key_and_value, [13, 14, 15], mask)
-        outs.append((out, *short))
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
-    assert [x.shape for x in state] == [x.shape for x in short]
-    assert all(x.dtype == torch.float32 for x in state)
-
-
-@each_instance
-@each_half
-def test_half_precision(instance, dtype):
-    query, key, value = inputs(1, 2, 60, 8, dtype=dtype)
-    out, state = in_chunks(instance.config(), query, key, value, [30, 31, 32])
-    assert out.dtype == dtype and all(x.dtype == torch.float32 for x in state)
-    whole = hea.attention(instance.config(), query, key, value, is_causal=True)
-    assert relative_error(out, whole) < 0.01
-    out, _ = in_chunks(instance.config(), 60 * query, 60 * key, value, range(60))  # logits of 1e4
-    assert out.isfinite().all()
-    with torch.autocast("cpu", dtype):
-        out, state = in_chunks(instance.config(), *inputs(1, 2, 60, 8), [30, 31])
-    assert out.dtype == dtype and all(x.dtype == torch.float32 for x in state)
-
-
-@each_instance
-def test_gradients_through_a_state(instance):
-    """Gradients through the states of several chunks are those of the whole sequence."""
-    tensors = [x.requires_grad_() for x in inputs(1, 2, 12, 4, dtype=torch.float64)]
-    weight = numbers(1, 2, 12, 4, seed=5)
-    config = instance.reduced.config()
-    out, _ = in_chunks(config, *tensors, [5, 6, 7, 10])
-    got = torch.autograd.grad((out * weight).sum(), tensors)
-    whole = hea.attention(config, *tensors, is_causal=True)
-    expected = torch.autograd.grad((whole * weight).sum(), tensors)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
+        key_and_value = (x.masked_fill(~mask[:, None, :, None], content) for x in (key, value))
+        out, masked_state = in_chunks(query, *key_and_value, mask)
+        found.append((out, *masked_state))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert [x.shape for x in state] == [x.shape for x in masked_state]
+    assert in_chunks(60 * query, 60 * key, value)[0].isfinite().all()  # logits of 1e4
+    if dtype != torch.float32:
+        with torch.autocast("cpu", dtype):
+            in_chunks(query.float(), key.float(), value.float())
 
 
 class Numbers(TorchDispatchMode):
@@ -378,18 +352,6 @@ def test_memory_is_bounded_and_steps_do_not_matter(family):
     assert cache.numel() == 0
 
 
-@each_family
-def test_rows_are_independent_of_padding_and_batch(family):
-    model, ids, lengths = decoder(family, "nearfar"), tokens(3, 90), (90, 60, 34)
-    mask = torch.arange(90) >= 90 - torch.tensor(lengths)[:, None]
-    together = decode(model, ids, range(40, 90, 9), new_cache(model), mask.long())
-    for row, length in enumerate(lengths):
-        # The first call is exact, so that it must have the same tokens.
-        first = max(40 - (90 - length), 1)
-        alone = decode(model, ids[row : row + 1, -length:], range(first, length, 9), new_cache(model))
-        torch.testing.assert_close(together[row, -length:], alone[0], atol=2e-3, rtol=2e-3)
-
-
 @pytest.mark.parametrize("method", [m for m in hea.available_methods() if hea.method_info(m).causal])
 def test_methods_that_decode_exactly(method):
     model, ids = tiny_model("gpt2", method, head=True), tokens(2, 90)
@@ -397,6 +359,11 @@ def test_methods_that_decode_exactly(method):
         with pytest.raises(Refused, match="does not attend to all cached keys"):
             hea.NearFarCache(model.config)
         return
+    for config, columns, words in (
+        (tiny_model("gpt2", head=True).config, 256, r"'sdpa'.*hea.convert"), (model.config, 7, "8 or more")
+    ):  # fmt: skip
+        with pytest.raises(Refused, match=words):
+            hea.NearFarCache(config, columns)
     found = [decode(model, ids, range(75, 90), cache) for cache in (hea.NearFarCache(model.config, 120), None)]
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
     # Layers that stay exact keep their keys.
@@ -404,13 +371,6 @@ def test_methods_that_decode_exactly(method):
     decode(model, ids, range(75, 90), cache)
     assert cache.layers[0].keys.shape[2] == 90
     assert cache.layers[1].keys.shape[2] <= 16
-
-
-def test_invalid_arguments_of_a_cache():
-    exact, model = tiny_model("gpt2", head=True), decoder("gpt2", "nearfar")
-    for config, columns, words in ((exact.config, 256, r"'sdpa'.*hea.convert"), (model.config, 7, "8 or more")):
-        with pytest.raises(Refused, match=words):
-            hea.NearFarCache(config, columns)
 
 
 def layer_outputs(
