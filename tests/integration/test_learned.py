@@ -97,55 +97,41 @@ def test_a_checkpoint_without_learned_parameters_starts_as_conversion_does(metho
 
 
 @each
-def test_another_method_removes_learned_parameters(method):
+def test_switching_again(method, tmp_path):
+    """The same choice keeps what was learned, in one layer or in all; another method removes it."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
     exact, keys = output(model, inputs), model.state_dict().keys()
-    for back in (
-        lambda: hea.convert(model, "sdpa"),
-        lambda: hea.convert(model, "kdeformer"),
-        lambda: model.set_attn_implementation("sdpa"),
-    ):
-        shake(convert(model, method))
-        assert not torch.equal(output(model, inputs), exact)
-        back()
-        assert not learned_in(model)
-        assert model.state_dict().keys() == keys
-        assert model.config._attn_implementation != "sdpa" or torch.equal(output(model, inputs), exact)
+    for back in ("sdpa", "kdeformer", "set_attn_implementation"):
+        shake(convert(model, method, layers=[1]))
+        assert [name.split(".")[2] for name in learned_in(model)] == ["1"]
+        first = output(model, inputs)
+        assert not torch.equal(first, exact)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(output(tiny_class("bert").from_pretrained(tmp_path), inputs), first)
+        assert torch.equal(output(convert(model, method, layers=[1]), inputs), first)
+        hea.convert(model, {"method": method, "layers": [0, 1], **LEARNING[method]})
+        assert len(learned_in(model)) == 2
+        model.set_attn_implementation("sdpa") if back == "set_attn_implementation" else hea.convert(model, back)
+        assert not learned_in(model) and model.state_dict().keys() == keys
+        assert back == "kdeformer" or torch.equal(output(model, inputs), exact)
 
 
-@each
-def test_learned_parameters_of_one_layer_and_the_same_choice_again(method, tmp_path):
-    model, inputs = convert(tiny_model("bert"), method, layers=[1]), tiny_batch("bert")
-    assert [name.split(".")[2] for name in learned_in(model)] == ["1"]
-    shake(model)
-    first = output(model, inputs)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(output(tiny_class("bert").from_pretrained(tmp_path), inputs), first)
-    assert torch.equal(output(convert(model, method, layers=[1]), inputs), first)
-    hea.convert(model, {"method": method, "layers": [0, 1], **LEARNING[method]})
-    assert len(learned_in(model)) == 2
-
-
-def test_sequences_longer_than_the_tables_are_refused_and_positions_are_extended_before_them():
+def test_the_length_of_tables():
+    """They are made for the positions of the model, which are extended before, or for `max_length`."""
     model = convert(tiny_model("bert"), "linformer", max_length=20)
-    with pytest.raises(hea.UnsupportedAttentionError, match="max_length"):
+    with pytest.raises(Refused, match="max_length"):
         output(model, tiny_batch("bert"))
     convert(model, "linformer")
-    with pytest.raises(hea.UnsupportedAttentionError, match="convert it to 'sdpa'"):
+    with pytest.raises(Refused, match="convert it to 'sdpa'"):
         hea.extend_positions(model, 300)
     hea.extend_positions(hea.convert(model, "sdpa"), 300)
     tables = learned_in(convert(model, "linformer"))
     assert all(m.key_projection.shape[1] == 300 for m in tables.values())
     hea.extend_positions(convert(model, "nystromformer"), 310)
-
-
-def test_an_offloaded_model_cannot_be_given_parameters():
-    accelerate = pytest.importorskip("accelerate")
-    model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"is offloaded.*convert the model first"):
-        convert(model, "linformer")
-    hea.convert(model, "kdeformer")
-    output(model, tiny_batch("bert"))
+    model, batch = _spectrogram()
+    with pytest.raises(Refused, match="give max_length=N"):
+        hea.convert(model, "linformer", projection_dim=4)
+    assert output(hea.convert(model, "linformer", projection_dim=4, max_length=40), batch()).isfinite().all()
 
 
 @each
@@ -154,22 +140,23 @@ def test_a_config_that_was_changed_without_the_model(method):
     config, inputs, ask = tiny_config("bert"), tiny_batch("bert"), r"hf_efficient_attn\.convert"
     first, second = (tiny_class("bert")(config).eval() for _ in range(2))
     output(convert(first, method), inputs)
-    with pytest.raises(hea.UnsupportedAttentionError, match=f"has no learned parameters.*{ask}"):
+    with pytest.raises(Refused, match=f"has no learned parameters.*{ask}"):
         output(second, inputs)
     output(hea.convert(second, "kdeformer"), inputs)
-    model = tiny_model("bert")
-    model.config._attn_implementation = method
-    model.config.efficient_attention = {"method": method, **LEARNING[method]}
-    with pytest.raises(hea.UnsupportedAttentionError, match=ask):
+    model = convert(tiny_model("bert"), method)
+    model.config.efficient_attention = {"method": method, **LEARNING[method], "seed": 5}
+    with pytest.raises(Refused, match=f"has learned parameters of .*{ask}"):
         output(model, inputs)
-    output(convert(model, method), inputs)
+    output(hea.convert(model, {"method": method, **LEARNING[method], "seed": 5}), inputs)
 
 
-def test_parameters_of_other_hyperparameters_and_of_a_compiled_model():
-    model, inputs = convert(tiny_model("bert"), "linformer"), tiny_batch("bert")
-    model.config.efficient_attention = {"method": "linformer", "projection_dim": 8}
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"has learned parameters of Linformer.*convert"):
-        output(model, inputs)
+def test_models_that_cannot_be_given_parameters():
+    """While the parameters are elsewhere, or in the middle of a graph."""
+    accelerate, inputs = pytest.importorskip("accelerate"), tiny_batch("bert")
+    model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
+    with pytest.raises(Refused, match=r"is offloaded.*convert the model first"):
+        convert(model, "linformer")
+    output(hea.convert(model, "kdeformer"), inputs)
     model = tiny_model("bert", num_hidden_layers=1)
     model.config._attn_implementation = "linformer"
     with pytest.raises(Exception, match=r"hf_efficient_attn\.convert"):
@@ -204,24 +191,13 @@ def test_feature_maps_where_keys_and_values_differ_and_where_the_longest_sequenc
     make, method, options, tmp_path
 ):
     torch.manual_seed(0)
-    model, batch = make()
-    losses = []
+    (model, batch), losses = make(), []
     report = hea.DistillationOptions(on_step=lambda _, found: losses.append(sum(x.loss for x in found)))
     hea.distill(model.eval(), method, [batch() for _ in range(3)], steps=12, options=report, **options)
     assert losses[-1] < losses[0]
     model.save_pretrained(tmp_path)
     inputs = batch()
-    with torch.no_grad():
-        again = type(model).from_pretrained(tmp_path).eval()(**inputs)[0]
-        torch.testing.assert_close(again, model(**inputs)[0])
-
-
-def test_tables_need_the_longest_sequence():
-    with pytest.raises(hea.UnsupportedAttentionError, match="give max_length=N"):
-        hea.convert(_spectrogram()[0], "linformer", projection_dim=4)
-    model, batch = _spectrogram()
-    hea.convert(model, "linformer", projection_dim=4, max_length=40)
-    assert model(**batch())[0].isfinite().all()
+    torch.testing.assert_close(output(type(model).from_pretrained(tmp_path), inputs), output(model, inputs))
 
 
 # Learned feature maps
