@@ -11,8 +11,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
@@ -23,6 +21,7 @@ from hf_efficient_attn.methods import attention_with_state, naive_attention
 from hf_efficient_attn.ops import coreset as coreset_ops
 from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, empty_coreset
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
+from promises import LargestTensor
 from recipes.benchmarks import cache as recipe
 from test_learned import shake
 from tiny_models import DECODERS, SMALL, decode, generate, output, tiny_batch, tiny_model
@@ -42,7 +41,6 @@ each_state = pytest.mark.parametrize("name", FEW)
 each_cache = pytest.mark.parametrize("name", [*FEW, "nearfar"])
 each_family = pytest.mark.parametrize("family", DECODERS)
 each_instance = pytest.mark.parametrize("instance", [i for i in INSTANCES if i.info.recurrent], ids=str)
-each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def decoder(family: str, name: str, layers=None, **changes):
@@ -182,17 +180,6 @@ def test_token_by_token(instance, dtype):
             in_chunks(query.float(), key.float(), value.float())
 
 
-class Numbers(TorchDispatchMode):
-    """Counts the numbers that operators return."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        self.count += sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
-        return result
-
-
 @each_state
 @each_family
 def test_neither_the_state_nor_the_cost_of_a_token_grows(family, name):
@@ -207,9 +194,9 @@ def test_neither_the_state_nor_the_cost_of_a_token_grows(family, name):
         assert "window" in name or layers[0].state[0].shape[-1] == head_dim + 8  # sums of values, and those of weights
         # Views of a prompt would keep all of it in memory.
         numel = sum(x.untyped_storage().nbytes() for layer in layers for x in layer.state)
-        with torch.no_grad(), Numbers() as numbers_made:
+        with torch.no_grad(), LargestTensor() as largest:
             model(torch.full((2, 1), 7), past_key_values=cache, use_cache=True)
-        found.add((numel, numbers_made.count))
+        found.add((numel, largest.numel))
     assert len(found) == 1
 
 
@@ -283,9 +270,10 @@ def test_a_compiled_forward_stores_keys():
 @each_family
 def test_gradients_with_a_cache(family, name):
     """The state is not computed until a next token follows. Loss and gradients are those without a cache."""
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
     model, ids, found = decoder(family, name).train(), tokens(2, 40), []
 
-    def gradients_of(loss):
+    def gradients_of(model, loss):
         model.zero_grad()
         loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -293,28 +281,20 @@ def test_gradients_with_a_cache(family, name):
     for use_cache in (True, False):
         torch.manual_seed(0)
         out = model(ids, labels=ids, use_cache=use_cache)
-        gradients_of(out.loss)
+        gradients_of(model, out.loss)
         assert not use_cache or all(layer.state is None and layer.seen == 40 for layer in out.past_key_values.layers)
     assert all(torch.equal(x, found[1][key]) for key, x in found[0].items())
     assert all(x.abs().max() > 0 for key, x in found[0].items() if "learned_parameters" in key)
-    model.eval()
-    both = model(ids, use_cache=False).logits, decode(model, ids, [20, 25, 26], grad=True)
+    # In training, a sequence keeps the random features that it has drawn.
+    model, both = decoder(family, name, **dropout).train(), []
+    for cuts in ([], [20, 25, 26]):
+        torch.manual_seed(1)
+        both.append(decode(model, ids, cuts, grad=True))
     torch.testing.assert_close(both[1], both[0], atol=1e-3, rtol=1e-3)
     for logits in both:
-        gradients_of(logits.log_softmax(-1)[..., 5].mean())
+        gradients_of(model, logits.log_softmax(-1)[..., 5].mean())
     for key, x in found[2].items():
         torch.testing.assert_close(found[3][key], x, atol=1e-4, rtol=1e-3)
-
-
-@each_family
-def test_a_sequence_keeps_its_features_in_training(family):
-    """In training, random features are drawn once per sequence."""
-    without_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
-    model, ids, found = decoder(family, "performer", **without_dropout).train(), tokens(2, 70), []
-    for cuts in ([], [68]):
-        torch.manual_seed(1)
-        found.append(decode(model, ids, cuts))
-    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-3)
 
 
 # Landmarks
@@ -387,7 +367,7 @@ def layer_outputs(
     return torch.cat(outs, 2), layer
 
 
-@each_half
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_of_landmarks(dtype):
     """Landmarks are made in float32, so that only products and the outputs are rounded."""
     half = [x.to(dtype) for x in inputs(2, 2, 100, 16)]

@@ -7,6 +7,7 @@ import copy
 import os
 import re
 import time
+import types
 
 import pytest
 import torch
@@ -222,25 +223,17 @@ def test_traffic_refusals_and_training(tmp_path):
 
 
 def mesh(dimensions):
-    class Mesh:
-        ndim = dimensions
-        mesh_dim_names = ("dp", "sp")
-
-        def get_group(self):
-            return object()
-
-    return Mesh()
+    return types.SimpleNamespace(ndim=dimensions, mesh_dim_names=("dp", "sp"), get_group=object)
 
 
-def vision():
-    return transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **SIZES))
+VIT = transformers.ViTConfig(image_size=16, patch_size=4, **SIZES)
 
 
 @pytest.mark.parametrize(
     ("model", "method", "group", "sentence"),
     [
         (lambda: transformers.BertForSequenceClassification(bert().config), "linear", mesh(1), "model.base_model"),
-        (vision, "linear", mesh(1), "does not take tokens"),
+        (lambda: transformers.ViTModel(VIT), "linear", mesh(1), "does not take tokens"),
         (bert, "linear", None, "init_process_group"),
         (bert, "linear", mesh(2), r"such as mesh\['sp'\]"),
         (bert, "sdpa", mesh(1), "convert it first"),
@@ -254,13 +247,10 @@ def test_models_that_cannot_be_divided(model, method, group, sentence):
 def die_in_a_layer(when):
     model = hea.sequence_parallel(make("bert", "kdeformer"), dist.group.WORLD)
     ids, own = batch("right")[0], own_tokens()
-    if dist.get_rank() == 1:
-        module = model.encoder.layer[1].attention.self if when == "forward" else model.embeddings
-        if when == "forward":
-            module.register_forward_pre_hook(lambda *_: os._exit(3))
-        else:
-            module.register_full_backward_hook(lambda *_: os._exit(3))
-            model.encoder.layer[0].register_full_backward_pre_hook(lambda *_: os._exit(3))
+    if dist.get_rank() == 1 and when == "forward":
+        model.encoder.layer[1].attention.self.register_forward_pre_hook(lambda *_: os._exit(3))
+    elif dist.get_rank() == 1:
+        model.encoder.layer[0].register_full_backward_pre_hook(lambda *_: os._exit(3))
     model(ids[:, own]).last_hidden_state.sum().backward()
 
 

@@ -6,6 +6,7 @@
 import copy
 import pathlib
 import re
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -178,19 +179,6 @@ def crop(model, kind):
     torch.testing.assert_close(last, decode(model, ids[:, :41], [40])[:, 40:], atol=1e-4, rtol=1e-4)
 
 
-class Stream:
-    """What an offloading cache needs of a stream of an accelerator."""
-
-    def wait_stream(self, other):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-
 def offloaded(model, kind):
     """Without a second device, offloaded tensors are float64: an operation on both dtypes fails, as on two devices."""
 
@@ -203,8 +191,8 @@ def offloaded(model, kind):
 
     inputs, options = tiny_batch("gpt2", padding="left"), {"cache_implementation": "offloaded"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "Stream", Stream)
-        patch.setattr(torch.cuda, "default_stream", lambda device=None: Stream())
+        patch.setattr(torch, "Stream", MagicMock)
+        patch.setattr(torch.cuda, "default_stream", MagicMock())
         patch.setattr(CacheLayerMixin, "offload", move(torch.float64))
         patch.setattr(CacheLayerMixin, "prefetch", move(torch.float32))
         out = model.generate(**inputs, **LENGTH, **options, return_dict_in_generate=True)

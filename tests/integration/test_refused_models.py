@@ -122,20 +122,6 @@ def test_implementations_that_are_not_known_or_not_installed():
     assert "import that file" not in str(raised.value)
 
 
-def test_models_of_the_same_kind_without_such_a_bias_are_converted(calls):
-    for kind, changes, inputs in (
-        ("beit", {"use_relative_position_bias": False}, tiny_batch("vit")),
-        ("wav2vec2-conformer", {"position_embeddings_type": "rotary"}, {"input_values": torch.randn(1, 400)}),
-    ):
-        config = transformers.AutoConfig.for_model(kind, **{**MODELS[kind][0], **changes})
-        model = auto.from_config(config).eval()
-        if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.getmodule(type(model))):
-            exact = output(model, inputs)
-            torch.testing.assert_close(output(hea.convert(model, "kdeformer"), inputs), exact, atol=1e-4, rtol=1e-4)
-            assert len(calls) == 2
-            calls.clear()
-
-
 def test_attention_sinks_and_soft_caps_are_refused():
     model = tiny_model("llama")
     for name, value, words in (
@@ -181,22 +167,29 @@ def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
 
 
 MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 2}
-# Models with attention in some layers.
-HYBRID = {
+IDS, SOUND = tiny_batch("bert", length=40), {"input_values": torch.ones(1, 400)}
+# Relatives of models that are refused, and models with attention in some layers: config, input, layers.
+CONVERTED = {
+    "beit": ({**VISION, "use_relative_position_bias": False}, tiny_batch("vit"), [0, 1]),
+    "wav2vec2-conformer": ({**SPEECH, "position_embeddings_type": "rotary"}, SOUND, [0, 1]),
     "jamba": ({**TEXT, **HEADS, **MAMBA, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
-               "num_experts": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False}, [1, 3]),
+               "num_experts": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False}, IDS, [1, 3]),
     "bamba": ({**TEXT, **HEADS, **MAMBA, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
-               "mamba_n_groups": 1}, [1]),
-    "lfm2": ({**TEXT, **HEADS, "layer_types": ["conv", "full_attention"]}, [1]),
+               "mamba_n_groups": 1}, IDS, [1]),
+    "lfm2": ({**TEXT, **HEADS, "layer_types": ["conv", "full_attention"]}, IDS, [1]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HYBRID)
-def test_a_model_with_some_attention_is_loaded(name, tmp_path):
-    values, layers = HYBRID[name]
-    model = auto.from_config(transformers.AutoConfig.for_model(name, **copy.deepcopy(values)))
+@pytest.mark.parametrize("name", CONVERTED)
+def test_models_that_are_converted(name, tmp_path, calls):
+    values, inputs, layers = CONVERTED[name]
+    model = auto.from_config(transformers.AutoConfig.for_model(name, **copy.deepcopy(values))).eval()
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
+        pytest.skip("this Transformers computes its attention by code of its own")
     model.save_pretrained(tmp_path)
-    loaded = auto.from_pretrained(tmp_path, attn_implementation="nearfar")
+    loaded = auto.from_pretrained(tmp_path, attn_implementation="kdeformer")
+    torch.testing.assert_close(output(loaded, inputs), output(model, inputs), atol=1e-4, rtol=1e-4)
+    assert len(calls) == len(layers)
     locations = [getattr(module, "_efficient_attention", None) for module in loaded.modules()]
     assert sorted({found.layer for found in locations if found is not None}) == layers
     assert hea.convert(model, "nearfar", layers=layers).config._attn_implementation == "nearfar"

@@ -52,19 +52,16 @@ class State:
         self.model = model
         self.modules = {name: self.attributes(module) for name, module in model.named_modules()}
         self.configs = [(id(config), dict(vars(config)), config.to_dict()) for config in configs_of(model)]
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **model.state_dict()}
-        self.tensors = {name: (x.data_ptr(), x.requires_grad) for name, x in state.items()}
-        self.values = {name: x.clone() for name, x in state.items()}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **model.state_dict()}
+        self.tensors = [(name, x.data_ptr(), x.requires_grad) for name, x in tensors.items()]
+        self.values = [x.clone() for x in tensors.values()]
 
     @staticmethod
     def attributes(module) -> list:
         """Names, order and identity of the attributes, and of the entries of dictionaries among them."""
+        plain = [(name, x if isinstance(x, (bool, int, float, str)) else id(x)) for name, x in vars(module).items()]
         dictionaries = [value for value in vars(module).values() if isinstance(value, dict)]
-        plain = {
-            name: id(value) if not isinstance(value, (bool, int, float, str)) else value
-            for name, value in vars(module).items()
-        }
-        return [id(module), plain, [[(key, id(x)) for key, x in content.items()] for content in dictionaries]]
+        return [id(module), *plain, [[(key, id(x)) for key, x in content.items()] for content in dictionaries]]
 
     def check(self) -> None:
         now = State(self.model)
@@ -73,8 +70,7 @@ class State:
             assert attributes == now.modules[name], name
         assert self.configs == now.configs
         assert self.tensors == now.tensors
-        assert list(self.values) == list(now.values)
-        assert all(torch.equal(x, now.values[name]) for name, x in self.values.items())
+        assert all(torch.equal(x, y) for x, y in zip(self.values, now.values, strict=True))
 
 
 class FailAt:
@@ -171,18 +167,23 @@ def test_convert_fails_at_every_line(step):
 def check_every_failure(model, switch, step, lines=False) -> None:
     """Let a switch fail at every call (line) until it succeeds; after each failure nothing may have changed."""
     before = State(model)
+    assert failures(lambda: switch(model), before.check, step, lines) > 4
+    assert State(model).configs != before.configs
+
+
+def failures(call, check, step, lines=False) -> int:
+    """How often a call fails until it succeeds, at every `step`-th call (line) in it; `check` runs after each."""
     for turn in itertools.count():
         error = (MemoryError, KeyboardInterrupt, UserWarning)[turn % 3]("provoked")
         with FailAt(turn * step, error, lines) as failure:
             try:
-                switch(model)
+                call()
             except type(error):
                 assert failure.raised
         if not failure.raised:
-            break
-        before.check()
-    assert turn > 4
-    assert State(model).configs != before.configs
+            return turn
+        check()
+    return 0
 
 
 def test_a_warning_that_is_an_error_changes_nothing():
@@ -256,13 +257,9 @@ def test_loading_fails_at_every_call(tmp_path):
     model_of("bert", "separate").save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     before = copy.deepcopy(vars(config))
-    for turn in itertools.count():
-        with FailAt(61 * turn, KeyboardInterrupt()) as failure:
-            try:
-                transformers.AutoModel.from_pretrained(tmp_path, config=config)
-            except KeyboardInterrupt:
-                assert failure.raised
+
+    def check():
         assert vars(config) == before
-        if not failure.raised:
-            break
-    assert turn > 1
+
+    assert failures(lambda: transformers.AutoModel.from_pretrained(tmp_path, config=config), check, 61) > 1
+    check()

@@ -133,30 +133,24 @@ class Positional(nn.Module):
         return self.model(**dict(zip(self.names, inputs, strict=True)))[0]
 
 
-def text(batch: int, length: int) -> tuple:
-    inputs = tiny_batch("bert", batch=batch, length=length)["input_ids"]
-    mask = torch.ones_like(inputs)
-    mask[-1, length - length // 3 :] = 0
-    return inputs, mask
+def example(family: str, batch: int, length: int) -> dict:
+    inputs = tiny_batch(family, batch=batch, length=length)
+    if family == "bert":
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][-1, length - length // 3 :] = 0
+    return inputs
 
 
-def pictures(batch: int, _: int) -> tuple:
-    return tuple(tiny_batch("vit", batch=batch).values())
-
-
-MODELS = {"bert": (text, ("input_ids", "attention_mask")), "vit": (pictures, ("pixel_values",))}
-
-
-def exported(model: nn.Module, example: tuple, shapes: tuple, path):
+def exported(model: nn.Module, given: tuple, shapes: tuple, path):
     """A graph of torch.export, saved and loaded."""
-    torch.export.save(torch.export.export(model, example, dynamic_shapes=shapes), path)
+    torch.export.save(torch.export.export(model, given, dynamic_shapes=shapes), path)
     return torch.export.load(path).module()
 
 
-def in_onnx(model: nn.Module, example: tuple, shapes: tuple, path):
+def in_onnx(model: nn.Module, given: tuple, shapes: tuple, path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime computes the exported graph")
-    torch.onnx.export(model, example, path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    torch.onnx.export(model, given, path, dynamo=True, dynamic_shapes=shapes, verbose=False)
     session = runtime.InferenceSession(path)
     names = [entry.name for entry in session.get_inputs()]
     return lambda *inputs: torch.from_numpy(
@@ -172,13 +166,14 @@ def test_an_exported_graph_of_dynamic_shapes(family, method, export, tmp_path):
     """One graph for other batches, and, if the inputs are texts, other lengths and masks."""
     if export is in_onnx and method not in methods_with("exportable"):
         pytest.skip("no ONNX of this method")
-    make, names = MODELS[family]
+    names = tuple(example(family, 1, 9))
     model = Positional(tiny_model(family, method), names)
     sizes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if family == "bert" else {0: Dim.DYNAMIC}
     with torch.no_grad():
-        loaded = export(model, make(2, 70), ((sizes,) * len(names),), tmp_path / "model.pt2")
+        given = tuple(example(family, 2, 70).values())
+        loaded = export(model, given, ((sizes,) * len(names),), tmp_path / "model.pt2")
         for batch, length in LENGTHS:
-            inputs = make(batch, length)
+            inputs = example(family, batch, length).values()
             torch.testing.assert_close(loaded(*inputs), model(*inputs), atol=1e-4, rtol=1e-4)
 
 
@@ -190,7 +185,7 @@ def test_a_compiled_model_of_dynamic_lengths(method, way):
     model, counter, graphs = tiny_model("bert", method), CompileCounter(), set()
     compiled = torch.compile(model, dynamic=True if way == "dynamic" else None, backend=counter)
     for length in (70, 40, 128, 90):
-        inputs = dict(zip(MODELS["bert"][1], text(2, length), strict=True))
+        inputs = example("bert", 2, length)
         for x in inputs.values() if way == "mark_dynamic" else ():
             torch._dynamo.mark_dynamic(x, 1)
         torch.testing.assert_close(output(compiled, inputs), output(model, inputs), atol=1e-4, rtol=1e-4)
@@ -328,23 +323,21 @@ def test_an_offloaded_model(family, method, tmp_path):
 
 @few_methods
 def test_dropout_and_draws_in_training(method):
-    model = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    inputs = tiny_batch("bert")
-    model.train()
-    assert torch.equal(output(model, inputs), output(model, inputs)) is not (method in RANDOM)
-    model.eval()
-    state = torch.get_rng_state()
-    assert torch.equal(output(model, inputs), output(model, inputs))
+    plain, dropped = (
+        tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=p) for p in (0.0, 0.5)
+    )
+    inputs, state = tiny_batch("bert"), torch.get_rng_state()
+    in_eval = output(plain, inputs)
+    assert torch.equal(output(plain, inputs), in_eval) and torch.equal(output(dropped, inputs), in_eval)
     assert torch.equal(torch.get_rng_state(), state)
-    with_dropout = tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
-    in_eval = output(with_dropout, inputs)
-    assert torch.equal(in_eval, output(model, inputs))
-    with_dropout.train()
+    plain.train()
+    dropped.train()
+    assert torch.equal(output(plain, inputs), output(plain, inputs)) is not (method in RANDOM)
     torch.manual_seed(0)
-    in_training = output(with_dropout, inputs)
+    in_training = output(dropped, inputs)
     assert (in_training - in_eval).abs().max() > 0.1
     torch.manual_seed(0)
-    assert torch.equal(output(with_dropout, inputs), in_training)
+    assert torch.equal(output(dropped, inputs), in_training)
 
 
 @pytest.mark.parametrize("family", ["bert", *DECODERS])
