@@ -270,11 +270,11 @@ def config(feature_map: str = "hedgehog", window_size: int = 6, **options) -> he
     return hea.LinearConfig(feature_map=feature_map, num_features=9, window_size=window_size, **options)
 
 
-def parameters(method: hea.LinearConfig, num_kv_heads: int = 2, spread: float = 0.3) -> dict[str, Tensor]:
+def parameters(method: hea.LinearConfig) -> dict[str, Tensor]:
     """Parameters other than those that a conversion starts from."""
-    initial = get_method("linear").initial_parameters
-    start = initial(method, num_heads=4, num_kv_heads=num_kv_heads, head_dim=8, value_dim=5, max_length=90)
-    return {name: x.double() + spread * numbers(*x.shape, seed=i) for i, (name, x) in enumerate(start.items())}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 5, "max_length": 90}
+    start = get_method("linear").initial_parameters(method, **sizes)
+    return {name: x.double() + 0.3 * numbers(*x.shape, seed=i) for i, (name, x) in enumerate(start.items())}
 
 
 @each_form
@@ -290,39 +290,30 @@ def test_tokens_of_zeros_count_the_same_in_both_fields(feature_map, is_causal):
 @each_form
 @each_learned
 def test_the_log_weight_decides_between_the_fields(feature_map, is_causal):
-    """Without weight on the features the output is that of the window, and with all weight that of the features."""
-    tensors, method = inputs(**SHAPE), config(feature_map)
-    learned = parameters(method)
-    learned["far_log_weight"] = torch.full((2,), -1e4, dtype=torch.float64)
-    ours = hea.attention(method, *tensors, is_causal=is_causal, parameters=learned)
-    window = hea.attention("longformer", *tensors, is_causal=is_causal, window_size=6)
-    torch.testing.assert_close(ours, window)
-    learned["far_log_weight"] = torch.full((2,), 1e4, dtype=torch.float64)
-    ours = hea.attention(method, *tensors, is_causal=is_causal, parameters=learned)
-    # The first queries of the causal form have no key outside of the window.
-    first = slice(0, 7 if is_causal else 0)
-    torch.testing.assert_close(ours[:, :, first], window[:, :, first])
-    if is_causal:
-        # The last query: the features of the keys before its window.
-        keys = (torch.cat((x[:, :, :83], x[:, :, 83:84]), 2) for x in tensors[1:])
-        mask = (torch.arange(84) < 83).expand(2, -1)
-        far = hea.attention(
-            dataclasses.replace(method, window_size=0), tensors[0][:, :, -1:], *keys, attention_mask=mask,
-            is_causal=True, parameters=learned,
-        )  # fmt: skip
-        torch.testing.assert_close(ours[:, :, -1:], far)
-
-
-@each_form
-@each_learned
-def test_what_was_learned_with_a_window_is_used_without_it(feature_map, is_causal):
-    """Without it, `far_log_weight` has no effect."""
+    """With none on the features the output is that of the window, and with all that of the features."""
     tensors, method = inputs(**SHAPE), config(feature_map)
     learned, alone = parameters(method), dataclasses.replace(method, window_size=0)
-    ours = hea.attention(alone, *tensors, is_causal=is_causal, parameters=learned)
+
+    def attend(config, query, key, value, parameters=learned, **options):
+        return hea.attention(config, query, key, value, is_causal=is_causal, parameters=parameters, **options)
+
+    window, both = attend(hea.LongformerConfig(window_size=6), *tensors, None), attend(method, *tensors)
+    nothing, everything = (
+        attend(method, *tensors, {**learned, "far_log_weight": torch.full((2,), x, dtype=torch.float64)})
+        for x in (-1e4, 1e4)
+    )
+    torch.testing.assert_close(nothing, window)
+    if is_causal:
+        # The first queries have no key outside of the window. The last: the features of the keys before its window.
+        torch.testing.assert_close(everything[:, :, :7], window[:, :, :7])
+        mask = (torch.arange(84) < 83).expand(2, -1)
+        query, key, value = tensors
+        far = attend(alone, query[:, :, -1:], key[:, :, :84], value[:, :, :84], attention_mask=mask)
+        torch.testing.assert_close(everything[:, :, -1:], far)
+    # What was learned with a window is used without it, where `far_log_weight` has no effect.
     maps = {name: learned[name] for name in ("query_map", "key_map")}
-    assert torch.equal(ours, hea.attention(alone, *tensors, is_causal=is_causal, parameters=maps))
-    assert not torch.allclose(ours, hea.attention(method, *tensors, is_causal=is_causal, parameters=learned), rtol=0.1)
+    assert torch.equal(attend(alone, *tensors), attend(alone, *tensors, maps))
+    assert not torch.allclose(attend(alone, *tensors), both, rtol=0.1)
 
 
 @each_form
