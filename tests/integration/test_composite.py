@@ -100,21 +100,18 @@ def methods_called(model, calls):
 
 @pytest.mark.parametrize(("vision", "text"), [("nearfar", "sdpa"), ("sdpa", "linear"), ("nearfar", "longformer")])
 def test_from_pretrained_with_a_method_for_each_part(model, folder, tmp_path, vision, text, calls):
-    names = {"vision_config": vision, "text_config": text}
-    loaded = type(model).from_pretrained(folder, attn_implementation=names)
-    assert chosen(loaded) == ["sdpa", vision, text]
-    out, called = methods_called(loaded, calls)
-    assert {config.method for config in called} == {vision, text} - {"sdpa"}
-    # The parts that are not named stay what they are.
-    rest = type(model).from_pretrained(folder, attn_implementation={key: n for key, n in names.items() if n != "sdpa"})
-    assert torch.equal(methods_called(rest, calls)[0], out)
+    names, load = {"vision_config": vision, "text_config": text}, type(model).from_pretrained
+    chosen_names = {key: name for key, name in names.items() if name != "sdpa"}
+    loaded = load(folder, attn_implementation=names)
     loaded.save_pretrained(tmp_path / "saved")
     stored = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert stored["attn_implementation"] == {key: name for key, name in names.items() if name != "sdpa"}
-    assert "efficient_attention" not in stored
-    again = type(model).from_pretrained(tmp_path / "saved")
-    assert chosen(again) == ["sdpa", vision, text]
-    assert torch.equal(methods_called(again, calls)[0], out)
+    assert stored["attn_implementation"] == chosen_names and "efficient_attention" not in stored
+    out, called = methods_called(loaded, calls)
+    assert {config.method for config in called} == set(chosen_names.values())
+    # The parts that are not named stay what they are.
+    for one in (loaded, load(folder, attn_implementation=chosen_names), load(tmp_path / "saved")):
+        assert chosen(one) == ["sdpa", vision, text]
+        assert torch.equal(methods_called(one, calls)[0], out)
 
 
 def test_hyperparameters_of_one_part(model, folder, tmp_path, calls):
@@ -134,8 +131,7 @@ def test_hyperparameters_of_one_part(model, folder, tmp_path, calls):
             outs.append(out)
     assert all(torch.equal(out, outs[0]) for out in outs)
     assert not torch.equal(outs[0], output(model, inputs_of(model)))
-    # A part can be loaded by itself, with its method.
-    if model.config.model_type == "clip":
+    if model.config.model_type == "clip":  # a part can be loaded by itself, with its method
         tower = transformers.CLIPVisionModel.from_pretrained(tmp_path / "saved")
         assert tower.config._attn_implementation == "nearfar"
         assert tower.config.efficient_attention == converted.config.vision_config.efficient_attention

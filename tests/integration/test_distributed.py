@@ -20,28 +20,11 @@ import hf_efficient_attn as hea
 import processes
 from processes import refused
 from recipes.benchmarks.sequence_parallel import Traffic
-from test_learned import learned_in
+from test_learned import shake
+from tiny_models import tiny_config, tiny_model
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
 LENGTH = 61
-TEXT = {"vocab_size": 60, "max_position_embeddings": 80}
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, **TEXT}
-
-
-def bert(**options):
-    return transformers.BertModel(transformers.BertConfig(**SIZES, **options))
-
-
-def gpt2(**options):
-    sizes = {"vocab_size": 60, "n_positions": 80, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **options))
-
-
-def llama(**options):
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **options))
-
-
-MODELS = {"bert": bert, "gpt2": gpt2, "llama": llama}
 METHODS = {
     "linear": {},
     "hedgehog": {"method": "linear", "feature_map": "hedgehog", "num_features": 8},
@@ -56,21 +39,17 @@ METHODS = {
 }
 CASES = [
     (model, method, padding)
-    for model in MODELS
+    for model in ("bert", "gpt2", "llama")
     for method in METHODS
     for padding in ("right", "left")
     if method != "eva" and (model == "bert" or hea.method_info(METHODS[method].get("method", method)).causal)
 ]
 
 
-def make(model, method, **options):
+def make(family, method, **options):
     """A model in float64 whose heads have different learned parameters."""
-    torch.manual_seed(0)
-    made = hea.convert(MODELS[model](**options).eval().double(), {"method": method, **METHODS[method]})
-    with torch.no_grad():
-        for x in (x for module in learned_in(made).values() for x in module.parameters()):
-            x.add_(0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype))
-    return made
+    model = tiny_model(family, head=family != "bert", max_position_embeddings=80, **options).double()
+    return shake(hea.convert(model, {"method": method, **METHODS[method]}))
 
 
 def batch(padding):
@@ -163,25 +142,26 @@ def one_mixed_call():
 
 def traffic_and_refusals():
     group, (ids, mask), own, rank = dist.group.WORLD, batch("right"), own_tokens(), dist.get_rank()
-    ids, mask, found = ids[:, own], mask[:, own], {}
+    ids, mask = ids[:, own], mask[:, own]
     model = hea.sequence_parallel(make("llama", "linear"), group)
     with torch.no_grad(), Traffic() as traffic:
         model(ids)
-    found["bytes"] = dict(traffic.forward)
-    found["labels"] = refused(lambda: model(ids, labels=ids))
-    found["one process"] = refused(lambda: model(ids[: 1 + rank]))
-    found["cache"] = refused(lambda: model(ids, use_cache=rank == 1))
-    found["mask"] = refused(lambda: model(ids, attention_mask=mask[:, None, None]))
-    found["generate"] = refused(lambda: model.generate(ids, max_new_tokens=2))
     single = torch.zeros(2, 5, 32).double(), (torch.ones(1, 5, 8).double(),) * 2
-    found["module"] = refused(lambda: model.model.layers[0].self_attn(*single))
     training = hea.sequence_parallel(make("bert", "linear", attention_probs_dropout_prob=0.1), group).train()
-    found["dropout"] = refused(lambda: training(ids, attention_mask=mask))
-    long = hea.sequence_parallel(make("gpt2", "linear"), group)
-    found["long"] = refused(lambda: long(torch.zeros(2, 50 if rank else 40, dtype=torch.int64)))
-    found["random"] = training_draws(group, ids)
-    found["mixed"] = one_mixed_call()
-    return found
+    gpt = hea.sequence_parallel(make("gpt2", "linear"), group)
+    long = torch.zeros(2, 50 if rank else 40, dtype=torch.int64)
+    refusals = {
+        "process 0 gives the model labels": lambda: model(ids, labels=ids),
+        r"batches of \[1, 2\] sequences": lambda: model(ids[: 1 + rank]),
+        "process 1 gives the model a key-value cache or use_cache=True": lambda: model(ids, use_cache=rank == 1),
+        "process 0 gives the model an attention_mask that is": lambda: model(ids, attention_mask=mask[:, None, None]),
+        "generate with a model in one process": lambda: model.generate(ids, max_new_tokens=2),
+        "outside of a call of its model": lambda: model.model.layers[0].self_attn(*single),
+        "attention_probs_dropout_prob": lambda: training(ids, attention_mask=mask),
+        r"has 90 tokens and .* has 80 positions.*extend_positions\(model, 90\)": lambda: gpt(long),
+    }
+    messages = {sentence: refused(call) for sentence, call in refusals.items()}
+    return dict(traffic.forward), messages, training_draws(group, ids), one_mixed_call()
 
 
 def training_draws(group, ids):
@@ -200,48 +180,33 @@ def training_draws(group, ids):
 
 def test_traffic_refusals_and_training(tmp_path):
     results = processes.run(2, tmp_path, traffic_and_refusals)
-    sentences = {
-        "labels": "process 0 gives the model labels",
-        "one process": r"batches of \[1, 2\] sequences",
-        "cache": "process 1 gives the model a key-value cache or use_cache=True",
-        "mask": "process 0 gives the model an attention_mask that is not",
-        "generate": "generate with a model in one process",
-        "module": "outside of a call of its model",
-        "dropout": "attention_probs_dropout_prob",
-        "long": r"has 90 tokens and .* has 80 positions.*extend_positions\(model, 90\)",
-    }
-    for name, sentence in sentences.items():
-        for found in results:
-            assert found[name] is not None, name
-            assert re.search(sentence, found[name]), found[name]
-    assert results[0]["random"] == results[1]["random"] is not None
-    for found in results:
-        assert found["mixed"] < 1e-5
+    for numbers_of_bytes, messages, seed, error in results:
+        for sentence, message in messages.items():
+            assert message is not None and re.search(sentence, message), (sentence, message)
+        assert seed == results[0][2] is not None and error < 1e-5
         # Of each layer the states S (8, 8), Z in 8 columns and a log, of two key heads in two sequences. Of the call,
         # five integers.
-        assert found["bytes"] == {"all_gather": 2 * 2 * 2 * (8 * (8 + 8) + 1) * 8 + 5 * 8}
+        assert numbers_of_bytes == {"all_gather": 2 * 2 * 2 * (8 * (8 + 8) + 1) * 8 + 5 * 8}
 
 
 def mesh(dimensions):
     return types.SimpleNamespace(ndim=dimensions, mesh_dim_names=("dp", "sp"), get_group=object)
 
 
-VIT = transformers.ViTConfig(image_size=16, patch_size=4, **SIZES)
-
-
 @pytest.mark.parametrize(
-    ("model", "method", "group", "sentence"),
+    ("kind", "method", "group", "sentence"),
     [
-        (lambda: transformers.BertForSequenceClassification(bert().config), "linear", mesh(1), "model.base_model"),
-        (lambda: transformers.ViTModel(VIT), "linear", mesh(1), "does not take tokens"),
-        (bert, "linear", None, "init_process_group"),
-        (bert, "linear", mesh(2), r"such as mesh\['sp'\]"),
-        (bert, "sdpa", mesh(1), "convert it first"),
+        (transformers.BertForSequenceClassification, "linear", mesh(1), "model.base_model"),
+        (transformers.ViTModel, "linear", mesh(1), "does not take tokens"),
+        (transformers.BertModel, "linear", None, "init_process_group"),
+        (transformers.BertModel, "linear", mesh(2), r"such as mesh\['sp'\]"),
+        (transformers.BertModel, "sdpa", mesh(1), "convert it first"),
     ],
 )
-def test_models_that_cannot_be_divided(model, method, group, sentence):
+def test_models_that_cannot_be_divided(kind, method, group, sentence):
+    model = kind(tiny_config("vit" if kind is transformers.ViTModel else "bert"))
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        hea.sequence_parallel(hea.convert(model(), method), group)
+        hea.sequence_parallel(hea.convert(model, method), group)
 
 
 def die_in_a_layer(when):

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from test_encoder_decoder import tiny
 from tiny_models import FAMILY_VALUES, generate, output, tiny_batch, tiny_model
 
 Refused = hea.UnsupportedAttentionError
@@ -22,14 +23,12 @@ def model_of(family: str, head: bool = True):
     """A tiny model with 128 positions."""
     if family in LEARNED:
         return tiny_model(family, head=head, **({"n_ctx": 128} if family == "gpt2" else {}))
+    if family == "bart":
+        return tiny(family)
     sizes = {"vocab_size": 60, "max_position_embeddings": 128, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+    sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 48}
     torch.manual_seed(0)
-    if family == "opt":
-        sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 48}
-        return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32)).eval()
-    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = transformers.BartConfig(**sizes, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48)
-    return transformers.BartForConditionalGeneration(config).eval()
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32)).eval()
 
 
 def tables(model) -> list[torch.nn.Embedding]:

@@ -11,7 +11,6 @@ import transformers
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.models import window_of
 from instances import inputs
 from promises import LargestTensor
 from tiny_models import SMALL, generate, output
@@ -22,16 +21,12 @@ SIZES = {
     "eos_token_id": 3,
 }  # fmt: skip
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-SEPARATORS = {"cls_token_id": 2, "sep_token_id": 3}
 # Models with windows in layers 0 and 2.
+WINDOW, LOCAL = {"sliding_window": 20}, {"local_attention": 40, "cls_token_id": 2, "sep_token_id": 3}
 MIXED = {
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 20},
-    "Gemma3Text": {"sliding_window": 20},
-    "Cohere2": {"sliding_window": 20},
-    "Olmo3": {"sliding_window": 20},
-    "Exaone4": {"sliding_window": 20},
-    "ModernBertDecoder": {"local_attention": 40, **SEPARATORS},
-    "ModernBert": {"local_attention": 40, **SEPARATORS},
+    "Qwen2": {"use_sliding_window": True, **WINDOW},
+    **dict.fromkeys(("Gemma3Text", "Cohere2", "Olmo3", "Exaone4"), WINDOW),
+    **dict.fromkeys(("ModernBertDecoder", "ModernBert"), LOCAL),
 }
 DECODERS = [name for name in MIXED if name != "ModernBert"]
 BUDGET = hea.NearFarConfig().with_budget(1024)
@@ -134,13 +129,6 @@ def test_what_is_refused():
         output(model, batch(64, "none"))
     with pytest.raises(hea.UnsupportedAttentionError, match="window of 64 keys and the sequence has 70"):
         output(model, batch(70, "none"))
-
-
-def test_the_sizes_of_windows():
-    for name, size in (("Qwen2", 20), ("ModernBert", 21)):  # that of ModernBERT does not include the query
-        model = exact_model(name)
-        sizes = [window_of(x, model.config) for x in model.modules() if "Attention" in type(x).__name__]
-        assert sizes == [size, None, size]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
