@@ -11,6 +11,12 @@ each_form = pytest.mark.parametrize(("instance", "is_causal"), FORMS)
 each_first_form = pytest.mark.parametrize(("instance", "is_causal"), FIRST_FORMS)
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
 each_method = pytest.mark.parametrize("instance", DEFAULTS, ids=str)
+# A sample for models in the core suite: sampled keys, states, landmarks, learned tables and chunks. Tests on tensors
+# have all methods.
+FEW = ("kdeformer", "linear", "nearfar", "longformer", "linformer", "flurka_eva")
+few_methods = pytest.mark.parametrize(
+    "method", [pytest.param(i.method, marks=() if i.method in FEW else pytest.mark.exhaustive) for i in DEFAULTS]
+)
 
 
 def close(ours, other, tolerance: float = 1e-9) -> None:

@@ -79,3 +79,24 @@ def tiny_batch(family: str, batch: int = 2, length: int = 70, padding: str = "no
 def output(model, inputs: dict, **options) -> torch.Tensor:
     with torch.no_grad():
         return model(**inputs, **options)[0]
+
+
+def generate(model, inputs: dict, new: int = 12, **options) -> torch.Tensor:
+    """The new tokens of a call of `generate`."""
+    torch.manual_seed(3)
+    ids = model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, **{"do_sample": False, **options})
+    # Some versions of Transformers return one token too many if all drafts of an assistant are right.
+    return ids[:, inputs["input_ids"].shape[1] :][:, :new]
+
+
+def decode(model, ids: torch.Tensor, cuts, cache=None, mask=None, *, grad: bool = False) -> torch.Tensor:
+    """The logits of the tokens that the cache does not have yet, in calls that end at `cuts` and at the last token."""
+    cache = transformers.DynamicCache(config=model.config) if cache is None else cache
+    mask, outs, start = torch.ones_like(ids) if mask is None else mask, [], cache.get_seq_length()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for end in (*(cut for cut in cuts if start < cut < ids.shape[1]), ids.shape[1]):
+        call = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], "use_cache": True}
+        with torch.set_grad_enabled(grad):
+            outs.append(model(ids[:, start:end], past_key_values=cache, **call).logits)
+        start = end
+    return torch.cat(outs, 1)

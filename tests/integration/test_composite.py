@@ -8,13 +8,14 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from tiny_models import SMALL, output, tiny_batch
+from tiny_models import IMAGE, SIZES, SMALL, output, tiny_batch
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-VISION = {**SIZES, "image_size": 32, "patch_size": 4}
+Refused = hea.UnsupportedAttentionError
+VISION = {**SIZES, **IMAGE}
 TEXT = {**SIZES, "vocab_size": 60, "max_position_embeddings": 256}
 PICTURE_TOKEN = 7
 PARTS = ("vision_config", "text_config")
+NEARFAR = {"method": "nearfar", **SMALL["nearfar"]}
 
 
 def clip():
@@ -43,7 +44,6 @@ def qwen2_vl():
 
 
 MODELS = {"clip": clip, "llava": llava, "qwen2_vl": qwen2_vl}
-VISION_LANGUAGE = (transformers.LlavaForConditionalGeneration, transformers.Qwen2VLForConditionalGeneration)
 
 
 @pytest.fixture(params=MODELS)
@@ -64,13 +64,13 @@ def folder(model, tmp_path):
 
 
 def inputs_of(model):
-    ids = tiny_batch("bert", length=100)["input_ids"]
+    ids, kind = tiny_batch("bert", length=100)["input_ids"], model.config.model_type
     ids = ids.where(ids != PICTURE_TOKEN, PICTURE_TOKEN + 1)
     inputs = {"input_ids": ids, **tiny_batch("vit")}
-    if isinstance(model, VISION_LANGUAGE):
+    if kind != "clip":
         ids[:, 10:74] = PICTURE_TOKEN
         inputs["use_cache"] = False
-    if isinstance(model, transformers.Qwen2VLForConditionalGeneration):
+    if kind == "qwen2_vl":
         patches = torch.randn(2 * 256, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
         ids[(ids > PICTURE_TOKEN) & (ids < 11)] = 11
         ids[:, 9] = 9
@@ -81,11 +81,10 @@ def inputs_of(model):
 
 def parts(model):
     """The modules of the two parts, in the order of `PARTS`."""
-    if isinstance(model, transformers.LlavaForConditionalGeneration):
-        return model.model.vision_tower, model.model.language_model
-    if isinstance(model, transformers.Qwen2VLForConditionalGeneration):
-        return model.model.visual, model.model.language_model
-    return model.vision_model, model.text_model
+    whole = model if model.config.model_type == "clip" else model.model
+    modules = dict(whole.named_children())
+    return [next(modules[name] for name in names if name in modules) for names in (
+        ("vision_model", "vision_tower", "visual"), ("text_model", "language_model"))]  # fmt: skip
 
 
 def chosen(model):
@@ -101,50 +100,41 @@ def methods_called(model, calls):
 
 @pytest.mark.parametrize(("vision", "text"), [("nearfar", "sdpa"), ("sdpa", "linear"), ("nearfar", "longformer")])
 def test_from_pretrained_with_a_method_for_each_part(model, folder, tmp_path, vision, text, calls):
-    names = {"vision_config": vision, "text_config": text}
-    loaded = type(model).from_pretrained(folder, attn_implementation=names)
-    assert chosen(loaded) == ["sdpa", vision, text]
-    out, called = methods_called(loaded, calls)
-    assert {config.method for config in called} == {vision, text} - {"sdpa"}
-    # The parts that are not named stay what they are.
-    rest = type(model).from_pretrained(folder, attn_implementation={key: n for key, n in names.items() if n != "sdpa"})
-    assert torch.equal(methods_called(rest, calls)[0], out)
+    names, load = {"vision_config": vision, "text_config": text}, type(model).from_pretrained
+    chosen_names = {key: name for key, name in names.items() if name != "sdpa"}
+    loaded = load(folder, attn_implementation=names)
     loaded.save_pretrained(tmp_path / "saved")
     stored = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert stored["attn_implementation"] == {key: name for key, name in names.items() if name != "sdpa"}
-    assert "efficient_attention" not in stored
-    again = type(model).from_pretrained(tmp_path / "saved")
-    assert chosen(again) == ["sdpa", vision, text]
-    assert torch.equal(methods_called(again, calls)[0], out)
+    assert stored["attn_implementation"] == chosen_names and "efficient_attention" not in stored
+    out, called = methods_called(loaded, calls)
+    assert {config.method for config in called} == set(chosen_names.values())
+    # The parts that are not named stay what they are.
+    for one in (loaded, load(folder, attn_implementation=chosen_names), load(tmp_path / "saved")):
+        assert chosen(one) == ["sdpa", vision, text]
+        assert torch.equal(methods_called(one, calls)[0], out)
 
 
 def test_hyperparameters_of_one_part(model, folder, tmp_path, calls):
-    expected = hea.NearFarConfig(**SMALL["nearfar"])
-    loaded = type(model).from_pretrained(
-        folder, attn_implementation={"vision_config": "nearfar"},
-        efficient_attention={"method": "nearfar", **SMALL["nearfar"]},
-    )  # fmt: skip
-    assert chosen(loaded) == ["sdpa", "nearfar", "sdpa"]
-    out, called = methods_called(loaded, calls)
-    assert called == {expected}
-    # The same by the config of the part, by `set_attn_implementation` and by converting the part's module.
-    config = transformers.AutoConfig.from_pretrained(folder)
-    config.vision_config.efficient_attention = {"method": "nearfar", **SMALL["nearfar"]}
-    by_config = type(model).from_pretrained(folder, config=config)
-    switched = copy.deepcopy(model)
-    switched.config.vision_config.efficient_attention = {"method": "nearfar", **SMALL["nearfar"]}
+    """By arguments, by the config of the part, by `set_attn_implementation` and by converting the part's module."""
+    config, switched, converted = transformers.AutoConfig.from_pretrained(folder), *map(copy.deepcopy, [model] * 2)
+    config.vision_config.efficient_attention = switched.config.vision_config.efficient_attention = NEARFAR
     switched.set_attn_implementation({"vision_config": "nearfar"})
-    converted = copy.deepcopy(model)
-    hea.convert(parts(converted)[0], "nearfar", **SMALL["nearfar"])
-    for other in (by_config, switched, converted):
-        assert chosen(other) == ["sdpa", "nearfar", "sdpa"]
-        found, called = methods_called(other, calls)
-        assert called == {expected}
-        assert torch.equal(found, out)
-        other.save_pretrained(tmp_path / "saved")
-        again = type(model).from_pretrained(tmp_path / "saved")
-        assert torch.equal(methods_called(again, calls)[0], out)
-    assert not torch.equal(out, output(model, inputs_of(model)))
+    hea.convert(parts(converted)[0], NEARFAR)
+    named = {"attn_implementation": {"vision_config": "nearfar"}, "efficient_attention": NEARFAR}
+    load, outs = type(model).from_pretrained, []
+    for one in (load(folder, **named), load(folder, config=config), switched, converted):
+        one.save_pretrained(tmp_path / "saved")
+        for same in (one, load(tmp_path / "saved")):
+            assert chosen(same) == ["sdpa", "nearfar", "sdpa"]
+            out, called = methods_called(same, calls)
+            assert called == {hea.NearFarConfig(**SMALL["nearfar"])}
+            outs.append(out)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert not torch.equal(outs[0], output(model, inputs_of(model)))
+    if model.config.model_type == "clip":  # a part can be loaded by itself, with its method
+        tower = transformers.CLIPVisionModel.from_pretrained(tmp_path / "saved")
+        assert tower.config._attn_implementation == "nearfar"
+        assert tower.config.efficient_attention == converted.config.vision_config.efficient_attention
 
 
 def test_a_choice_on_the_outer_config_goes_down_to_the_parts(model, folder, tmp_path, calls):
@@ -164,12 +154,12 @@ def test_a_choice_on_the_outer_config_goes_down_to_the_parts(model, folder, tmp_
 def test_parts_are_switched_one_after_the_other(model, calls):
     exact = output(model, inputs_of(model))
     vision, text = parts(model)
-    hea.convert(vision, "nearfar", **SMALL["nearfar"])
+    hea.convert(vision, NEARFAR)
     hea.convert(text, "linear", layers=[1])
     _, called = methods_called(model, calls)
     assert called == {hea.NearFarConfig(**SMALL["nearfar"]), hea.LinearConfig()}
     # Qwen2-VL attends to one picture at a time.
-    assert len(calls) == (5 if isinstance(model, transformers.Qwen2VLForConditionalGeneration) else 3)
+    assert len(calls) == (5 if model.config.model_type == "qwen2_vl" else 3)
     model.set_attn_implementation({"vision_config": "sdpa"})
     assert {config.method for config in methods_called(model, calls)[1]} == {"linear"}
     hea.convert(text, "sdpa")
@@ -178,80 +168,51 @@ def test_parts_are_switched_one_after_the_other(model, calls):
     assert torch.equal(out, exact)
 
 
-@pytest.mark.parametrize("names", [{"vison_config": "nearfar"}, {"vision_config": "sdpa", "language": "linear"}])
-def test_unknown_parts_are_refused(model, folder, names):
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"unknown part of \w+Config '(vison_config|language)'"):
-        type(model).from_pretrained(folder, attn_implementation=names)
-    with pytest.raises(hea.UnsupportedAttentionError, match="Known: text_config, vision_config"):
+def test_what_is_refused_leaves_the_other_parts(model, folder):
+    """No causal form: known when a Llama is made; of CLIP, whose modules call themselves bidirectional, in a call."""
+    unknown = r"unknown part of \w+Config '(vison_config|language)'.*Known: text_config, vision_config"
+    rows = [({"vison_config": "nearfar"}, unknown), ({"vision_config": "sdpa", "language": "linear"}, unknown)]
+    names = {"vision_config": "nearfar", "text_config": "linformer"}
+    rows += [(names, "no causal form")] if model.config.model_type != "clip" else []
+    for choice, words in rows:
+        with pytest.raises(Refused, match=words):
+            type(model).from_pretrained(folder, attn_implementation=choice)
+        with pytest.raises(Refused, match=words):
+            model.set_attn_implementation(choice)
+        assert chosen(model) == ["sdpa"] * 3
+    if model.config.model_type == "clip":
         model.set_attn_implementation(names)
-    assert chosen(model) == ["sdpa"] * 3
+        with pytest.raises(Refused, match="no causal form"):
+            output(model, inputs_of(model))
     config = transformers.BertConfig(**TEXT)
-    with pytest.raises(hea.UnsupportedAttentionError, match="unknown part of BertConfig"):
+    with pytest.raises(Refused, match="unknown part of BertConfig"):
         transformers.AutoModel.from_config(config, attn_implementation={"text_config": "linear"})
     assert config._attn_implementation is None
 
 
-def test_a_refused_part_leaves_the_others(model, folder):
-    """No causal form: known when a Llama is made; of CLIP, whose modules call themselves bidirectional, in a call."""
-    before = chosen(model)
-    names = {"vision_config": "nearfar", "text_config": "linformer"}
-    if isinstance(model, VISION_LANGUAGE):
-        with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-            model.set_attn_implementation(names)
-        assert chosen(model) == before
-        with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-            type(model).from_pretrained(folder, attn_implementation=names)
-    elif isinstance(model, transformers.CLIPModel):
-        model.set_attn_implementation(names)
-        with pytest.raises(hea.UnsupportedAttentionError, match="no causal form"):
-            output(model, inputs_of(model))
-
-
-@pytest.mark.parametrize(("make", "of_pictures"), [(llava, 2), (qwen2_vl, 4)])
-def test_generation_of_a_vision_language_model(make, of_pictures, calls):
-    torch.manual_seed(0)
-    model = make().eval()
+def test_generation_of_a_vision_language_model(model, calls):
+    if model.config.model_type == "clip":
+        pytest.skip("it does not generate")
     inputs = {**inputs_of(model), "use_cache": True}
     expected = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    model.set_attn_implementation({"vision_config": "kdeformer", "text_config": "kdeformer"})
-    calls.clear()
+    model.set_attn_implementation(dict.fromkeys(PARTS, "kdeformer"))
     # Both parts are shorter than the budget, so that they are exact.
     assert torch.equal(model.generate(**inputs, max_new_tokens=3, do_sample=False), expected)
     first = [call["is_causal"] for call in calls if call["query"].shape[2] > 1]
-    assert first == [*[False] * of_pictures, True, True]
+    assert first == [*[False] * (4 if model.config.model_type == "qwen2_vl" else 2), True, True]
 
 
-def test_groups_of_values_in_a_config_are_no_parts(tmp_path):
-    """DBRX's config of its feed-forward layers refuses every key that it does not know."""
-    config = transformers.DbrxConfig(ffn_config={"ffn_hidden_size": 32})
+@pytest.mark.parametrize(
+    "config", [transformers.DbrxConfig(ffn_config={"ffn_hidden_size": 32}), transformers.LightGlueConfig()]
+)
+def test_groups_of_values_in_a_config_are_no_parts(config, tmp_path):
+    """DBRX's config of its feed-forward layers refuses keys that it does not know; LightGlue's names an
+    implementation of its detector itself."""
     config.efficient_attention = {"method": "kdeformer", **SMALL["kdeformer"]}
     config.save_pretrained(tmp_path)
     again = transformers.AutoConfig.from_pretrained(tmp_path)
     assert again.efficient_attention == config.efficient_attention
-    assert again.ffn_config.ffn_hidden_size == 32
-
-
-def test_the_implementation_of_a_part_is_named_once(model, tmp_path):
-    """LightGlue's config names the implementation of its detector itself."""
-    config = transformers.LightGlueConfig()
-    config.efficient_attention = {"method": "kdeformer"}
-    config.save_pretrained(tmp_path)
-    assert transformers.AutoConfig.from_pretrained(tmp_path).efficient_attention == config.efficient_attention
-    # A part can be loaded by itself, with its method.
-    hea.convert(parts(model)[0], "nearfar", **SMALL["nearfar"])
-    model.save_pretrained(tmp_path)
-    if isinstance(model, transformers.CLIPModel):
-        tower = transformers.CLIPVisionModel.from_pretrained(tmp_path)
-        assert tower.config._attn_implementation == "nearfar"
-        assert tower.config.efficient_attention == model.config.vision_config.efficient_attention
-
-
-@pytest.mark.skipif(not hasattr(transformers, "LasrEncoder"), reason="this version of Transformers has no LASR")
-def test_convolutions_that_find_padding_in_a_mask_are_refused():
-    sizes = {**SIZES, "num_hidden_layers": 1, "subsampling_conv_channels": 16, "num_mel_bins": 16}
-    model = transformers.LasrEncoder(transformers.LasrEncoderConfig(**sizes, conv_kernel_size=4))
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"finds the padding .*LasrEncoderConvolutionModule"):
-        hea.convert(model, "kdeformer")
+    assert config.model_type != "dbrx" or again.ffn_config.ffn_hidden_size == 32
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Siglip2VisionModel"), reason="no SigLIP 2 in this version")

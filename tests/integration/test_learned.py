@@ -1,23 +1,35 @@
-"""Learned parameters in models: initialization, training, saving, loading, offloading, and switching the method."""
+"""Learned parameters in models, learned feature maps, and `linear` with a window that is computed exactly."""
 
-import copy
+import dataclasses
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.methods import get_method
-from tiny_models import output, tiny_batch, tiny_class, tiny_config, tiny_model
+from hf_efficient_attn.ops.features import LEARNED, count_features, start_map
+from instances import inputs, numbers
+from tiny_models import FAMILIES, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
-FAMILIES = ["bert", "roberta", "distilbert", "vit", "deit"]
+Refused = hea.UnsupportedAttentionError
 LEARNING = {
     "eva": {"window_size": 8, "num_landmarks": 8, "proposal": "learned"},
     "linformer": {"projection_dim": 16, "share": "none"},
     "nystromformer": {"num_landmarks": 16, "conv_kernel_size": 3},
+    "flurka_linear": {"projection_dim": 16},
+    "flurka_performer": {"projection_dim": 16},
+    "flurka_eva": {"projection_dim": 16},
+    "linear": {"feature_map": "hedgehog", "num_features": 8, "window_size": 4},
+    "performer": {"feature_map": "t2r", "num_features": 8},
 }
 each = pytest.mark.parametrize("method", LEARNING)
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_form = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+each_map = pytest.mark.parametrize("feature_map", ["elu", *LEARNED])
+each_learned = pytest.mark.parametrize("feature_map", LEARNED)
 
 
 def learned_in(model) -> dict[str, LearnedParameters]:
@@ -28,177 +40,90 @@ def convert(model, method: str, **options):
     return hea.convert(model, method, **{**LEARNING[method], **options})
 
 
-def shake(model) -> None:
+def shake(model):
     """Change every learned parameter, so that none has its start value."""
     with torch.no_grad():
         for module in learned_in(model).values():
             for parameter in module.parameters():
                 parameter += 0.3 * torch.randn_like(parameter)
+    return model
 
 
-def missing_keys(info) -> set:
-    return set(info["missing_keys"]) | set(info["unexpected_keys"])
-
-
-@each
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_has_its_own_parameters_with_gradients(family, method):
-    model = convert(tiny_model(family), method)
-    found = list(learned_in(model).values())
-    assert len(found) == 2
-    assert set(dict(found[0].named_parameters())) == set(get_method(method).info.learned_parameters)
-    assert not {id(p) for p in found[0].parameters()} & {id(p) for p in found[1].parameters()}
-    shake(model)
-    model.train()(**tiny_batch(family, padding="right"))[0].square().mean().backward()
-    for module in found:
-        for name, parameter in module.named_parameters():
-            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+def test_every_method_that_learns_is_tested():
+    assert set(LEARNING) == {name for name in hea.available_methods() if hea.method_info(name).learned_parameters}
 
 
 @each
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_learned_is_saved_and_loaded(family, method, tmp_path):
+@each_family
+def test_every_layer_has_its_own_parameters_which_are_trained_saved_and_loaded(family, method, tmp_path):
     model, inputs = convert(tiny_model(family, head=True), method), tiny_batch(family, padding="right")
+    first, second = learned_in(model).values()
+    assert set(first.tensors()) <= set(get_method(method).info.learned_parameters)
+    assert first.tensors().keys() == second.tensors().keys()
+    assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}
     start = output(model, inputs)
-    shake(model)
-    first = output(model, inputs)
-    assert not torch.equal(first, start)
+    found = output(shake(model), inputs)
+    assert not torch.equal(found, start)
     for turn in range(2):
         model.save_pretrained(tmp_path / str(turn))
         model, info = tiny_class(family, head=True).from_pretrained(tmp_path / str(turn), output_loading_info=True)
-        assert not missing_keys(info)
-        assert torch.equal(output(model, inputs), first)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert torch.equal(output(model, inputs), found)
+    model.train()(**inputs)[0].square().mean().backward()
+    for module in learned_in(model).values():
+        for name, parameter in module.named_parameters():
+            assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
 
 
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_without_learned_parameters_starts_as_conversion_does(method, dtype, tmp_path):
-    exact = tiny_model("bert", head=True).to(dtype)
+    exact, choice = tiny_model("bert").to(dtype), {"method": method, **LEARNING[method]}
     exact.save_pretrained(tmp_path)
-    choice = {"method": method, **LEARNING[method]}
-    loaded = transformers.AutoModelForMaskedLM.from_pretrained(
-        tmp_path, attn_implementation=method, efficient_attention=choice, dtype=dtype
-    )
-    converted = convert(copy.deepcopy(exact), method)
+    loaded = tiny_class("bert").from_pretrained(tmp_path, efficient_attention=choice, dtype=dtype)
+    converted = learned_in(convert(exact, method))
     for name, module in learned_in(loaded).items():
-        other = learned_in(converted)[name]
-        for parameter, expected in zip(module.parameters(), other.parameters(), strict=True):
-            assert parameter.dtype == expected.dtype == dtype
-            assert torch.equal(parameter, expected)
-    inputs = tiny_batch("bert", padding="right")
-    assert torch.equal(output(loaded, inputs), output(converted, inputs))
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_learned_parameters_of_decoders(family):
-    model, inputs = convert(tiny_model(family, head=True), "eva"), tiny_batch(family, padding="left")
-    start = output(model, inputs)
-    assert torch.equal(start, output(convert(tiny_model(family, head=True), "eva", proposal="normal"), inputs))
-    shake(model)
-    model.train()(**inputs).logits.square().mean().backward()
-    for module in learned_in(model).values():
-        assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in module.parameters())
+        for key, parameter in module.tensors().items():
+            assert parameter.dtype == dtype and torch.equal(parameter, converted[name].tensors()[key])
+    assert torch.equal(output(loaded, tiny_batch("bert")), output(exact, tiny_batch("bert")))
 
 
 @each
-def test_another_method_removes_learned_parameters(method):
+def test_switching_again(method, tmp_path):
+    """The same choice keeps what was learned, in one layer or in all; another method removes it."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
     exact, keys = output(model, inputs), model.state_dict().keys()
-    for back in (
-        lambda: hea.convert(model, "sdpa"),
-        lambda: hea.convert(model, "kdeformer"),
-        lambda: model.set_attn_implementation("sdpa"),
-    ):
-        shake(convert(model, method))
-        assert not torch.equal(output(model, inputs), exact)
-        back()
-        assert not learned_in(model)
-        assert model.state_dict().keys() == keys
-        assert model.config._attn_implementation != "sdpa" or torch.equal(output(model, inputs), exact)
+    for back in ("sdpa", "kdeformer", "set_attn_implementation"):
+        shake(convert(model, method, layers=[1]))
+        assert [name.split(".")[2] for name in learned_in(model)] == ["1"]
+        first = output(model, inputs)
+        assert not torch.equal(first, exact)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(output(tiny_class("bert").from_pretrained(tmp_path), inputs), first)
+        assert torch.equal(output(convert(model, method, layers=[1]), inputs), first)
+        hea.convert(model, {"method": method, "layers": [0, 1], **LEARNING[method]})
+        assert len(learned_in(model)) == 2
+        model.set_attn_implementation("sdpa") if back == "set_attn_implementation" else hea.convert(model, back)
+        assert not learned_in(model) and model.state_dict().keys() == keys
+        assert back == "kdeformer" or torch.equal(output(model, inputs), exact)
 
 
-@each
-def test_learned_parameters_of_one_layer_and_the_same_choice_again(method, tmp_path):
-    model, inputs = convert(tiny_model("bert"), method, layers=[1]), tiny_batch("bert")
-    assert [name.split(".")[2] for name in learned_in(model)] == ["1"]
-    shake(model)
-    first = output(model, inputs)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(output(tiny_class("bert").from_pretrained(tmp_path), inputs), first)
-    assert torch.equal(output(convert(model, method, layers=[1]), inputs), first)
-    hea.convert(model, {"method": method, "layers": [0, 1], **LEARNING[method]})
-    assert len(learned_in(model)) == 2
-
-
-def test_sequences_longer_than_the_tables_are_refused_and_positions_are_extended_before_them():
+def test_the_length_of_tables():
+    """They are made for the positions of the model, which are extended before, or for `max_length`."""
     model = convert(tiny_model("bert"), "linformer", max_length=20)
-    with pytest.raises(hea.UnsupportedAttentionError, match="max_length"):
+    with pytest.raises(Refused, match="max_length"):
         output(model, tiny_batch("bert"))
     convert(model, "linformer")
-    with pytest.raises(hea.UnsupportedAttentionError, match="convert it to 'sdpa'"):
+    with pytest.raises(Refused, match="convert it to 'sdpa'"):
         hea.extend_positions(model, 300)
     hea.extend_positions(hea.convert(model, "sdpa"), 300)
     tables = learned_in(convert(model, "linformer"))
     assert all(m.key_projection.shape[1] == 300 for m in tables.values())
     hea.extend_positions(convert(model, "nystromformer"), 310)
-
-
-# Models whose modules are moved to memory only for their own forward
-
-
-OFFLOADED = {
-    "eva": LEARNING["eva"],
-    "linformer": LEARNING["linformer"],
-    "nystromformer": LEARNING["nystromformer"],
-    "flurka_linear": {"projection_dim": 16},
-    "flurka_performer": {"projection_dim": 16},
-    "flurka_eva": {"projection_dim": 16},
-    "linear": {"feature_map": "hedgehog", "num_features": 8, "window_size": 4},
-    "performer": {"feature_map": "hedgehog", "num_features": 8},
-}
-
-
-def test_every_method_that_learns_is_tested_offloaded():
-    methods = {name.partition(" ")[0] for name in OFFLOADED}
-    assert methods == {name for name in hea.available_methods() if hea.method_info(name).learned_parameters}
-
-
-@pytest.mark.parametrize("name", OFFLOADED)
-@pytest.mark.parametrize("family", ["bert", "vit", "llama"])
-def test_an_offloaded_model_is_equal(family, name, tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    method = name.partition(" ")[0]
-    if family == "llama" and not hea.method_info(method).causal:
-        pytest.skip("no causal form, and a decoder")
-    model, inputs = (
-        hea.convert(tiny_model(family, head=True), {"method": method, **OFFLOADED[name]}),
-        tiny_batch(family),
-    )
-    shake(model)
-    expected = output(model, inputs)
-    model.save_pretrained(tmp_path / "model")
-    loaded = tiny_class(family, head=True).from_pretrained(
-        tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "loaded"
-    )
-    assert all(p.device.type == "meta" for m in learned_in(loaded).values() for p in m.parameters())
-    assert torch.equal(output(loaded, inputs), expected)
-    twin = copy.deepcopy(model)
-    assert torch.equal(output(accelerate.cpu_offload(twin, torch.device("cpu")), inputs), expected)
-    accelerate.disk_offload(model, tmp_path / "disk", torch.device("cpu"))
-    assert torch.equal(output(model, inputs), expected)
-    assert all(p.device.type == "meta" for m in learned_in(model).values() for p in m.parameters())
-
-
-def test_an_offloaded_model_cannot_be_given_parameters():
-    accelerate = pytest.importorskip("accelerate")
-    model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"is offloaded.*convert the model first"):
-        convert(model, "linformer")
-    hea.convert(model, "kdeformer")
-    output(model, tiny_batch("bert"))
-
-
-# A config that was changed without the model
+    model, batch = _spectrogram()
+    with pytest.raises(Refused, match="give max_length=N"):
+        hea.convert(model, "linformer", projection_dim=4)
+    assert output(hea.convert(model, "linformer", projection_dim=4, max_length=40), batch()).isfinite().all()
 
 
 @each
@@ -207,37 +132,27 @@ def test_a_config_that_was_changed_without_the_model(method):
     config, inputs, ask = tiny_config("bert"), tiny_batch("bert"), r"hf_efficient_attn\.convert"
     first, second = (tiny_class("bert")(config).eval() for _ in range(2))
     output(convert(first, method), inputs)
-    with pytest.raises(hea.UnsupportedAttentionError, match=f"has no learned parameters.*{ask}"):
+    with pytest.raises(Refused, match=f"has no learned parameters.*{ask}"):
         output(second, inputs)
     output(hea.convert(second, "kdeformer"), inputs)
-    model = tiny_model("bert")
-    model.config._attn_implementation = method
-    model.config.efficient_attention = {"method": method, **LEARNING[method]}
-    with pytest.raises(hea.UnsupportedAttentionError, match=ask):
+    model = convert(tiny_model("bert"), method)
+    model.config.efficient_attention = {"method": method, **LEARNING[method], "seed": 5}
+    with pytest.raises(Refused, match=f"has learned parameters of .*{ask}"):
         output(model, inputs)
-    output(convert(model, method), inputs)
+    output(hea.convert(model, {"method": method, **LEARNING[method], "seed": 5}), inputs)
 
 
-def test_parameters_of_other_hyperparameters_and_of_a_compiled_model():
-    model, inputs = convert(tiny_model("bert"), "linformer"), tiny_batch("bert")
-    model.config.efficient_attention = {"method": "linformer", "projection_dim": 8}
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"has learned parameters of Linformer.*convert"):
-        output(model, inputs)
-    model = tiny_model("bert")
+def test_models_that_cannot_be_given_parameters():
+    """While the parameters are elsewhere, or in the middle of a graph."""
+    accelerate, inputs = pytest.importorskip("accelerate"), tiny_batch("bert")
+    model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
+    with pytest.raises(Refused, match=r"is offloaded.*convert the model first"):
+        convert(model, "linformer")
+    output(hea.convert(model, "kdeformer"), inputs)
+    model = tiny_model("bert", num_hidden_layers=1)
     model.config._attn_implementation = "linformer"
     with pytest.raises(Exception, match=r"hf_efficient_attn\.convert"):
         output(torch.compile(model, fullgraph=True, backend="eager"), inputs)
-
-
-@pytest.mark.filterwarnings("error:Dynamo detected a call to a:UserWarning")
-@pytest.mark.parametrize(
-    "method", ["eva", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("nystromformer", "kdeformer"))]
-)
-def test_methods_that_learn_nothing_compile_without_a_warning(method):
-    torch._dynamo.reset()
-    model, inputs = hea.convert(tiny_model("bert"), method), tiny_batch("bert")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(output(compiled, inputs), output(model, inputs))
 
 
 def _deepseek():
@@ -264,25 +179,191 @@ def _spectrogram():
         ("performer", {"feature_map": "t2r", "num_features": 8}),
     ],
 )
-def test_feature_maps_where_keys_and_values_differ_and_where_the_longest_sequence_is_unknown(
-    make, method, options, tmp_path
-):
+def test_feature_maps_of_unusual_sizes(make, method, options, tmp_path):
+    """Keys and values of different dimensions, and a model whose longest sequence is unknown."""
     torch.manual_seed(0)
-    model, batch = make()
-    losses = []
+    (model, batch), losses = make(), []
     report = hea.DistillationOptions(on_step=lambda _, found: losses.append(sum(x.loss for x in found)))
     hea.distill(model.eval(), method, [batch() for _ in range(3)], steps=12, options=report, **options)
     assert losses[-1] < losses[0]
     model.save_pretrained(tmp_path)
     inputs = batch()
-    with torch.no_grad():
-        again = type(model).from_pretrained(tmp_path).eval()(**inputs)[0]
-        torch.testing.assert_close(again, model(**inputs)[0])
+    torch.testing.assert_close(output(type(model).from_pretrained(tmp_path), inputs), output(model, inputs))
 
 
-def test_tables_need_the_longest_sequence():
-    with pytest.raises(hea.UnsupportedAttentionError, match="give max_length=N"):
-        hea.convert(_spectrogram()[0], "linformer", projection_dim=4)
-    model, batch = _spectrogram()
-    hea.convert(model, "linformer", projection_dim=4, max_length=40)
-    assert model(**batch())[0].isfinite().all()
+# Learned feature maps
+
+
+def random_maps(feature_map: str, num_heads: int = 4, num_features: int = 12) -> dict[str, Tensor]:
+    shape = (num_heads, 8 + (feature_map == "t2r"), num_features)
+    return {name: numbers(*shape, seed=i, dtype=torch.float32) for i, name in enumerate(("query_map", "key_map"))}
+
+
+def features(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
+    """The formulas of the papers, in float64."""
+    x, weight = x.double(), weight.double()
+    if feature_map == "t2r":
+        return torch.relu(torch.cat((x, torch.ones_like(x[..., :1])), -1) @ weight)
+    y = torch.cat((x @ weight, x @ -weight), -1)
+    return y.softmax(-1) if feature_map == "hedgehog" else y.exp()
+
+
+@each_form
+@each_learned
+@pytest.mark.parametrize("method", ["linear", "performer"])
+def test_attention_is_that_of_the_formulas(method, feature_map, is_causal):
+    (query, key, value), maps = inputs(2, 4, 45, 8), random_maps(feature_map)
+    weights = features(query, maps["query_map"], feature_map) @ features(key, maps["key_map"], feature_map).mT
+    weights = weights.tril() if is_causal else weights
+    if feature_map == "t2r":
+        # A query and keys without a common feature have weights of 0, which the bounds of the features replace.
+        weights = weights + 1e-12 * torch.ones_like(weights).tril() if is_causal else weights + 1e-12
+    wanted = weights @ value.double() / weights.sum(-1, keepdim=True)
+    found = hea.attention(
+        method, query, key, value, is_causal=is_causal, feature_map=feature_map, num_features=12, **maps
+    )
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@each_learned
+def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
+    (query, key, value), maps = inputs(2, 4, 45, 8, num_kv_heads=2), random_maps(feature_map, num_heads=2)
+    options = {"feature_map": feature_map, "num_features": 12, "is_causal": True}
+    found = hea.attention("linear", query, key, value, **options, **maps)
+    repeated = {name: x.repeat_interleave(2, 0) for name, x in maps.items()}
+    wanted = hea.attention("linear", query, *(x.repeat_interleave(2, 1) for x in (key, value)), **options, **repeated)
+    torch.testing.assert_close(found, wanted)
+    model = tiny_model("llama")
+    hea.convert(model, "linear", feature_map=feature_map, num_features=12)
+    shapes = {p.shape[0] for m in learned_in(model).values() for p in m.parameters()}
+    assert shapes == {model.config.num_key_value_heads}
+
+
+@each_learned
+def test_start(feature_map):
+    factors = {"hedgehog": (1.5, 1.5), "exp": (2, 1), "t2r": (1, 1)}[feature_map]
+    both = [start_map(feature_map, 3, 8, 20, seed=0, is_query=is_query) for is_query in (True, False)]
+    start = both[1].clone()
+    assert start.shape == (3, 8 + (feature_map == "t2r"), 20)
+    for one, factor in zip(both, factors, strict=True):
+        torch.testing.assert_close(one[:, :8] / factor, start[:, :8] / factors[1])
+    start[:, :8] /= factors[1]
+    assert torch.equal(start[0, :8, :8], torch.eye(8))
+    columns = start[0, :8, 8:16]
+    torch.testing.assert_close(columns.T @ columns, torch.eye(8), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(start, start_map(feature_map, 3, 8, 20, seed=1, is_query=False))
+    assert count_features(feature_map, 20) == (20 if feature_map == "t2r" else 40)
+    budget = hea.LinearConfig(feature_map=feature_map).with_budget(64)
+    assert count_features(feature_map, budget.num_features) == 64
+    narrow = start_map(feature_map, 1, 8, 4, seed=0, is_query=False)[0, :8] / factors[1]
+    torch.testing.assert_close(narrow.T @ narrow, 2 * torch.eye(4), rtol=1e-5, atol=1e-5)
+    with torch.device("meta"):
+        assert start_map(feature_map, 1, 8, 12, seed=0, is_query=True).device.type == "cpu"
+
+
+# `linear` with a window
+
+SHAPE = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 90, "value_dim": 5, "dtype": torch.float64}
+
+
+def config(feature_map: str = "hedgehog", window_size: int = 6, **options) -> hea.LinearConfig:
+    return hea.LinearConfig(feature_map=feature_map, num_features=9, window_size=window_size, **options)
+
+
+def parameters(method: hea.LinearConfig) -> dict[str, Tensor]:
+    """Parameters other than those that a conversion starts from."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 5, "max_length": 90}
+    start = get_method("linear").initial_parameters(method, **sizes)
+    return {name: x.double() + 0.3 * numbers(*x.shape, seed=i) for i, (name, x) in enumerate(start.items())}
+
+
+@each_form
+@each_map
+def test_tokens_of_zeros_count_the_same_in_both_fields(feature_map, is_causal):
+    query, key, value = inputs(**SHAPE)
+    ours = hea.attention(config(feature_map), 0.0 * query, 0.0 * key, value, is_causal=is_causal)
+    count = torch.arange(1, 91).view(-1, 1) if is_causal else 90
+    mean = value.cumsum(2) / count if is_causal else value.mean(2, keepdim=True).expand_as(value)
+    torch.testing.assert_close(ours, mean.repeat_interleave(2, 1), rtol=1e-6, atol=1e-6)
+
+
+@each_form
+@each_learned
+def test_the_log_weight_decides_between_the_fields(feature_map, is_causal):
+    """With none on the features the output is that of the window, and with all that of the features."""
+    tensors, method = inputs(**SHAPE), config(feature_map)
+    learned, alone = parameters(method), dataclasses.replace(method, window_size=0)
+
+    def attend(config, query, key, value, parameters=learned, **options):
+        return hea.attention(config, query, key, value, is_causal=is_causal, parameters=parameters, **options)
+
+    window, both = attend(hea.LongformerConfig(window_size=6), *tensors, None), attend(method, *tensors)
+    nothing, everything = (
+        attend(method, *tensors, {**learned, "far_log_weight": torch.full((2,), x, dtype=torch.float64)})
+        for x in (-1e4, 1e4)
+    )
+    torch.testing.assert_close(nothing, window)
+    if is_causal:
+        # The first queries have no key outside of the window. The last: the features of the keys before its window.
+        torch.testing.assert_close(everything[:, :, :7], window[:, :, :7])
+        mask = (torch.arange(84) < 83).expand(2, -1)
+        query, key, value = tensors
+        far = attend(alone, query[:, :, -1:], key[:, :, :84], value[:, :, :84], attention_mask=mask)
+        torch.testing.assert_close(everything[:, :, -1:], far)
+    # What was learned with a window is used without it, where `far_log_weight` has no effect.
+    maps = {name: learned[name] for name in ("query_map", "key_map")}
+    assert torch.equal(attend(alone, *tensors), attend(alone, *tensors, maps))
+    assert not torch.allclose(attend(alone, *tensors), both, rtol=0.1)
+
+
+@each_form
+@each_map
+def test_features_that_underflow(feature_map, is_causal):
+    """Queries and keys whose features are all tiny, or overflow without their bounds."""
+    query, key, value = inputs(1, 2, 90, 8)
+    for size in (-1e3, 1e3, 1e4):
+        leaves = [x.requires_grad_() for x in (torch.full_like(query, size), torch.full_like(key, -size), value)]
+        out = hea.attention(config(feature_map), *leaves, is_causal=is_causal, scale=1e-4)
+        assert out.isfinite().all() and out.abs().max() <= value.abs().max() * 1.001
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_parameters_that_are_refused():
+    tensors, maps = inputs(2, 4, 45, 8, value_dim=5), random_maps("hedgehog")
+    learned = {name: x.float() for name, x in parameters(config()).items()}
+    weight = r"far_log_weight .*window_size=.* 4 heads .*: give a tensor \(4,\)"
+    for method, given, words in (
+        (hea.LinearConfig(), maps, r"query_map .*feature_map='elu'.*: give no query_map"),
+        (hea.PerformerConfig(), maps, r"query_map .*feature_map='favor'.*: give no query_map"),
+        (hea.LinearConfig(feature_map="hedgehog", num_features=13), maps, r"not match .*num_features=13.* and 4 heads"),
+        (config(), {**learned, "far_log_weight": None}, weight),
+        (config(), {**learned, "far_log_weight": torch.zeros(3)}, weight),
+        (config(), {**learned, "far_log_weight": torch.zeros(2, 1)}, weight),
+        (config("elu"), {"far_log_weight": torch.zeros(2)}, r"far_log_weight .*'elu'.*: give no far_log_weight"),
+    ):
+        with pytest.raises(Refused, match=words):
+            hea.attention(method, *tensors, parameters={name: x for name, x in given.items() if x is not None})
+
+
+def test_parameters_and_the_budget_of_a_window():
+    assert set(parameters(config())) == {"query_map", "key_map", "far_log_weight"}
+    assert set(parameters(config(window_size=0))) == {"query_map", "key_map"}
+    assert parameters(config("elu")) == {} and parameters(config())["far_log_weight"].shape == (2,)
+    assert config().with_budget(64) == config(window_size=15).with_budget(64)
+    for one, expected in ((config(), (15, 16)), (config("elu"), (31, 9)), (config(window_size=0), (0, 32))):
+        assert (one.with_budget(64).window_size, one.with_budget(64).num_features) == expected
+    assert all(config(name).with_budget(1).window_size == 1 for name in ("elu", *LEARNED))
+
+
+def test_a_saved_model_gives_the_far_part_alone(tmp_path):
+    """Loaded without a window it has the same maps. Conversion to it would start with new ones."""
+    model, inputs = shake(hea.convert(tiny_model("gpt2", head=True), config())), tiny_batch("gpt2", padding="left")
+    model.save_pretrained(tmp_path)
+    again = tiny_class("gpt2", head=True).from_pretrained(tmp_path)
+    assert torch.equal(output(again, inputs), output(model, inputs))
+    choice = config(window_size=0).to_dict()
+    alone = tiny_class("gpt2", head=True).from_pretrained(tmp_path, efficient_attention=choice)
+    for own, other in zip(*(learned_in(x).values() for x in (alone, model)), strict=True):
+        assert set(own.tensors()) == {"query_map", "key_map"}
+        assert all(torch.equal(x, other.tensors()[name]) for name, x in own.tensors().items())
+    assert not torch.allclose(output(alone, inputs), output(model, inputs))

@@ -1,4 +1,4 @@
-"""Models that no method can run are refused by every way of switching, and stay as they are; relatives are not."""
+"""Models that a method cannot run are refused by every way of switching, and stay as they are; relatives are not."""
 
 import copy
 import inspect
@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.integration.models import attention_table, matrix_need
-from tiny_models import FAMILIES, SIZES, output, tiny_batch, tiny_model
+from hf_efficient_attn.integration.models import attention_table
+from tiny_models import DECODERS, FAMILY_VALUES, SIZES, output, tiny_batch, tiny_model
 
 Refused = hea.UnsupportedAttentionError
 auto = transformers.AutoModel
@@ -19,6 +19,9 @@ NO_INTERFACE = "does not compute its attention through Transformers' attention i
 BIAS = "a bias of relative positions .*{}.*such as BERT, GPT-2 or Llama"
 VISION = {**SIZES, "image_size": 32, "patch_size": 4}
 TEXT = {**SIZES, "vocab_size": 60}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+GROUPED = {**TEXT, **HEADS, "head_dim": 8, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
 SPEECH = {
     **SIZES, "conv_dim": [32], "conv_stride": [2], "conv_kernel": [3], "num_conv_pos_embeddings": 4,
@@ -33,7 +36,7 @@ PEGASUS = {
     "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 60, "encoder_layers": 1,
     "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
 }  # fmt: skip
-# Model types with values of their config, and why they are refused.
+# Model types with values of their config, and why they are refused; and the method, if it is not kdeformer.
 MODELS = {
     "t5": (T5, BIAS.format("relative_attention_bias.*T5Attention")),
     "mt5": (T5, BIAS.format("relative_attention_bias")),
@@ -58,29 +61,44 @@ MODELS = {
     "falcon_mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
     "resnet": (RESNET, NO_INTERFACE),
     "fnet": (TEXT, NO_INTERFACE),
-}
+    # A name that no method has, and methods without a causal form.
+    "bert": (TEXT, r"Did you mean 'kdeformer'.*import that file first", "kdeformr"),
+    **{name: (FAMILY_VALUES[name][1], r"reformer has no causal form\. Methods that have one: .*longformer", "reformer")
+       for name in DECODERS},
+    # Windows and chunks of the model's own in all layers, and other things that a method would lose.
+    "mistral": ({**GROUPED, "sliding_window": 20}, "window of its own in .*1 more.*use attn_impl"),
+    "llama4_text": ({**GROUPED, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48,
+                     "layer_types": ["chunked_attention", "full_attention"]}, "within chunks of its own"),
+    "gemma3_text": ({**GROUPED, **WINDOW, "use_bidirectional_attention": True}, "composes its masks itself"),
+    "gemma2": ({**GROUPED, **WINDOW}, r"adds a soft cap .*attn_implementation='(eager|sdpa)'"),
+    "lasr_encoder": ({**SIZES, "subsampling_conv_channels": 16, "num_mel_bins": 16, "conv_kernel_size": 4},
+                     "finds the padding .*LasrEncoderConvolutionModule"),
+}  # fmt: skip
 
 
 def config_of(kind: str, **changes):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("this Transformers does not have the model")
     return transformers.AutoConfig.for_model(kind, **copy.deepcopy(MODELS[kind][0]), **changes)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
-    model, config, words = auto.from_config(config_of(kind)), config_of(kind), MODELS[kind][1]
+    config, (_, words, *other) = config_of(kind), MODELS[kind]
+    model, method = auto.from_config(config_of(kind)), (*other, "kdeformer")[0]
     model.save_pretrained(tmp_path / "source")
-    before, keys = model.config._attn_implementation, model.state_dict().keys()
+    before, state = model.config._attn_implementation, {name: x.clone() for name, x in model.state_dict().items()}
     ways = [
-        lambda: auto.from_pretrained(tmp_path / "source", attn_implementation="kdeformer"),
-        lambda: auto.from_config(config, attn_implementation="kdeformer"),
-        lambda: hea.convert(model, "kdeformer"),
-        lambda: model.set_attn_implementation("kdeformer"),
+        lambda: auto.from_pretrained(tmp_path / "source", attn_implementation=method),
+        lambda: auto.from_config(config, attn_implementation=method),
+        lambda: hea.convert(model, method),
+        lambda: model.set_attn_implementation(method),
     ]
-    if kind in ("t5", "resnet"):
+    if kind in ("t5", "resnet", "llama4_text"):
         ways += [
-            lambda: type(model)(config_of(kind, efficient_attention={"method": "kdeformer"})),
-            lambda: hea.convert(model, "kdeformer", layers=[1]),
-            lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", "kdeformer"),
+            lambda: type(model)(config_of(kind, efficient_attention={"method": method})),
+            lambda: hea.convert(model, method, layers=[1]),
+            lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", method),
         ]
     # Older versions of Transformers compute the attention of some of these models by code of their own.
     if "CLASSES" in words or "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
@@ -88,23 +106,20 @@ def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
     for way in ways:
         with pytest.raises(Refused, match=words):
             way()
-        assert model.config._attn_implementation == before and model.state_dict().keys() == keys
-        assert model.config.efficient_attention is None and config._attn_implementation is None
+        assert model.config._attn_implementation == before and model.config.efficient_attention is None
+        assert model.state_dict().keys() == state.keys() and config._attn_implementation is None
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_models_of_the_same_kind_without_such_a_bias_are_converted(calls):
-    for kind, changes, inputs in (
-        ("beit", {"use_relative_position_bias": False}, tiny_batch("vit")),
-        ("wav2vec2-conformer", {"position_embeddings_type": "rotary"}, {"input_values": torch.randn(1, 400)}),
-    ):
-        config = transformers.AutoConfig.for_model(kind, **{**MODELS[kind][0], **changes})
-        model = auto.from_config(config).eval()
-        if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.getmodule(type(model))):
-            exact = output(model, inputs)
-            torch.testing.assert_close(output(hea.convert(model, "kdeformer"), inputs), exact, atol=1e-4, rtol=1e-4)
-            assert len(calls) == 2
-            calls.clear()
+def test_implementations_that_are_not_known_or_not_installed():
+    model = tiny_model("bert")
+    # It can be the method of a file that has not been imported yet.
+    with pytest.raises(ValueError, match=r"nothing_like_it.* is not supported.*import that file first"):
+        model.set_attn_implementation("nothing_like_it")
+    with pytest.raises((ValueError, ImportError)) as raised:
+        model.set_attn_implementation("flash_attention_2")
+    assert "import that file" not in str(raised.value)
 
 
 def test_attention_sinks_and_soft_caps_are_refused():
@@ -147,28 +162,32 @@ def test_every_model_that_has_a_table_of_attention_classes_is_known_by_it():
     ):  # fmt: skip
         if hasattr(transformers, name):
             assert attention_table(getattr(transformers, name)) == table
-    for family in FAMILIES:
-        assert not any(matrix_need(module, is_attention=True) for module in tiny_model(family).modules())
 
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 2}
-# Models with attention in some layers.
-HYBRID = {
+IDS, SOUND = tiny_batch("bert", length=40), {"input_values": torch.ones(1, 400)}
+# Relatives of models that are refused, and models with attention in some layers: config, input, layers.
+CONVERTED = {
+    "beit": ({**VISION, "use_relative_position_bias": False}, tiny_batch("vit"), [0, 1]),
+    "wav2vec2-conformer": ({**SPEECH, "position_embeddings_type": "rotary"}, SOUND, [0, 1]),
     "jamba": ({**TEXT, **HEADS, **MAMBA, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
-               "num_experts": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False}, [1, 3]),
+               "num_experts": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False}, IDS, [1, 3]),
     "bamba": ({**TEXT, **HEADS, **MAMBA, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
-               "mamba_n_groups": 1}, [1]),
-    "lfm2": ({**TEXT, **HEADS, "layer_types": ["conv", "full_attention"]}, [1]),
+               "mamba_n_groups": 1}, IDS, [1]),
+    "lfm2": ({**TEXT, **HEADS, "layer_types": ["conv", "full_attention"]}, IDS, [1]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HYBRID)
-def test_a_model_with_some_attention_is_loaded(name, tmp_path):
-    values, layers = HYBRID[name]
-    model = auto.from_config(transformers.AutoConfig.for_model(name, **copy.deepcopy(values)))
+@pytest.mark.parametrize("name", CONVERTED)
+def test_models_that_are_converted(name, tmp_path, calls):
+    values, inputs, layers = CONVERTED[name]
+    model = auto.from_config(transformers.AutoConfig.for_model(name, **copy.deepcopy(values))).eval()
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
+        pytest.skip("this Transformers computes its attention by code of its own")
     model.save_pretrained(tmp_path)
-    loaded = auto.from_pretrained(tmp_path, attn_implementation="nearfar")
+    loaded = auto.from_pretrained(tmp_path, attn_implementation="kdeformer")
+    torch.testing.assert_close(output(loaded, inputs), output(model, inputs), atol=1e-4, rtol=1e-4)
+    assert len(calls) == len(layers)
     locations = [getattr(module, "_efficient_attention", None) for module in loaded.modules()]
     assert sorted({found.layer for found in locations if found is not None}) == layers
     assert hea.convert(model, "nearfar", layers=layers).config._attn_implementation == "nearfar"

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import linecache
 import pathlib
 import sys
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.integration.models import configs_of
+from hf_efficient_attn.integration.models import Snapshot, configs_of
 from tiny_models import SMALL, output, tiny_batch, tiny_config, tiny_model
 
 Refused = hea.UnsupportedAttentionError
@@ -36,49 +37,40 @@ CHOICES = {
 }
 
 
-def convert(model, choice: str):
-    return hea.convert(model, copy.deepcopy(CHOICES[choice]))
+def convert(choice: str):
+    return lambda model: hea.convert(model, copy.deepcopy(CHOICES[choice]))
 
 
-def trained(model):
-    """The model with learned parameters as after training, some of them frozen."""
-    torch.manual_seed(1)
-    for i, (name, parameter) in enumerate(model.named_parameters()):
-        if ".learned_parameters." in name:
-            parameter.data.normal_()
-            parameter.requires_grad_(i % 2 == 0)
-    return model
+def by_name(name):
+    return lambda model: model.set_attn_implementation(name)
 
 
 class State:
     """Everything that a switch could change in a model, to be compared with a later one."""
 
     def __init__(self, model) -> None:
+        self.model = model
         self.modules = {name: self.attributes(module) for name, module in model.named_modules()}
         self.configs = [(id(config), dict(vars(config)), config.to_dict()) for config in configs_of(model)]
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **model.state_dict()}
-        self.tensors = {name: (x.data_ptr(), x.requires_grad) for name, x in state.items()}
-        self.values = {name: x.clone() for name, x in state.items()}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **model.state_dict()}
+        self.tensors = [(name, x.data_ptr(), x.requires_grad) for name, x in tensors.items()]
+        self.values = [x.clone() for x in tensors.values()]
 
     @staticmethod
     def attributes(module) -> list:
         """Names, order and identity of the attributes, and of the entries of dictionaries among them."""
+        plain = [(name, x if isinstance(x, (bool, int, float, str)) else id(x)) for name, x in vars(module).items()]
         dictionaries = [value for value in vars(module).values() if isinstance(value, dict)]
-        plain = {
-            name: id(value) if not isinstance(value, (bool, int, float, str)) else value
-            for name, value in vars(module).items()
-        }
-        return [id(module), plain, [[(key, id(x)) for key, x in content.items()] for content in dictionaries]]
+        return [id(module), *plain, [[(key, id(x)) for key, x in content.items()] for content in dictionaries]]
 
-    def check(self, model) -> None:
-        now = State(model)
+    def check(self) -> None:
+        now = State(self.model)
         assert list(self.modules) == list(now.modules)
         for name, attributes in self.modules.items():
             assert attributes == now.modules[name], name
         assert self.configs == now.configs
         assert self.tensors == now.tensors
-        assert list(self.values) == list(now.values)
-        assert all(torch.equal(x, now.values[name]) for name, x in self.values.items())
+        assert all(torch.equal(x, y) for x, y in zip(self.values, now.values, strict=True))
 
 
 class FailAt:
@@ -126,70 +118,72 @@ def composite():
     return transformers.EncoderDecoderModel(config).eval()
 
 
-def bert(start: str):
-    return trained(convert(tiny_model("bert"), start))
+def model_of(families: str, start: str = "exact"):
+    """One model or a list of models, with learned parameters as after training, some of them frozen."""
+    if families == "composite":
+        return composite()
+    models = [convert(start)(tiny_model(family)) for family in families.split()]
+    model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+    torch.manual_seed(1)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if ".learned_parameters." in name:
+            parameter.data.normal_()
+            parameter.requires_grad_(i % 2 == 0)
+    return model
 
 
-def bert_and_vit(start: str):
-    return trained(torch.nn.ModuleList([convert(tiny_model("bert"), start), convert(tiny_model("vit"), start)]))
-
-
-def by_convert(end: str):
-    return lambda model: convert(model, end)
-
-
-def by_name(name):
-    return lambda model: model.set_attn_implementation(name)
-
-
-# A model, how it is switched, and one of how many calls fails in the core suite.
+# A model, its method, how it is switched, and one of how many calls fails in the core suite.
 CORE = [
-    (bert, "linformer", by_convert("flurka"), 9),
-    (bert, "exact", by_name("linformer"), 15),
-    (bert, "separate", by_name("kdeformer"), 15),
-    (bert, "kdeformer", by_name("sdpa"), 15),
-    (bert_and_vit, "linformer", by_convert("kdeformer"), 40),
-    (lambda _: composite(), "", by_name({"encoder": "linformer", "decoder": "linear"}), 40),
+    ("bert", "linformer", convert("flurka"), 9),
+    ("bert", "exact", by_name("linformer"), 15),
+    ("bert", "separate", by_name("kdeformer"), 15),
+    ("bert", "kdeformer", by_name("sdpa"), 15),
+    ("bert vit", "linformer", convert("kdeformer"), 40),
+    ("composite", "exact", by_name({"encoder": "linformer", "decoder": "linear"}), 40),
 ]
 ENDS = [
     ("exact", "mix"), ("separate", "part"), ("mix", "exact"), ("exact", "linformer"), ("exact", "separate"),
     ("kdeformer", "nystromformer"), ("linformer", "eva"), ("linformer", "separate"), ("mix", "linformer"),
     ("linformer", "kdeformer"), ("linformer", "exact"), ("separate", "eager"),
 ]  # fmt: skip
-REST = [(make, start, switch, 1) for make, start, switch, _ in CORE]
-REST += [(bert, start, by_convert(end), 1) for start, end in ENDS]
-REST += [(bert_and_vit, start, by_convert(end), 4) for start, end in (("kdeformer", "linformer"), ("mix", "exact"))]
-REST += [(bert, start, by_name(name), 1) for start in ("exact", "separate") for name in ("kdeformer", "eager")]
+REST = [(*row[:3], 1) for row in CORE] + [("bert", start, convert(end), 1) for start, end in ENDS]
+REST += [("bert vit", start, convert(end), 4) for start, end in (("kdeformer", "linformer"), ("mix", "exact"))]
+REST += [("bert", start, by_name(name), 1) for start in ("exact", "separate") for name in ("kdeformer", "eager")]
 
 
 @pytest.mark.parametrize(
-    ("make", "start", "switch", "step"), [*CORE, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in REST)]
+    ("families", "start", "switch", "step"),
+    [*CORE, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in REST)],
 )
-def test_a_switch_fails_at_every_call(make, start, switch, step):
-    check_every_failure(make(start), switch, step=step)
+def test_a_switch_fails_at_every_call(families, start, switch, step):
+    check_every_failure(model_of(families, start), switch, step)
 
 
 @pytest.mark.parametrize("step", [70, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_convert_fails_at_every_line(step):
-    check_every_failure(bert("separate"), by_convert("mix"), lines=True, step=step)
+    check_every_failure(model_of("bert", "separate"), convert("mix"), step, lines=True)
 
 
-def check_every_failure(model, switch, lines=False, step=1) -> None:
+def check_every_failure(model, switch, step, lines=False) -> None:
     """Let a switch fail at every call (line) until it succeeds; after each failure nothing may have changed."""
-    before, k, errors = State(model), 0, (MemoryError, KeyboardInterrupt, UserWarning)
-    while True:
-        error = errors[k // step % len(errors)]("provoked")
-        with FailAt(k, error, lines) as failure:
+    before = State(model)
+    assert failures(lambda: switch(model), before.check, step, lines) > 4
+    assert State(model).configs != before.configs
+
+
+def failures(call, check, step, lines=False) -> int:
+    """How often a call fails until it succeeds, at every `step`-th call (line) in it; `check` runs after each."""
+    for turn in itertools.count():
+        error = (MemoryError, KeyboardInterrupt, UserWarning)[turn % 3]("provoked")
+        with FailAt(turn * step, error, lines) as failure:
             try:
-                switch(model)
+                call()
             except type(error):
                 assert failure.raised
         if not failure.raised:
-            break
-        before.check(model)
-        k += step
-    assert k > 4 * step
-    assert State(model).configs != before.configs
+            return turn
+        check()
+    return 0
 
 
 def test_a_warning_that_is_an_error_changes_nothing():
@@ -204,36 +198,41 @@ def test_a_warning_that_is_an_error_changes_nothing():
         ):
             with pytest.raises(UserWarning, match="stays exact"):
                 switch()
-            before.check(model)
+            before.check()
     with pytest.warns(UserWarning, match="stays exact"):
         hea.convert(model, "scatterbrain")
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_refused_container_keeps_the_models_in_it(order):
-    inputs = tiny_batch("bert")
-    for start, end in (
-        ("exact", "linformer"),
-        ("linformer", "reformer"),
-        ("separate", "reformer"),
-        ("mix", "linformer"),
-    ):
-        model = bert(start)
-        container = torch.nn.ModuleList([tiny_model("gpt2"), model][::order])
-        before, out = State(container), output(model, inputs)
-        with pytest.raises(Refused, match="no causal form"):
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [("exact", "linformer"), ("linformer", "reformer"), ("separate", "reformer"), ("mix", "linformer")],
+)
+def test_a_refused_container_keeps_the_models_in_it(start, end, order, monkeypatch):
+    """Also if the restoration is interrupted, and starts again."""
+    model, inputs, restore, calls = model_of("bert", start), tiny_batch("bert"), Snapshot._restore, []
+    container = torch.nn.ModuleList([tiny_model("gpt2"), model][::order])
+    before, out = State(container), output(model, inputs)
+
+    def interrupted(self):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        restore(self)
+
+    monkeypatch.setattr(Snapshot, "_restore", interrupted)
+    for error, words in ((Refused, "no causal form"), (KeyboardInterrupt, "")):
+        with pytest.raises(error, match=words):
             hea.convert(container, end)
-        before.check(container)
+        before.check()
         assert torch.equal(output(model, inputs), out)
+    assert len(calls) == 3
 
 
 def test_loading_leaves_the_callers_config_alone(tmp_path):
-    auto, folder = transformers.AutoModel, tmp_path / "gpt2"
+    auto, folder, pair = transformers.AutoModel, tmp_path / "gpt2", composite().config
     tiny_model("bert").save_pretrained(tmp_path)
     tiny_model("gpt2").save_pretrained(folder)
-    causal = {"is_decoder": True, "add_cross_attention": True}
-    encoder, decoder = tiny_config("bert"), tiny_config("bert", **causal)
-    pair = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     pair.efficient_attention = {"method": "reformer"}
     pair.encoder._attn_implementation = pair.decoder._attn_implementation = "reformer"
     wrong_layers = tiny_config("bert", efficient_attention={"method": "linear", "layers": [9]})
@@ -247,47 +246,20 @@ def test_loading_leaves_the_callers_config_alone(tmp_path):
     ):
         with pytest.raises(Refused):
             load(config)  # a first time, since Transformers fills in defaults, such as that of experts
-        before = [(copy.copy(vars(part)), part.to_dict()) for part in (config, *sub_configs(config))]
+        parts = [config, *(getattr(config, name) for name in config.sub_configs)]
+        before = [(copy.copy(vars(part)), part.to_dict()) for part in parts]
         with pytest.raises(Refused):
             load(config)
-        assert before == [(vars(part), part.to_dict()) for part in (config, *sub_configs(config))]
-
-
-def sub_configs(config) -> list:
-    return [getattr(config, name) for name in config.sub_configs]
+        assert before == [(vars(part), part.to_dict()) for part in parts]
 
 
 def test_loading_fails_at_every_call(tmp_path):
-    convert(tiny_model("bert"), "separate").save_pretrained(tmp_path)
+    model_of("bert", "separate").save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     before = copy.deepcopy(vars(config))
-    k = 0
-    while True:
-        with FailAt(k, KeyboardInterrupt()) as failure:
-            try:
-                transformers.AutoModel.from_pretrained(tmp_path, config=config)
-            except KeyboardInterrupt:
-                assert failure.raised
+
+    def check():
         assert vars(config) == before
-        if not failure.raised:
-            break
-        k += 61
-    assert k > 100
 
-
-def test_an_interrupted_restoration_starts_again(monkeypatch):
-    from hf_efficient_attn.integration.models import Snapshot
-
-    model, restore, calls = bert("linformer"), Snapshot._restore, []
-
-    def interrupted(self):
-        calls.append(None)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        restore(self)
-
-    before = State(model)
-    monkeypatch.setattr(Snapshot, "_restore", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        hea.convert(torch.nn.ModuleList([model, tiny_model("gpt2")]), "reformer")
-    before.check(model)
+    assert failures(lambda: transformers.AutoModel.from_pretrained(tmp_path, config=config), check, 61) > 1
+    check()

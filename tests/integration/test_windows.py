@@ -11,9 +11,9 @@ import transformers
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.models import window_of
-from test_distance_bias import _Largest
-from tiny_models import SMALL, output
+from instances import inputs
+from promises import LargestTensor
+from tiny_models import SMALL, generate, output
 
 SIZES = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -21,16 +21,12 @@ SIZES = {
     "eos_token_id": 3,
 }  # fmt: skip
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-SEPARATORS = {"cls_token_id": 2, "sep_token_id": 3}
 # Models with windows in layers 0 and 2.
+WINDOW, LOCAL = {"sliding_window": 20}, {"local_attention": 40, "cls_token_id": 2, "sep_token_id": 3}
 MIXED = {
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 20},
-    "Gemma3Text": {"sliding_window": 20},
-    "Cohere2": {"sliding_window": 20},
-    "Olmo3": {"sliding_window": 20},
-    "Exaone4": {"sliding_window": 20},
-    "ModernBertDecoder": {"local_attention": 40, **SEPARATORS},
-    "ModernBert": {"local_attention": 40, **SEPARATORS},
+    "Qwen2": {"use_sliding_window": True, **WINDOW},
+    **dict.fromkeys(("Gemma3Text", "Cohere2", "Olmo3", "Exaone4"), WINDOW),
+    **dict.fromkeys(("ModernBertDecoder", "ModernBert"), LOCAL),
 }
 DECODERS = [name for name in MIXED if name != "ModernBert"]
 BUDGET = hea.NearFarConfig().with_budget(1024)
@@ -74,17 +70,15 @@ def test_the_output_and_gradients_are_those_of_sdpa(name, padding):
     other = converted(model)
     for length in (18, 21, 70, 300):
         inputs = batch(length, padding)
-        valid, found = inputs["attention_mask"].bool(), []
         for one in (model, other):
             one.zero_grad()
-            out = one(**inputs)[0][valid]
+            out = one(**inputs)[0][inputs["attention_mask"].bool()]
             (out * torch.linspace(-1, 1, out.shape[-1])).mean().backward()
-            found.append(
-                (out.detach(), {key: p.grad.clone() for key, p in one.named_parameters() if p.grad is not None})
-            )
-        torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
-        for key, gradient in found[0][1].items():
-            torch.testing.assert_close(found[1][1][key], gradient, rtol=1e-3, atol=1e-4, msg=key)
+            if one is model:
+                expected = out
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        for (key, x), y in zip(other.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize("method", ["nearfar", "longformer", "linear"])
@@ -93,15 +87,10 @@ def test_the_output_and_gradients_are_those_of_sdpa(name, padding):
 def test_generation(name, padding, method):
     """The windowed layers keep the keys of their window; the others what their method keeps."""
     model, inputs = exact_model(name, "ForCausalLM"), batch(70, padding)
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     config = hea.method_info(method).config_class(**SMALL[method])
-    if method != "linear":
-        other = converted(model, config.with_budget(1024))
-        assert torch.equal(other.generate(**inputs, **options), model.generate(**inputs, **options))
-        return
-    other = converted(model, config)
-    tokens = other.generate(**inputs, **options)
-    assert torch.equal(tokens, other.generate(**inputs, **options, use_cache=False))
+    other = converted(model, config if method == "linear" else config.with_budget(1024))
+    expected = generate(other, inputs, use_cache=False) if method == "linear" else generate(model, inputs)
+    assert torch.equal(generate(other, inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
@@ -111,124 +100,68 @@ def test_every_way_of_switching_warns_once(name, tmp_path):
     model.save_pretrained(tmp_path / "exact")
     with pytest.warns(UserWarning, match=WARNING) as found:
         loaded = type(model).from_pretrained(tmp_path / "exact", attn_implementation="nearfar")
-    names = [x for x in ("layers.0", "layers.1", "layers.2") if x in str(found[0].message)]
-    assert len([x for x in found if WARNING in str(x.message)]) == 1 and names == ["layers.0", "layers.2"]
+    (message,) = (str(x.message) for x in found if WARNING in str(x.message))
+    assert [x for x in ("layers.0", "layers.1", "layers.2") if x in message] == ["layers.0", "layers.2"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert torch.equal(output(loaded, inputs), expected)
         loaded.set_attn_implementation("nearfar")
         assert torch.equal(output(hea.convert(copy.deepcopy(model), "nearfar", layers=[1]), inputs), expected)
     loaded.save_pretrained(tmp_path / "again")
-    with pytest.warns(UserWarning, match=WARNING):
+    with pytest.warns(UserWarning, match=WARNING) as found:
         again = type(model).from_pretrained(tmp_path / "again")
-    assert torch.equal(output(again, inputs), expected)
-    with pytest.warns(UserWarning, match=WARNING):
         model.set_attn_implementation("nearfar")
-    assert torch.equal(output(model, inputs), expected)
+    assert len([x for x in found if WARNING in str(x.message)]) == 2
+    assert torch.equal(output(again, inputs), expected) and torch.equal(output(model, inputs), expected)
 
 
 def test_what_is_refused():
+    """test_refused_models.py has models with a window in all layers."""
     model = exact_model("Qwen2")
     for layers in ([0], [0, 1], ["layers.2"]):
         with pytest.raises(hea.UnsupportedAttentionError, match=r"window of its own in layers\.[02].*layers\.1"):
             hea.convert(model, "nearfar", layers=layers)
         assert model.config._attn_implementation == "sdpa"
-    values = {**SIZES, "sliding_window": 20}
-    config = transformers.MistralConfig(**values)
-    mistral = transformers.MistralForCausalLM(config)
-    for call in (
-        lambda: hea.convert(mistral, "linear"),
-        lambda: mistral.set_attn_implementation("linear"),
-        lambda: transformers.AutoModel.from_config(transformers.MistralConfig(**values), attn_implementation="linear"),
-    ):
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"window of its own in .*2 more.*use attn_impl"):
-            call()
-        assert mistral.config._attn_implementation == "sdpa"
-    # A window of all positions is none.
-    for window in (1024, None):
-        model = transformers.MistralModel(transformers.MistralConfig(**{**values, "sliding_window": window}))
-        hea.convert(model, "linear")
-    chunks = {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48}
-    kinds = ["chunked_attention", "full_attention", "chunked_attention"]
-    llama = transformers.Llama4TextModel(transformers.Llama4TextConfig(**SIZES, **chunks, layer_types=kinds))
-    for layers in (None, [1]):
-        with pytest.raises(hea.UnsupportedAttentionError, match="within chunks of its own"):
-            hea.convert(llama, "linear", layers=layers)
-    values = {**SIZES, "layer_types": KINDS, "sliding_window": 20, "use_bidirectional_attention": True}
-    embedding = transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**values))
-    with pytest.raises(hea.UnsupportedAttentionError, match="composes its masks itself"):
-        hea.convert(embedding, "linear")
-    gemma = transformers.Gemma2Model(transformers.Gemma2Config(**SIZES, layer_types=KINDS, sliding_window=20))
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"adds a soft cap .*attn_implementation='(eager|sdpa)'"):
-        hea.convert(gemma, "linear")
-
-
-def test_an_input_beyond_the_positions_of_a_window_that_is_none():
-    model = transformers.MistralModel(
-        transformers.MistralConfig(**{**SIZES, "sliding_window": 64, "max_position_embeddings": 64})
-    )
-    hea.convert(model, "linear")
-    output(model, batch(64, "none"))
+    # A window of all positions is none, until the input is longer.
+    for window in (None, 64):
+        values = {**SIZES, "sliding_window": window, "max_position_embeddings": 64}
+        model = hea.convert(transformers.MistralModel(transformers.MistralConfig(**values)), "linear")
+        output(model, batch(64, "none"))
     with pytest.raises(hea.UnsupportedAttentionError, match="window of 64 keys and the sequence has 70"):
         output(model, batch(70, "none"))
-
-
-def test_the_sizes_of_windows():
-    for name, size in (("Qwen2", 20), ("ModernBert", 21)):  # that of ModernBERT does not include the query
-        model = exact_model(name)
-        sizes = [window_of(x, model.config) for x in model.modules() if "Attention" in type(x).__name__]
-        assert sizes == [size, None, size]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_window_costs_what_it_is_long(is_causal):
     """No (Nq, Nk) tensor is made."""
-    query, key, value = (torch.randn(1, 2, 5000, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    mask = torch.ones(1, 5000, dtype=torch.bool)
-    mask[:, 4000:] = False
-    with _Largest() as largest:
-        out = exact_layer(query, key, value, mask, is_causal=is_causal, scale=None, dropout_p=0.0, window=40)
+    query, key, value = inputs(1, 2, 5000, 4)
+    with LargestTensor() as largest:
+        exact_layer(
+            query,
+            key,
+            value,
+            torch.arange(5000)[None] < 4000,
+            is_causal=is_causal,
+            scale=None,
+            dropout_p=0.0,
+            window=40,
+        )
     assert largest.numel <= 256 * 400 + query.numel()
-    distance = torch.arange(5000)[:, None] - torch.arange(5000)
-    pairs = (distance.abs() < 40) & mask & ((distance >= 0) if is_causal else True)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=pairs)
-    rows = pairs.any(1)
-    torch.testing.assert_close(out[:, :, rows], expected[:, :, rows])
-    assert (out[:, :, ~rows] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("padding", [pytest.param("none", marks=pytest.mark.exhaustive), "left"])
-@pytest.mark.parametrize("name", ["ModernBert", pytest.param("Qwen2", marks=pytest.mark.exhaustive)])
-def test_compiled(name, padding, backend):
-    torch.compiler.reset()
-    model, inputs = converted(exact_model(name), "linear"), batch(70, padding)
-    if name == "Qwen2":
-        model.config.use_cache = False
-    expected, compiled = output(model, inputs), torch.compile(model, fullgraph=True, backend=backend)
-    torch.testing.assert_close(output(compiled, inputs), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_errors_and_calibration_are_of_the_other_layers():
-    model, inputs = exact_model("ModernBert"), batch(300, "right")
-    error = hea.attention_error(converted(model, "nearfar", **SMALL["nearfar"]), inputs)
-    by_layer = {layer.layer: layer for layer in error.layers}
-    assert by_layer[1].method == "nearfar" and by_layer[0].method == by_layer[2].method == "sdpa"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        settings = hea.calibrate(model, [inputs], max_error=10.0, methods=["longformer"])
-    assert settings.for_layer(0) is None
-
-
+@pytest.mark.filterwarnings("ignore:at 300 tokens this choice saves nothing")
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
-def test_a_converted_checkpoint_and_its_card(name, tmp_path):
-    exact_model(name).save_pretrained(tmp_path / "exact")
-    report = convert_checkpoint(tmp_path / "exact", tmp_path / "converted", "nearfar")
-    assert report["layers"] == [1]
-    assert (
-        "Layers: 1 of 3, counted from zero; the other layers are exact."
-        in (tmp_path / "converted" / "README.md").read_text()
-    )
+def test_errors_calibration_and_a_converted_checkpoint(name, tmp_path):
+    """They are of the layers without a window."""
+    model, inputs = exact_model(name), batch(300, "right")
+    error = hea.attention_error(converted(model, "nearfar", **SMALL["nearfar"]), inputs)
+    assert [layer.method for layer in error.layers] == ["sdpa", "nearfar", "sdpa"]
+    settings = hea.calibrate(model, [inputs], max_error=10.0, methods=["longformer"])
+    assert settings.for_layer(0) is None
+    model.save_pretrained(tmp_path / "exact")
+    assert convert_checkpoint(tmp_path / "exact", tmp_path / "converted", "nearfar")["layers"] == [1]
+    card = (tmp_path / "converted" / "README.md").read_text()
+    assert "Layers: 1 of 3, counted from zero; the other layers are exact." in card
 
 
 def test_sequence_parallel_is_refused():
