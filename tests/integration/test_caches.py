@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import transformers
-from hf_efficient_attn.io.text import read_text
+from hf_efficient_attn.io.reading import read_text
 from torch import Tensor
 
 import hf_efficient_attn as hea

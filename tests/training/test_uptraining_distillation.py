@@ -61,7 +61,8 @@ FINETUNING = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps
         (r"leave out options\.finetuning", lambda: take_step(3, batches(), FINETUNING)),
     ],
 )
-def test_impossible_distillations_are_refused(sentence, call):
+def test_impossible_distillations_are_refused(sentence, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Trainer makes its output folder
     with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
         call()
 
