@@ -30,8 +30,7 @@ Departures from the paper, and the reasons:
   its tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.chunks` and, for the causal form, in
-`hf_efficient_attn.ops.chunks_causal`.
+The computation is in `hf_efficient_attn.ops.chunks`.
 """
 
 import functools
@@ -45,15 +44,22 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.chunks import ChunkOptions, chunk_noise, window_attention
-from hf_efficient_attn.ops.chunks_causal import (
+from hf_efficient_attn.ops.chunks import (
+    ChunkOptions,
     interval_attention,
     interval_chunks,
     summary_attention_naive,
+    window_attention,
     window_chunks,
 )
+from hf_efficient_attn.ops.shards import Seed, head_slice
+from hf_efficient_attn.ops.tokens import normal
 
 _MAPS = ("proposal_query", "proposal_key")
+
+
+# The stream of random numbers of the chunks. The levels of groups or intervals use the streams after it.
+_STREAM = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,21 @@ class EvaConfig(MethodConfig):
         # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
         causal = block * (1 + (1 << (chunks // block).bit_length()))
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
+
+
+def chunk_noise(
+    num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seed: Seed | None, stream: int, count: int
+) -> Tensor | None:
+    """Draw standard normal numbers (H, count, D) of chunks; None without a seed.
+
+    The numbers of a chunk depend on its index, not on the number of chunks.
+    """
+    if seed is None:
+        return None
+    first, total = head_slice(seed, num_heads)
+    # The numbers are kept for later calls. A power of two of them serves sequences of many lengths.
+    drawn = normal((1 << (count - 1).bit_length(), total, head_dim), seed, _STREAM + stream, device)
+    return drawn[:count, first : first + num_heads].transpose(0, 1).to(dtype)
 
 
 def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_: int) -> dict[str, Tensor]:

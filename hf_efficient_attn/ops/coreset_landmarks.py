@@ -102,8 +102,11 @@ def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) ->
 
     The numbers of an integer seed are kept, so they must not be modified.
     """
-    shape = len(_growing_draws(count)), num_candidates, 1
-    return constant(gumbel, *shape, seed_value(seed), like.dtype, device=like.device)[:, 0]
+    return constant(_gumbel_of_all, len(_growing_draws(count)), num_candidates, seed, like.dtype, device=like.device)
+
+
+def _gumbel_of_all(num_draws: int, num_candidates: int, seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return gumbel(num_draws, num_candidates, 1, seed_value(seed), dtype, device)[:, 0]
 
 
 @torch.no_grad()
