@@ -99,7 +99,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     for model, group in itertools.groupby(rows, lambda row: row["model"]):
         parts.append(f"## {model}")
         for tokens, some in itertools.groupby(group, lambda row: row["tokens"]):
-            best = sorted(some, key=lambda row: row["output_error"])
+            # The mean of the embeddings of chunks has no hidden states of its own.
+            best = sorted(some, key=lambda row: (row["output_error"] is None, row["output_error"]))
             measure = best[0]["agreement_measure"]
             parts += [f"{tokens:,} tokens (agreement: {measure})", commands.table_of(best, _COLUMNS)]
     return "\n\n".join(parts) + "\n"
@@ -112,7 +113,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(5 * len(models), 4.5), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-        own = [row for row in rows if row["model"] == model]
+        own = [row for row in rows if row["model"] == model and row["output_error"] is not None]
         longest = [row for row in own if row["tokens"] == own[-1]["tokens"] and row["method"] != EXACT]
         axes.set(title=f"{model}, {own[-1]['tokens']:,} tokens", xscale="log", yscale="log")
         axes.set(xlabel="times as fast as exact attention", ylabel="relative error of the last hidden states")
