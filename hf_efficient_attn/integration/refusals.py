@@ -164,8 +164,8 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) 
             f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
             f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep"
             f"{' in causal attention' if advice else ''}: {advice}use "
-            f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} (longformer without "
-            f"global tokens), or attn_implementation={EXACT!r}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} with default "
+            f"hyperparameters, or attn_implementation={EXACT!r}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     check_methods(
         [method],
