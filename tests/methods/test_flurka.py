@@ -6,20 +6,18 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.functional import elu, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from each import close, differs
 from hf_efficient_attn.methods import AttentionOptions, get_method
 from hf_efficient_attn.methods.eva import naive
-from hf_efficient_attn.ops.features import orthogonal_features
 from instances import inputs, numbers, padding_mask
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
-FEATURES = 24
 KERNELS = {
     "flurka_linear": {},
-    "flurka_performer": {"num_features": FEATURES},
+    "flurka_performer": {"num_features": 24},
     "flurka_eva": {"window_size": 3, "num_landmarks": 5},
 }
 each_method = pytest.mark.parametrize("method", KERNELS)
@@ -37,25 +35,15 @@ def start(method: str, length: int, **more) -> dict:
     return get_method(method).initial_parameters(config, num_heads=3, head_dim=8, value_dim=8, max_length=length)
 
 
-def features(method: str, x, seed: int = 0):
-    """phi of queries or keys that are scaled already."""
-    if method == "flurka_linear":
-        return elu(x) + 1.0
-    directions = orthogonal_features(FEATURES, x.shape[-1], seed, x.device)
-    return torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / FEATURES**0.5
-
-
-def formula(method: str, query, keys, values, seed: int = 0, query_mask=None):
-    """phi(q) (phi(k)^T v) / phi(q) sum phi(k) for keys and values that are contracted already, or softmax attention."""
+def formula(method: str, query, keys, values, seed: int = 0):
+    """The kernel's attention to keys and values that are contracted already, or softmax attention."""
     if method == "linformer":
         return scaled_dot_product_attention(query, keys, values)
-    if method == "flurka_eva":
-        config, scale = hea.EvaConfig(**KERNELS[method]), query.shape[-1] ** -0.5
-        given = AttentionOptions(None, is_causal=False, scale=scale, dropout_p=0.0, seed=seed, parameters={})
-        return naive(config, query, *(x.expand(len(query), -1, -1, -1) for x in (keys, values)), given, query_mask)
-    root = 1.0 if method == "flurka_linear" else query.shape[-1] ** -0.25
-    phi_q, phi_k = (features(method, root * x, seed) for x in (query, keys))
-    return phi_q @ (phi_k.mT @ values) / (phi_q @ phi_k.sum(-2).unsqueeze(-1))
+    if method != "flurka_eva":
+        return hea.attention(method.removeprefix("flurka_"), query, keys, values, seed=seed, **options(method))
+    config, scale = hea.EvaConfig(**KERNELS[method]), query.shape[-1] ** -0.5
+    given = AttentionOptions(None, is_causal=False, scale=scale, dropout_p=0.0, seed=seed, parameters={})
+    return naive(config, query, *(x.expand(len(query), -1, -1, -1) for x in (keys, values)), given, None)
 
 
 @pytest.mark.parametrize("share", ["none", "kv"])
