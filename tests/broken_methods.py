@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,49 +31,40 @@ class BrokenConfig(MethodConfig):
         return dataclasses.replace(self, columns=columns)
 
 
-class Call(NamedTuple):
-    """The arguments of a call: query (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv), mask bool (B, Nk)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
-
-    def dense(self) -> Tensor:
-        """Correct attention."""
-        dtype = torch.promote_types(self.query.dtype, torch.float32)
-        scores = self.query.to(dtype) @ self.key.to(dtype).mT * self.scale
-        pairs = torch.ones(scores.shape[2:], dtype=torch.bool)
-        pairs = pairs.tril() if self.is_causal else pairs
-        pairs = (pairs if self.mask is None else pairs & self.mask[:, None, None]).expand_as(scores)
-        empty = ~pairs.any(-1, keepdim=True)
-        weights = scores.masked_fill(~pairs & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0.0)
-        return (weights @ self.value.to(dtype)).to(self.value.dtype)
-
-    def turned(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Random factors for the features of the queries."""
-        return {"query": self.query * torch.randn(self.query.shape[3], generator=generator).to(self.query.dtype)}
+def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """Correct attention: query (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv), mask bool (B, Nk)."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(dtype) @ key.to(dtype).mT * scale
+    pairs = torch.ones(scores.shape[2:], dtype=torch.bool)
+    pairs = pairs.tril() if is_causal else pairs
+    pairs = (pairs if mask is None else pairs & mask[:, None, None]).expand_as(scores)
+    empty = ~pairs.any(-1, keepdim=True)
+    weights = scores.masked_fill(~pairs & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0.0)
+    return (weights @ value.to(dtype)).to(value.dtype)
 
 
-# The arguments that each method changes.
-CHANGES: dict[str, Callable[[Call], dict]] = {
-    "correct": lambda c: {},
+def turned(query: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Queries whose features have random factors."""
+    return query * torch.randn(query.shape[3], generator=generator).to(query.dtype)
+
+
+# The arguments of `dense` that each method changes: f(query, key, value).
+CHANGES: dict[str, Callable[..., dict]] = {
+    "correct": lambda q, k, v: {},
     # Masked keys are zero and add nothing to the numerator, but they count in the denominator.
-    "counts_masked_keys": lambda c: {"mask": None},
-    "attends_to_masked_keys": lambda c: {"mask": None, "value": c.value + 1.0},
+    "counts_masked_keys": lambda q, k, v: {"mask": None},
+    "attends_to_masked_keys": lambda q, k, v: {"mask": None, "value": v + 1.0},
     # The mean of the queries includes padding.
-    "reads_masked_queries": lambda c: {"query": c.query - c.query.mean(2, keepdim=True)},
-    "ignores_causality": lambda c: {"is_causal": False},
-    "depends_on_the_length": lambda c: {"value": c.value * (1 + 1 / c.query.shape[2])},
-    "mixes_the_batch": lambda c: {"key": c.key - c.key.mean(0, keepdim=True)},
-    "draws_from_the_global_state": lambda c: c.turned(),
-    "ignores_the_seed": lambda c: c.turned(torch.Generator().manual_seed(5)),
-    "detaches_the_keys": lambda c: {"key": c.key.detach()},
-    "never_converges": lambda c: {"query": c.query * 0.5},
-    "writes_to_its_inputs": lambda c: {"query": c.query.mul_(0.5)},
-    "needs_even_lengths": lambda c: {"query": c.query.unflatten(2, (-1, 2)).flatten(2, 3)},
+    "reads_masked_queries": lambda q, k, v: {"query": q - q.mean(2, keepdim=True)},
+    "ignores_causality": lambda q, k, v: {"is_causal": False},
+    "depends_on_the_length": lambda q, k, v: {"value": v * (1 + 1 / q.shape[2])},
+    "mixes_the_batch": lambda q, k, v: {"key": k - k.mean(0, keepdim=True)},
+    "draws_from_the_global_state": lambda q, k, v: {"query": turned(q)},
+    "ignores_the_seed": lambda q, k, v: {"query": turned(q, torch.Generator().manual_seed(5))},
+    "detaches_the_keys": lambda q, k, v: {"key": k.detach()},
+    "never_converges": lambda q, k, v: {"query": q * 0.5},
+    "writes_to_its_inputs": lambda q, k, v: {"query": q.mul_(0.5)},
+    "needs_even_lengths": lambda q, k, v: {"query": q.unflatten(2, (-1, 2)).flatten(2, 3)},
 }
 
 
@@ -82,8 +72,9 @@ def form_of(name: str) -> Callable[..., Tensor]:
     """The function that computes a method, as `register_method` wants it."""
 
     def forward(config, query, key, value, options):
-        call = Call(query, key, value, options.key_mask, options.is_causal, options.scale)
-        return call._replace(**CHANGES[name](call)).dense()
+        arguments = {"query": query, "key": key, "value": value, "mask": options.key_mask}
+        arguments |= {"is_causal": options.is_causal, "scale": options.scale, **CHANGES[name](query, key, value)}
+        return dense(**arguments)
 
     return forward
 
