@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from each import attend_naive
 from hf_efficient_attn.ops import attend, tokens
 from hf_efficient_attn.ops.tokens import GatheredKeys, gathered_attention, inverse
 from instances import inputs, numbers, padding_mask, relative_error
-from naive import attend_naive
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
