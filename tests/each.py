@@ -1,8 +1,10 @@
-"""What runs a test on every form, row or method of `instances.py`, and the comparison of tensors."""
+"""What runs a test on every form, row or method of `instances.py`, comparisons of tensors, and a readable `attend`."""
 
 import pytest
 import torch
+from torch import Tensor
 
+from hf_efficient_attn.ops.attend import Partial, safe_row_max
 from instances import DEFAULTS, FIRST, INSTANCES, forms
 
 FIRST_FORMS = [pytest.param(i, c, id=f"{i.method}{'-causal' if c else ''}") for i in FIRST.values() for c in i.forms]
@@ -27,3 +29,11 @@ def close(ours, other, tolerance: float = 1e-9) -> None:
 def differs(ours, other, least: float = 0.01) -> bool:
     """Whether the relative difference is larger than `least`, so that a comparison can fail."""
     return ((ours - other).double().norm() / other.double().norm()).item() > least
+
+
+def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float) -> Partial:
+    """The readable form of `attend`, with the same arguments and result."""
+    scores = query @ key.transpose(-1, -2) * scale + (0.0 if bias is None else bias)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - safe_row_max(lse).unsqueeze(-1))
+    return Partial(weights @ value, lse)

@@ -299,9 +299,6 @@ DEFAULTS = [Instance(name) for name in hea.available_methods()]
 # Hyperparameters with which a method approximates short sequences, too.
 APPROXIMATE = {"auto": {"crossover": 1, "max_error": 0.0}}
 
-# Hyperparameters for tests with tens of thousands of tokens. With the default, an error bound, they would take minutes.
-AT_LENGTH = {"approx_kmv": {"num_samples": 256}}
-
 
 def forms() -> list[tuple[Instance, bool]]:
     """Every instance with every supported value of `is_causal`, without those that equal another instance."""

@@ -247,16 +247,14 @@ def check_state(instance: Instance, cuts: list[int], padding: str = "none", **sh
 
 
 @Promise(lambda d: d.shape(padding=d.padding(), batch=d.choice(2, 3, 4)))
-def check_batch(
-    instance: Instance, is_causal: bool, padding: str = "none", tolerance: float = 1e-8, **shape: Any
-) -> None:
+def check_batch(instance: Instance, is_causal: bool, padding: str = "none", **shape: Any) -> None:
     """The output of each sequence of a batch is that of the sequence alone."""
     tensors, key_mask = drawn(padding, **{"batch": 3, **shape})
     out = instance(*tensors, key_mask, is_causal=is_causal)
     for b in range(len(out)):
         own_mask = None if key_mask is None else key_mask[b : b + 1]
         alone = instance(*(x[b : b + 1] for x in tensors), own_mask, is_causal=is_causal)
-        assert_close(out[b : b + 1], alone, tolerance)
+        assert_close(out[b : b + 1], alone, 1e-8)
 
 
 # 5. Seeds.

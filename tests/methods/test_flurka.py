@@ -6,20 +6,18 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.functional import elu, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
 from each import close, differs
 from hf_efficient_attn.methods import AttentionOptions, get_method
 from hf_efficient_attn.methods.eva import naive
-from hf_efficient_attn.ops.features import orthogonal_features
-from instances import inputs, numbers, padding_mask, relative_error
+from instances import inputs, numbers, padding_mask
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
-FEATURES = 24
 KERNELS = {
     "flurka_linear": {},
-    "flurka_performer": {"num_features": FEATURES},
+    "flurka_performer": {"num_features": 24},
     "flurka_eva": {"window_size": 3, "num_landmarks": 5},
 }
 each_method = pytest.mark.parametrize("method", KERNELS)
@@ -37,25 +35,15 @@ def start(method: str, length: int, **more) -> dict:
     return get_method(method).initial_parameters(config, num_heads=3, head_dim=8, value_dim=8, max_length=length)
 
 
-def features(method: str, x, seed: int = 0):
-    """phi of queries or keys that are scaled already."""
-    if method == "flurka_linear":
-        return elu(x) + 1.0
-    directions = orthogonal_features(FEATURES, x.shape[-1], seed, x.device)
-    return torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / FEATURES**0.5
-
-
-def formula(method: str, query, keys, values, seed: int = 0, query_mask=None):
-    """phi(q) (phi(k)^T v) / phi(q) sum phi(k) for keys and values that are contracted already, or softmax attention."""
+def formula(method: str, query, keys, values, seed: int = 0):
+    """The kernel's attention to keys and values that are contracted already, or softmax attention."""
     if method == "linformer":
         return scaled_dot_product_attention(query, keys, values)
-    if method == "flurka_eva":
-        config, scale = hea.EvaConfig(**KERNELS[method]), query.shape[-1] ** -0.5
-        given = AttentionOptions(None, is_causal=False, scale=scale, dropout_p=0.0, seed=seed, parameters={})
-        return naive(config, query, *(x.expand(len(query), -1, -1, -1) for x in (keys, values)), given, query_mask)
-    root = 1.0 if method == "flurka_linear" else query.shape[-1] ** -0.25
-    phi_q, phi_k = (features(method, root * x, seed) for x in (query, keys))
-    return phi_q @ (phi_k.mT @ values) / (phi_q @ phi_k.sum(-2).unsqueeze(-1))
+    if method != "flurka_eva":
+        return hea.attention(method.removeprefix("flurka_"), query, keys, values, seed=seed, **options(method))
+    config, scale = hea.EvaConfig(**KERNELS[method]), query.shape[-1] ** -0.5
+    given = AttentionOptions(None, is_causal=False, scale=scale, dropout_p=0.0, seed=seed, parameters={})
+    return naive(config, query, *(x.expand(len(query), -1, -1, -1) for x in (keys, values)), given, None)
 
 
 @pytest.mark.parametrize("share", ["none", "kv"])
@@ -190,18 +178,6 @@ def converted(family: str, method: str):
     return model
 
 
-def projected_first(model):
-    """A copy that contracts keys and values after the projections, and the number of modules that were changed.
-
-    Without our `forward`, a module runs that of Transformers.
-    """
-    model = copy.deepcopy(model)
-    found = [module for module in model.modules() if "forward" in vars(module)]
-    for module in found:
-        del module.forward
-    return model, len(found)
-
-
 def at_valid_tokens(inputs: dict, out):
     mask = inputs.get("attention_mask")
     return out if mask is None else out[mask.bool()]
@@ -215,9 +191,12 @@ def test_models_contract_before_the_projections(family, method, padding):
     model, inputs = converted(family, method).double().eval(), tiny_batch(family, padding=padding)
     if family in IMAGES:
         inputs = {"pixel_values": inputs["pixel_values"].double()}
-    after, count = projected_first(model)
-    assert count == 2
-    lengths = []
+    # Without our `forward`, a module runs that of Transformers and contracts keys and values after the projections.
+    after, lengths = copy.deepcopy(model), []
+    changed = [module for module in after.modules() if "forward" in vars(module)]
+    assert len(changed) == 2
+    for module in changed:
+        del module.forward
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("key", "k_lin", "k_proj", "value", "v_lin", "v_proj"):
             module.register_forward_hook(lambda module, args, out: lengths.append(args[0].shape[1]))
@@ -237,12 +216,11 @@ def test_models_contract_before_the_projections(family, method, padding):
         assert torch.equal(*(at_valid_tokens(x, output(model, x)) for x in (inputs, other)))
 
 
-def test_switching_to_another_method_ends_the_contraction(tmp_path):
+def test_switching_to_another_method_ends_the_contraction():
     """Switching gives every module its own `forward` back. Copies and pickles of the model keep ours."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
-    plain, modules = output(model, inputs), [layer.attention.self for layer in model.encoder.layer]
+    plain = output(model, inputs)
     hea.convert(model, "flurka_linear", **BUDGET)
-    assert all("forward" in vars(module) for module in modules)
     expected, twin, file = output(model, inputs), copy.deepcopy(model), io.BytesIO()
     model.encoder.layer[0].attention.self.value.weight.data.zero_()
     torch.save(twin, file)
@@ -251,26 +229,9 @@ def test_switching_to_another_method_ends_the_contraction(tmp_path):
         assert torch.equal(output(other, inputs), expected)
     twin.config._attn_implementation = "sdpa"  # a change of the config by hand takes effect too
     assert torch.equal(output(twin, inputs), plain)
-    assert torch.equal(output(hea.convert(twin, "sdpa"), inputs), plain)
-    assert not any("forward" in vars(layer.attention.self) for layer in twin.encoder.layer)
-    hea.convert(twin, "flurka_linear", layers=[1], **BUDGET).save_pretrained(tmp_path)
-    loaded = type(twin).from_pretrained(tmp_path)
-    for each in (twin, loaded):
-        assert ["forward" in vars(layer.attention.self) for layer in each.encoder.layer] == [False, True]
-    assert torch.equal(output(loaded, inputs), output(twin, inputs))
-
-
-def test_adapters():
-    """A LoRA module that replaces a projection to keys or values is an affine map too."""
-    peft = pytest.importorskip("peft")
-    model, inputs = converted("bert", "flurka_linear").double(), tiny_batch("bert", padding="right")
-    lora = peft.LoraConfig(target_modules=["key", "value"], r=2, init_lora_weights=False)
-    adapted = peft.get_peft_model(copy.deepcopy(model), lora).eval()
-    after, count = projected_first(adapted)
-    assert count == 2
-    ours, other, without = (at_valid_tokens(inputs, output(m, inputs)) for m in (adapted, after, model))
-    close(ours, other, 1e-8)
-    assert relative_error(ours, without) > 1e-3
+    for method, layers, own in (("sdpa", None, [False, False]), ("flurka_linear", [1], [False, True])):
+        hea.convert(twin, method, layers=layers, **(BUDGET if layers else {}))
+        assert ["forward" in vars(layer.attention.self) for layer in twin.encoder.layer] == own
 
 
 def test_unsupported_arguments_of_a_module_are_refused():

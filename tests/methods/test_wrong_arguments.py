@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import BertModel, GPT2Config
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.errors import shown
@@ -110,6 +110,21 @@ def bert(work):
     return call
 
 
+# What takes a model, and what is no model with parts of the message.
+TAKE_MODELS = [
+    lambda model: hea.convert(model, "nearfar"),
+    lambda model: hea.calibrate(model, [BATCH], max_error=0.1),
+    lambda model: hea.attention_error(model, BATCH),
+    lambda model: hea.distill(model, "linear", TWO, steps=1),
+    lambda model: hea.extend_positions(model, 200),
+]
+NO_MODELS = [
+    ("bert-base", "'bert-base' is a name and no model", "AutoModel.from_pretrained('bert-base')"),
+    (BertModel, "BertModel is a class and no model", "BertModel.from_pretrained"),
+    (tiny_config("bert"), "a BertConfig is a config and no model", "AutoModel.from_config(config)"),
+    (type("Trainer", (), {"model": None})(), "a Trainer holds no Transformers model", "give its attribute model"),
+    (3, "holds no Transformers model"),
+]
 ORDER = "before the tensors: hea.attention(method, query, key, value)"
 TWO = [BATCH, BATCH]
 STAGES = [("linear", 0.5, [1]), ("sdpa", 1.0)]
@@ -175,6 +190,10 @@ REFUSED = [
           lambda m, x: hea.convert(m, {"method": "linear"}, layers=x),
           lambda m, x: hea.distill(m, "linear", TWO, steps=1, layers=x),
       )),
+    *((lambda f=f, x=x: f(x), *parts) for f in TAKE_MODELS for x, *parts in NO_MODELS),
+    (bert(lambda m: hea.NearFarCache(m)), "takes the config of a model, not <BertModel>", "model.config"),
+    *((lambda x=x: hea.NearFarCache(x), "takes the config of a model, not ", "model.config")
+      for x in ("gpt2", 256, hea.NearFarConfig(), GPT2Config, None, {"method": "nearfar"})),
 ]  # fmt: skip
 
 
@@ -188,43 +207,12 @@ def test_what_is_similar_is_accepted(monkeypatch):
     assert hea.attention("longformer", *TENSORS, scale=np.float32(0.5), attention_mask=MASK).shape == QUERY.shape
     for layers in (np.array([1]), torch.tensor([1]), range(1, 2), (1,)):
         assert hea.convert(tiny_model("bert"), "linear", layers=layers).config.efficient_attention["layers"] == [1]
+    assert hea.NearFarCache(hea.convert(tiny_model("gpt2"), "nearfar").config, 64).layers
     # A hyperparameter may have the name of an argument elsewhere: it reaches the config.
     names = (*hea.NearFarConfig.hyperparameters(), "causal")
     monkeypatch.setattr(hea.NearFarConfig, "hyperparameters", classmethod(lambda cls: names))
     with pytest.raises(TypeError, match="causal"):
         hea.attention("nearfar", *TENSORS, causal=3)
-
-
-WORK = [
-    lambda model: hea.convert(model, "nearfar"),
-    lambda model: hea.calibrate(model, [BATCH], max_error=0.1),
-    lambda model: hea.attention_error(model, BATCH),
-    lambda model: hea.distill(model, "linear", [BATCH, BATCH], steps=1),
-    lambda model: hea.extend_positions(model, 200),
-]
-
-
-@pytest.mark.parametrize("work", WORK)
-def test_something_else_instead_of_a_model(work):
-    class Trainer:
-        model = tiny_model("bert")
-
-    for wrong, *parts in (
-        ("bert-base", "'bert-base' is a name and no model", "AutoModel.from_pretrained('bert-base')"),
-        (type(Trainer.model), "BertModel is a class and no model", "BertModel.from_pretrained"),
-        (Trainer.model.config, "a BertConfig is a config and no model", "AutoModel.from_config(config)"),
-        (Trainer(), "a Trainer holds no Transformers model", "give its attribute model"),
-        (3, "holds no Transformers model"),
-    ):
-        refused(lambda: work(wrong), *parts)  # noqa: B023
-
-
-def test_wrong_constructions_of_a_cache():
-    model = hea.convert(tiny_model("gpt2", head=True), "nearfar")
-    refused(lambda: hea.NearFarCache(model), "takes the config of a model, not <GPT2LMHeadModel>", "model.config")
-    for value in ("gpt2", 256, hea.NearFarConfig(), GPT2Config, None, {"method": "nearfar"}):
-        refused(lambda: hea.NearFarCache(value), "takes the config of a model, not ", "model.config")  # noqa: B023
-    assert hea.NearFarCache(model.config, 64).layers
 
 
 def test_values_are_shown_in_one_line():

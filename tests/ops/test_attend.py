@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from each import close
+from each import attend_naive, close
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import tokens
 from hf_efficient_attn.ops.attend import attend
 from instances import inputs, numbers
-from naive import attend_naive
 from promises import Memory
 
 BIASES = {

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from each import attend_naive
 from hf_efficient_attn.ops import attend, tokens
 from hf_efficient_attn.ops.tokens import GatheredKeys, gathered_attention, inverse
-from instances import inputs, numbers, padding_mask
-from naive import attend_naive
+from instances import inputs, numbers, padding_mask, relative_error
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
@@ -92,10 +92,6 @@ def gradients(given: Case, *outs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outs, (*given[:3], given.log_weight), grads)
 
 
-def error(ours: Tensor, expected: Tensor) -> float:
-    return ((ours.cpu().double() - expected).norm() / expected.norm()).item()
-
-
 SIZES = (45, 53, 20, 12, 17, 37)
 CASES = [
     (SIZES, True),
@@ -121,14 +117,14 @@ def test_attention_to_gathered_keys(sizes, ordered, form, dtype, tolerance):
     given = case(*sizes, ordered=ordered, dtype=dtype)
     ours = given if dtype == torch.float64 else given.to(dtype, torch.int32 if ordered else torch.int64)
     (out, *lse), expected = form(ours), reference(given)
-    assert out.dtype == dtype and error(out, expected[0]) < tolerance
+    assert out.dtype == dtype and relative_error(out.cpu(), expected[0]) < tolerance
     if lse:
         assert lse[0].dtype == torch.float32
         torch.testing.assert_close(lse[0].cpu().double(), expected[1], atol=2e-5, rtol=1e-6)
     wanted = gradients(given, *expected[: 1 + len(lse)])
     for grad, exact in zip(gradients(ours, out, *lse), wanted, strict=True):
         # The softmax of one key is constant.
-        assert error(grad, exact) < tolerance if exact.norm() > 1e-9 else grad.norm() < tolerance
+        assert relative_error(grad.cpu(), exact) < tolerance if exact.norm() > 1e-9 else grad.norm() < tolerance
 
 
 @needs_triton

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from each import close
+from each import attend_naive, close
 from hf_efficient_attn import functional
 from hf_efficient_attn.ops import linear
 from hf_efficient_attn.ops import tokens as tokens_ops
@@ -26,7 +26,6 @@ from hf_efficient_attn.ops.sampling import (
 )
 from hf_efficient_attn.ops.tokens import normal, uniform
 from instances import numbers
-from naive import attend_naive
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,10 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import hf_efficient_attn as hea
-from each import each_first_form, each_form
+from each import close, each_first_form, each_form
 from hf_efficient_attn.ops import tokens as tokens_ops
 from hf_efficient_attn.ops.tokens import normal
 from instances import inputs, padding_mask
-from promises import assert_close
 from tiny_models import METHODS, tiny_batch, tiny_model
 
 LENGTH = 90
@@ -17,11 +16,6 @@ LENGTH = 90
 
 def tensors_of(num_kv_heads=2, batch=3, length=LENGTH):
     return inputs(batch, 2, length, 8, num_kv_heads=num_kv_heads, dtype=torch.float64)
-
-
-def assert_same(ours, other, tolerance=1e-9):
-    for a, b in zip(ours, other, strict=True):
-        assert_close(a, b, tolerance)
 
 
 def gradients(function, tensors):
@@ -45,19 +39,19 @@ def test_grad_vjp_and_vmap(instance, is_causal):
     own = padding_mask("right", 3, LENGTH)
     expected = gradients(lambda *x: loss(*x, own), whole)
     value, pull_back = vjp(lambda *x: loss(*x, own), *whole)
-    assert_same(grad(lambda *x: loss(*x, own), argnums=(0, 1, 2))(*whole), expected)
-    assert_same([value, *pull_back(torch.ones_like(value))], [loss(*whole, own), *expected])
+    close(grad(lambda *x: loss(*x, own), argnums=(0, 1, 2))(*whole), expected)
+    close([value, *pull_back(torch.ones_like(value))], [loss(*whole, own), *expected])
     rows = list(zip(*tensors, key_mask, strict=True))
-    assert_same([vmap(call)(*tensors, key_mask)], [torch.stack([call(*row) for row in rows])])
+    close([vmap(call)(*tensors, key_mask)], [torch.stack([call(*row) for row in rows])])
     expected = [gradients(lambda *x, m=row[3]: loss(*x, m), row[:3]) for row in rows]
-    assert_same(
+    close(
         vmap(grad(loss, argnums=(0, 1, 2)))(*tensors, key_mask), [torch.stack(x) for x in zip(*expected, strict=True)]
     )
     # One query for all keys, which lie along another dimension.
     shared = vmap(call, in_dims=(None, 2, 1, None), out_dims=1)(
         tensors[0][0], tensors[1].movedim(0, 2), tensors[2].movedim(0, 1), None
     )
-    assert_same([shared], [torch.stack([call(tensors[0][0], row[1], row[2], None) for row in rows], 1)])
+    close([shared], [torch.stack([call(tensors[0][0], row[1], row[2], None) for row in rows], 1)])
 
 
 @each_first_form
@@ -115,7 +109,7 @@ def test_models():
     found = torch.autograd.grad(loss(dict(model.named_parameters()), batch), model.parameters(), allow_unused=True)
     for name, expected in zip(parameters, found, strict=True):
         if expected is not None:
-            assert_same((whole[name], each[name].sum(0)), (expected, expected), 2e-3)
+            close((whole[name], each[name].sum(0)), (expected, expected), 2e-3)
 
 
 def test_nothing_is_kept_that_a_transform_has_wrapped():
