@@ -4,19 +4,23 @@ from functools import partial
 
 import pytest
 import torch
+from linformer.linformer import LinformerSelfAttention
 from nystrom_attention.nystrom_attention import NystromAttention
 from performer_pytorch.performer_pytorch import (
     causal_linear_attention_noncuda,
     linear_attention,
     softmax_kernel,
 )
-from torch.nn.functional import elu
-from transformers import LongformerConfig
+from torch.nn.functional import elu, normalize
+from transformers import LongformerConfig, ReformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 from each import close, differs
 from hf_efficient_attn.ops.features import orthogonal_features
+from hf_efficient_attn.ops.hashing import Rounds, bucket_codes, rounds_attention
+from hf_efficient_attn.ops.tokens import inverse
 from instances import inputs, numbers
 
 NUM_HEADS, HEAD_DIM = 2, 8
@@ -75,6 +79,20 @@ def test_longformer_of_transformers(window, padding, global_tokens):
     same(ours, theirs, mask, 1e-5)
 
 
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("length", [64, 40])
+def test_linformer_package(length, share):
+    """With shared tables that package uses the keys as values too, and it does not rescale tables for shorter input."""
+    layer, x = layer_of(LinformerSelfAttention, SIZE, 64, k=12, heads=NUM_HEADS, share_kv=share), hidden_states(length)
+    tensors = heads(layer.to_q(x), layer.to_k(x), layer.to_k(x) if share else layer.to_v(x))
+    # Tables as long as the input are not rescaled.
+    learned = {"key_projection": layer.proj_k[:length].t()}
+    if not share:
+        learned["value_projection"] = layer.proj_v[:length].t()
+    options = {"projection_dim": 12, "share": "kv" if share else "none"}
+    same(hea.attention("linformer", *tensors, **options, **learned), layer(x))
+
+
 @pytest.mark.parametrize(("count", "batch", "residual", "steps"), [(1, 1, False, 6), (1, 1, True, 6), (3, 2, True, 40)])
 def test_nystrom_attention(count, batch, residual, steps):
     """One head of one batch row, since that package starts the iteration from norms of the whole batch.
@@ -89,6 +107,45 @@ def test_nystrom_attention(count, batch, residual, steps):
         options |= {"conv_kernel_size": 5, "conv_weight": layer.res_conv.weight[:, 0, :, 0]}
     ours = hea.attention("nystromformer", *heads(*layer.to_qkv(x).chunk(3, -1)), **options)
     same(ours, layer(x), tolerance=1e-9 if count == 1 else 1e-6)
+
+
+def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> Rounds:
+    """The plan in which each chunk attends to itself, `before` chunks before it and `after` chunks after it."""
+    largest = torch.iinfo(codes.dtype).max
+    order = (codes if mask is None else codes.masked_fill(~mask[:, None], largest)).argsort(dim=-1, stable=True)
+    chunks = codes.shape[2] // size
+    span = (1 + before + after) * size
+    start = ((torch.arange(chunks) - before) * size).clamp(0, codes.shape[2] - span)
+    count = None if mask is None else mask.sum(1, keepdim=True)
+    return Rounds(order, order, start.expand(*codes.shape[:2], -1), size, span, count)
+
+
+@pytest.mark.parametrize("padding", [0, 21])
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (1, 1), (0, 0)])
+def test_lsh_attention_of_transformers(before, after, padding):
+    """One round with our buckets (it counts pairs of several rounds more than once). Its keys are already scaled.
+
+    Its chunks attend to themselves and to chunks before and after, in a circle.
+    """
+    sizes = {"hidden_size": SIZE, "num_attention_heads": NUM_HEADS, "attention_head_size": HEAD_DIM}
+    chunks = {"lsh_attn_chunk_length": 8, "lsh_num_chunks_before": before, "lsh_num_chunks_after": after}
+    config = ReformerConfig(**sizes, **chunks, num_buckets=[4, 6], is_decoder=False)
+    layer, x = layer_of(LSHSelfAttention, config, 0), hidden_states(96)
+    key_mask = torch.arange(96) < torch.tensor([[96], [96 - padding]])
+    query, value = (y.flatten(0, 1) for y in heads(layer.query_key(x), layer.value(x)))
+    mask = key_mask.repeat_interleave(NUM_HEADS, 0) if padding else None
+    codes = bucket_codes(query, numbers(3, 1, 2, HEAD_DIM, seed=2), torch.tensor([[2, 3]]))
+    plan = chunk_plan(codes, mask, 8, before, after)
+    ours = rounds_attention(query, normalize(query, dim=-1), value, plan, others=True, scale=1.0)
+    # Its padding has its own bucket, after all others.
+    codes = codes if mask is None else codes.masked_fill(~mask[:, None], 24)
+    theirs = layer(x, attention_mask=key_mask, buckets=codes.view(2, NUM_HEADS, 96))[0]
+    # Queries whose chunks have all neighbours, so that the circle has no effect.
+    chunk = inverse(plan.query_order.flatten(0, 1)).view_as(plan.query_order) // plan.block_q
+    inner = ((chunk >= before) & (chunk < plan.start.shape[2] - after)).all(1) | (before + after == 0)
+    inner = inner & key_mask.repeat_interleave(NUM_HEADS, 0)
+    assert inner.float().mean() > 0.6
+    close(ours[inner], heads(theirs)[0].flatten(0, 1)[inner], 1e-5)
 
 
 # Performer of performer-pytorch, whose epsilon is 0 here.
