@@ -17,15 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 import converted
 import hf_efficient_attn as hea
 import tiny_models
+from commands import read
 from each import close
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions
 from tiny_models import SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
-
-
-def read(folder, name="config.json"):
-    return json.loads((folder / name).read_text())
 
 
 # A checkpoint keeps its method through any number of saves, and nothing if it is exact.
