@@ -38,7 +38,7 @@ def randomized(model: torch.nn.Module, sharpness: float = 1.5):
             std = sharpness if "theta" in name or "phi" in name else 1.0
             parameter.copy_(std * noise / parameter[0].numel() ** 0.5)
         else:
-            parameter.add_(0.1 * noise)
+            parameter.copy_(0.6 * noise)
     for name, buffer in model.named_buffers():
         if name.endswith("running_means"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
@@ -47,7 +47,9 @@ def randomized(model: torch.nn.Module, sharpness: float = 1.5):
     # Steps of the power iteration, since the vectors of a spectral norm still belong to the weights before.
     model.train()
     for _ in range(8):
-        model(torch.randn(1, 12, generator=generator), torch.rand(1, model.config.num_classes), 0.5)
+        model(
+            torch.randn(1, 12, generator=generator), torch.rand(1, model.config.num_classes, generator=generator), 0.5
+        )
     return model.eval()
 
 
@@ -400,6 +402,7 @@ def package():
 def theirs(folder, kind: str = "kept", **changes):
     """Write a generator of the package, with random weights and statistics, into a folder, and return it."""
     config = package().BigGANConfig(**{**SIZES, "class_embed_dim": 12, **SMALL, **changes})
+    torch.manual_seed(7)
     model = randomized(package().BigGAN(config))
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     if kind == "kept":
@@ -447,7 +450,7 @@ def test_images_are_equal_at_every_truncation(kind, spectral_norm, n_stats, size
     for truncation in TRUNCATIONS if n_stats == 51 and size == 32 else (0.02, 0.43, 0.7, 0.99):
         assert difference(ours, model, truncation) < 1e-5, truncation
     if n_stats == 51:  # images at different truncations do differ
-        assert difference(ours, model, 0.58, at=0.56) > 0.01
+        assert difference(ours, model, 0.58, at=0.56) > 0.03
 
 
 def test_config_file_without_model_type(tmp_path):
