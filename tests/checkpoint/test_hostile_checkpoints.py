@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from commands import refused, run_json
+from commands import refused, run_json, tree
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import read_json, read_json_object, write_json
@@ -46,15 +46,6 @@ def _no_code_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HEA_TEST_BOMB", str(tmp_path / "exploded"))
     yield
     assert not (tmp_path / "exploded").exists()
-
-
-def tree(folder):
-    """The contents of all files in a folder, without following links and pipes."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        size = path.lstat().st_size
-        found[str(path)] = path.read_bytes() if path.is_file() and not path.is_symlink() and size < 2**24 else size
-    return found
 
 
 # What damages a checkpoint: functions of its folder.

@@ -13,19 +13,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import (
-    NOTHING_COMPLETE,
-    TEXT,
-    command,
-    interrupt,
-    read,
-    refused,
-    run_json,
-    save,
-    shown,
-    tokenizer_for,
-    tree,
-)
+from commands import NOTHING_COMPLETE, TEXT, interrupt, read, refused, run_json, save, shown, tokenizer_for, tree
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.evaluation import benchmark, capture, comparison, pictures, timing
 from hf_efficient_attn.evaluation.comparison import Procedure
@@ -344,7 +332,7 @@ def test_table_and_files(made, text, figures, tmp_path, capsys):
     rows = result["measurements"][:1]
     pictures.draw_benchmark({**result, "measurements": rows}, tmp_path / "exact.png")  # after an interruption
     assert "--force" in refused(capsys, *line)
-    assert command(*line, "--force") == 0
+    shown(capsys, *line, "--force")
 
 
 def interrupt_after(monkeypatch, count):
@@ -417,9 +405,8 @@ def test_rows_as_they_finish_and_a_limit_of_time(made, text):
     assert told[1:] == result["measurements"] and len(told) == 5
     assert result["complete"] is True and result["left_out"] == []
     limited = bench(made("bert"), WINDOW, [30, 60], data=text, minutes=1e-6)
-    assert [(row["length"], row["attention"]) for row in limited["measurements"]] == [(30, "sdpa")]  # nothing fits
     assert limited["left_out"] == ["window at 30 tokens", "sdpa at 60 tokens", "window at 60 tokens"]
-    assert limited["complete"] is False
+    assert limited["complete"] is False and len(limited["measurements"]) == 1  # the first is always measured
 
 
 def test_long_texts_are_also_embedded_in_pieces(made, text):

@@ -24,7 +24,6 @@ from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions
 from tiny_models import SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
-
 # A checkpoint keeps its method through any number of saves, and nothing if it is exact.
 
 
@@ -154,9 +153,7 @@ def test_configs_and_models_copy_compare_and_pickle(tmp_path):
     assert torch.equal(output(again, inputs), output(model, inputs))
 
 
-# Converted checkpoints in plain Transformers, in pipelines, in sentence-transformers, and with another method.
-
-WORDS = " ".join(f"w{5 + 7 * i % 55}" for i in range(70))
+# Converted checkpoints in plain Transformers, in sentence-transformers, and with another method.
 
 
 @pytest.mark.exhaustive
@@ -171,23 +168,6 @@ def test_the_card_quotes_the_error_of_plain_transformers(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         quoted = re.search(r"^> (.*) \.\.\.$", (tmp_path / name / "README.md").read_text(), re.M)[1]
         assert done.returncode != 0 and quoted in done.stderr and sentence in quoted
-
-
-def pipe(task, folder):
-    """The pipeline of a folder. Pipelines put models into eval mode."""
-    return transformers.pipeline(task, model=str(folder))
-
-
-def test_pipelines_of_texts(tmp_path):
-    ids = converted.tiny_tokenizer()(WORDS, return_tensors="pt")
-    model = converted.make(tmp_path / "bert", "bert", "kdeformer", head=False)
-    found = pipe("feature-extraction", tmp_path / "bert")
-    assert found.model.config._attn_implementation == "kdeformer"
-    assert torch.equal(torch.tensor(found(WORDS)), output(model, ids))
-    options = {"max_new_tokens": 6, "do_sample": False}
-    expected = converted.make(tmp_path / "gpt2", "gpt2", "linear").generate(**ids, **options)[0, -6:].tolist()
-    found = pipe("text-generation", tmp_path / "gpt2")(WORDS, **options, return_tensors=True)
-    assert found[0]["generated_token_ids"][-6:] == expected
 
 
 def test_the_examples_of_the_card_run(tmp_path):
