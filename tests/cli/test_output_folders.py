@@ -144,14 +144,10 @@ def test_a_full_disk_is_an_error_of_one_line(limit, convert, tmp_path, capsys):
 def test_results_on_a_full_disk(tmp_path):
     path = tmp_path / "analysis.json"
     path.write_text("old")
-
-    def write():
-        with replacing(path) as draft:
-            draft.symlink_to("/dev/full")
-            draft.write_text("new")
-
-    with pytest.raises(OSError, match=r"analysis\.json cannot be written: .*No space left"):
-        write()
+    full = pytest.raises(OSError, match=r"analysis\.json cannot be written: .*No space left")
+    with full, replacing(path) as draft:
+        draft.symlink_to("/dev/full")
+        draft.write_text("new")
     assert tree(tmp_path) == {"analysis.json": b"old"}
 
 
